@@ -1,4 +1,4 @@
-"""Training between hosts: every door of ours beside torch's, over a cable of a known rate.
+"""Training between hosts: every API of ours beside torch's, over a cable of a known rate.
 
 ``python benchmarks/cable.py [--hosts 2] [--ranks-per-host 1] [--rate 1gbit] [--shape wide] [--rounds 7] [--out FILE]``
 makes a network namespace per host, joins them by virtual cables and a switch whose every end passes ``--rate`` (``tbf``),
@@ -188,7 +188,7 @@ def measure(options: argparse.Namespace) -> None:
 def _warm_up(trained: dict[str, Trained], setup: Setup) -> dict[str, float]:
     """Step everyone a few times; return the means over ranks of the last losses.
 
-    Raises: RuntimeError if a door that trains in float32 ends elsewhere than the first one beside "local".
+    Raises: RuntimeError if an API that trains in float32 ends elsewhere than the first one beside "local".
     """
     losses = torch.zeros(len(trained))
     for _ in range(WARM_UP):

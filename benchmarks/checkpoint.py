@@ -179,12 +179,12 @@ def measure(mib: int, rounds: int, folder: str) -> list[Row]:
 def measure_loads(mib: int, rounds: int, folder: str) -> list[Row]:
     """Return a row for each optimizer that keeps state in a form of its own."""
     rows: list[Row] = []
-    doors = {
+    apis = {
         "ShardedOptimizer": (_sharded, True),
         "ShardedOptimizer, whole matrices": (_whole_matrix, True),
         "ZeRO": (_zero, False),
     }
-    for name, (make, is_sharded) in doors.items():
+    for name, (make, is_sharded) in apis.items():
         model, optimizer = build(mib, make, is_sharded)
         state, place = {"model": model, "optimizer": optimizer}, Path(folder) / name
         save(place, state, step=0)

@@ -1,4 +1,4 @@
-"""Cases of checkpoints at full size, of which tests run a slice: damage, mutations, killed ranks, pairs of doors.
+"""Cases of checkpoints at full size, of which tests run a slice: damage, mutations, killed ranks, pairs of APIs.
 
 ``python benchmarks/checkpoint_cases.py [--damage 2000] [--mutations 5000] [--kills 200] [--pairs]`` exits with 1 and a list
 if a case fails.
@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS / "dist"), os.
 from helpers.checkpoints import load_behind, save_behind  # noqa: E402
 from helpers.jobs import PRELOAD  # noqa: E402
 from test_checkpoint_damage import cases  # noqa: E402
-from test_checkpoint_doors import SIZES, doors_at  # noqa: E402
+from test_checkpoint_doors import SIZES, apis_at  # noqa: E402
 from test_checkpoint_format import check_header_mutation, check_mutation  # noqa: E402
 
 from shardwise import fully_shard  # noqa: E402
@@ -37,12 +37,12 @@ from shardwise.testing import WorkerPool  # noqa: E402
 
 
 def pairs(pool: WorkerPool, folder: str) -> list[str]:
-    """Return what went wrong between any two doors at any two numbers of ranks."""
+    """Return what went wrong between any two APIs at any two numbers of ranks."""
     wrong: list[str] = []
     for size in SIZES:
-        pool.run(save_behind, num_ranks=size, doors=doors_at(size), folder=folder)
+        pool.run(save_behind, num_ranks=size, apis=apis_at(size), folder=folder)
     for size in SIZES:
-        wanted = [(s, d, n) for n in SIZES for s in doors_at(n) for d in doors_at(size)]
+        wanted = [(s, d, n) for n in SIZES for s in apis_at(n) for d in apis_at(size)]
         for start in range(0, len(wanted), 40):
             some = wanted[start : start + 40]
             found = pool.run(load_behind, num_ranks=size, fresh=True, pairs=some, folder=folder)

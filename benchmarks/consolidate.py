@@ -34,7 +34,7 @@ def build(door: Any) -> torch.optim.Optimizer:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Return, per door, median milliseconds and this rank's extra MiB."""
+    """Return, per API, median milliseconds and this rank's extra MiB."""
     optimizers: dict[str, Any] = {"torch": build(TorchZero), "shardwise": build(ZeroRedundancyOptimizer)}
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     extra: dict[str, list[float]] = {name: [] for name in optimizers}

@@ -35,7 +35,7 @@ from shardwise.planner.rank_units import rank_units, steps_of
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.gpt import GPT
 from shardwise.recipes.memory import LiveBytes
-from shardwise.recipes.sharding import DOORS, HEADS, split_heads
+from shardwise.recipes.sharding import HEADS, STRATEGIES, split_heads
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import TiedModel
 
@@ -139,7 +139,7 @@ def shard_tied(case: Case, model: nn.Module, mesh: Any) -> nn.Module:
 
 
 class Job:
-    """Model and optimizer behind the door of a case."""
+    """Model and optimizer with the API of a case."""
 
     def __init__(self, case: Case) -> None:
         setting = case.setting
@@ -147,7 +147,7 @@ class Job:
         names = ("replicate", "shard") if setting.door == "hybrid" else ("dp",)
         mesh = init_device_mesh("cpu", (*sizes, setting.tensor), mesh_dim_names=(*names, "tp"))
         split, mesh = mesh["tp"], mesh[names if len(names) > 1 else names[0]]
-        self.config, self.door, self.accumulate = case.config, DOORS[setting.door], setting.accumulate
+        self.config, self.door, self.accumulate = case.config, STRATEGIES[setting.door], setting.accumulate
         plain = case.build()
         if setting.tensor > 1:
             split_heads(plain, split)

@@ -58,11 +58,11 @@ class Walk:
             if self._inside:
                 self._inside.pop()
             return
-        room = name.removeprefix(self._folder)
-        self.calls[f"{room}:{frame.f_code.co_name}"] += 1
-        if not self._inside or self._inside[-1] != room:
-            self.entries[room] += 1
-        self._inside.append(room)
+        budget = name.removeprefix(self._folder)
+        self.calls[f"{budget}:{frame.f_code.co_name}"] += 1
+        if not self._inside or self._inside[-1] != budget:
+            self.entries[budget] += 1
+        self._inside.append(budget)
 
 
 def step(model: nn.Module) -> None:

@@ -43,19 +43,19 @@ class Sizes:
     batch: int
 
 
-def build(door: str, sizes: Sizes) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a stack of MLP blocks behind ``door`` with AdamW."""
+def build(api: str, sizes: Sizes) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a stack of MLP blocks behind ``api`` with AdamW."""
     torch.manual_seed(0)
     width = sizes.width
     blocks = [
         nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(sizes.blocks)
     ]
     model: nn.Module = nn.Sequential(*blocks)
-    if door == "zero1":
+    if api == "zero1":
         model = DistributedDataParallel(model)
         return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     for block in (*blocks, model):
-        (fully_shard if door == "fully_shard" else replicate)(block)
+        (fully_shard if api == "fully_shard" else replicate)(block)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -98,9 +98,9 @@ def measure(rank: int, num_ranks: int, store: str, sizes: Sizes) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
     batch = torch.randn(sizes.batch, sizes.width)
-    for door, transport in CASES:
+    for api, transport in CASES:
         set_default_transport(transport)  # pyright: ignore[reportArgumentType]
-        model, optimizer = build(door, sizes)
+        model, optimizer = build(api, sizes)
         copied = transaction_bytes(model, optimizer, batch)
         plain: list[float] = []
         light: list[float] = []
@@ -121,7 +121,7 @@ def measure(rank: int, num_ranks: int, store: str, sizes: Sizes) -> None:
         ]
         if rank == 0:
             print(
-                f"{door:12} {transport:10} step {step_ms:7.2f} ms   without copies x {ratios[0]:.3f}   with copies x "
+                f"{api:12} {transport:10} step {step_ms:7.2f} ms   without copies x {ratios[0]:.3f}   with copies x "
                 f"{ratios[1]:.3f}   {copied / 1e6:6.2f} MB copied   undone in {undone:5.1f} ms",
                 flush=True,
             )

@@ -1,7 +1,7 @@
-"""Draw the house: which rooms the package has, what stands in each, and which room imports which.
+"""Draw the packages: which layers there are, what stands in each, and which layer imports which.
 
 ``python docs/draw_house.py`` reads the imports of every file and writes the picture into docs/architecture.md, between its
-two markers; it needs the standard library alone.  ``tests/test_pages.py`` fails while the page shows another house.
+two markers; it needs the standard library alone.  ``tests/test_pages.py`` fails while the page shows other packages.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ PACKAGE = ROOT / "shardwise"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- drawn by docs/draw_house.py: change the code, then run it -->"
 END = "<!-- end of the drawing -->"
-LEAVES = "leaves"  # the files beside the folders, which every room may import
+LEAVES = "leaves"  # the files beside the folders, which every package may import
 COMMAND = "cli"  # what ``python -m`` runs is a part of it
-FRONT = "shardwise"  # the public names: what users import, and the rooms that are users too
+FRONT = "shardwise"  # the public names: what users import, and the packages that are users too
 PURPOSES = {
-    LEAVES: "What every room may import: events, errors, torch's private names, what one host needs, files of strangers.",
+    LEAVES: "What every package may import: events, errors, torch's private names, what one host needs, files of strangers.",
     FRONT: "The public names, nothing else.",
 }
 
 
 @dataclass(frozen=True)
-class Room:
+class Layer:
     """A folder of the package; ``files``: path in the package -> first line of its docstring."""
 
     name: str
@@ -52,9 +52,9 @@ class Room:
 
 
 def draw(package: Path = PACKAGE) -> str:
-    """Return the picture as Markdown: rooms and arrows, a table, and the files of every room."""
-    rooms = find_rooms(package)
-    return "\n".join([*_picture(rooms), "", *_table(rooms), "", *_files(rooms)])
+    """Return the picture as Markdown: packages and arrows, a table, and the files of every package."""
+    layers = find_layers(package)
+    return "\n".join([*_picture(layers), "", *_table(layers), "", *_files(layers)])
 
 
 def embed(page: str, drawing: str) -> str:
@@ -66,20 +66,20 @@ def embed(page: str, drawing: str) -> str:
     return f"{before}{BEGIN}\n\n{drawing}\n\n{END}{after}"
 
 
-def find_rooms(package: Path) -> list[Room]:
-    """Return all rooms, the highest first: each stands above every room that it imports.
+def find_layers(package: Path) -> list[Layer]:
+    """Return all packages, the highest first: each stands above all that it imports.
 
-    Raises: ValueError if rooms import each other in a circle.
+    Raises: ValueError if packages import each other in a circle.
     """
     members: dict[str, list[Path]] = {}
     for path in sorted(package.rglob("*.py")):
-        members.setdefault(_room_of(path.relative_to(package)), []).append(path)
-    rooms = {name: _room(name, paths, package, members) for name, paths in members.items()}
-    heights = _heights(rooms)
-    return sorted(rooms.values(), key=lambda room: (-heights[room.name], room.name))
+        members.setdefault(_layer_of(path.relative_to(package)), []).append(path)
+    layers = {name: _layer(name, paths, package, members) for name, paths in members.items()}
+    heights = _heights(layers)
+    return sorted(layers.values(), key=lambda layer: (-heights[layer.name], layer.name))
 
 
-def _room_of(path: Path) -> str:
+def _layer_of(path: Path) -> str:
     if len(path.parts) > 1:
         return path.parent.as_posix()
     if path.name == "__main__.py":
@@ -87,11 +87,11 @@ def _room_of(path: Path) -> str:
     return FRONT if path.name == "__init__.py" else LEAVES
 
 
-def _room(name: str, paths: list[Path], package: Path, members: Mapping[str, list[Path]]) -> Room:
+def _layer(name: str, paths: list[Path], package: Path, members: Mapping[str, list[Path]]) -> Layer:
     files = {path.relative_to(package).as_posix(): _first_line(path) for path in paths}
     purpose = PURPOSES[name] if name in PURPOSES else files.pop(f"{name}/__init__.py")
     wanted = {target for path in paths for target in _imported(path, package, members)}
-    return Room(name, purpose, files, sum(map(_count, paths)), frozenset(wanted - {name}))
+    return Layer(name, purpose, files, sum(map(_count, paths)), frozenset(wanted - {name}))
 
 
 def _first_line(path: Path) -> str:
@@ -102,8 +102,8 @@ def _count(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-def _imported(path: Path, package: Path, rooms: Iterable[str]) -> Iterator[str]:
-    """Yield the rooms that ``path`` imports from, wherever in the file it does."""
+def _imported(path: Path, package: Path, layers: Iterable[str]) -> Iterator[str]:
+    """Yield the packages that ``path`` imports from, wherever in the file it does."""
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -112,65 +112,65 @@ def _imported(path: Path, package: Path, rooms: Iterable[str]) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             if name.partition(".")[0] == package.name:
-                yield _room_named(name.split(".")[1:], package, rooms)
+                yield _layer_named(name.split(".")[1:], package, layers)
 
 
-def _room_named(parts: list[str], package: Path, rooms: Iterable[str]) -> str:
+def _layer_named(parts: list[str], package: Path, layers: Iterable[str]) -> str:
     if not parts:
         return FRONT
     inner = "/".join(parts[:2])
     if (package / parts[0]).is_dir():
-        return inner if inner in rooms else parts[0]
+        return inner if inner in layers else parts[0]
     return LEAVES if (package / f"{parts[0]}.py").is_file() else FRONT
 
 
-def _heights(rooms: Mapping[str, Room]) -> dict[str, int]:
+def _heights(layers: Mapping[str, Layer]) -> dict[str, int]:
     heights: dict[str, int] = {}
 
     def height(name: str, way: tuple[str, ...]) -> int:
         if name in way:
-            raise ValueError(f"rooms import each other in a circle: {' -> '.join((*way[way.index(name) :], name))}")
+            raise ValueError(f"packages import each other in a circle: {' -> '.join((*way[way.index(name) :], name))}")
         if name not in heights:
-            heights[name] = 1 + max((height(each, (*way, name)) for each in rooms[name].imports), default=0)
+            heights[name] = 1 + max((height(each, (*way, name)) for each in layers[name].imports), default=0)
         return heights[name]
 
-    for name in rooms:
+    for name in layers:
         height(name, ())
     return heights
 
 
-def _picture(rooms: list[Room]) -> Iterator[str]:
+def _picture(layers: list[Layer]) -> Iterator[str]:
     """An arrow for an import that is not already implied by a longer way; the table has all of them."""
-    by_name = {room.name: room for room in rooms}
+    by_name = {layer.name: layer for layer in layers}
 
     def below(name: str) -> set[str]:
         return {each for direct in by_name[name].imports for each in (direct, *below(direct))}
 
     yield "```mermaid"
     yield "flowchart TD"
-    for room in rooms:
-        yield f'    {room.node}["<b>{room.name}</b><br/>{room.count}, {room.size}"]'
-    for room in rooms:
-        implied = {each for direct in room.imports for each in below(direct)}
-        for target in sorted(room.imports - implied):
-            yield f"    {room.node} --> {by_name[target].node}"
+    for layer in layers:
+        yield f'    {layer.node}["<b>{layer.name}</b><br/>{layer.count}, {layer.size}"]'
+    for layer in layers:
+        implied = {each for direct in layer.imports for each in below(direct)}
+        for target in sorted(layer.imports - implied):
+            yield f"    {layer.node} --> {by_name[target].node}"
     yield "```"
 
 
-def _table(rooms: list[Room]) -> Iterator[str]:
-    order = {room.name: number for number, room in enumerate(rooms)}
-    yield "| room | what it is for | size | imports |"
+def _table(layers: list[Layer]) -> Iterator[str]:
+    order = {layer.name: number for number, layer in enumerate(layers)}
+    yield "| package | what it is for | size | imports |"
     yield "| --- | --- | --- | --- |"
-    for room in rooms:
-        imports = ", ".join(sorted(room.imports, key=order.__getitem__))
-        yield f"| `{room.name}` | {room.purpose} | {room.count}, {room.size} | {imports} |"
+    for layer in layers:
+        imports = ", ".join(sorted(layer.imports, key=order.__getitem__))
+        yield f"| `{layer.name}` | {layer.purpose} | {layer.count}, {layer.size} | {imports} |"
 
 
-def _files(rooms: list[Room]) -> Iterator[str]:
-    for room in rooms:
-        yield f"<details><summary><b>{room.name}</b>: {room.count}</summary>"
+def _files(layers: list[Layer]) -> Iterator[str]:
+    for layer in layers:
+        yield f"<details><summary><b>{layer.name}</b>: {layer.count}</summary>"
         yield ""
-        yield from (f"- `{name}`: {line}" for name, line in room.files.items())
+        yield from (f"- `{name}`: {line}" for name, line in layer.files.items())
         yield ""
         yield "</details>"
         yield ""
@@ -181,7 +181,7 @@ def main() -> None:
     page = PAGE.read_text()
     drawn = embed(page, draw())
     PAGE.write_text(drawn)
-    print(f"{PAGE.relative_to(ROOT)}: {'as it was' if drawn == page else 'drawn anew'}")
+    print(f"{PAGE.relative_to(ROOT)}: {'as it was' if drawn == page else 'drawn again'}")
 
 
 if __name__ == "__main__":

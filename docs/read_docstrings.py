@@ -1,4 +1,4 @@
-"""Docstrings as this package writes them, for mkdocstrings: read as Google's style, with what the house does otherwise.
+"""Docstrings as this package writes them, for mkdocstrings: read as Google's style, with what this package does otherwise.
 
 ``Example:`` is a section, ``a, b: ...`` under ``Args:`` stands for both, ``Raises: ...`` on one line is a paragraph of its own,
 and roles (``:func:``) are names.
@@ -16,7 +16,7 @@ PARAGRAPH = re.compile(r"^(Raises|Returns|Source|Shape|Cost|Design): +(\S.*)$")
 ARGUMENTS = re.compile(r"^    ((?:\w+, )*\w+): (.*)$")
 
 
-class HouseStyle(Extension):
+class DocstringStyle(Extension):
     """Rewrite every docstring that was found, before it is read."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:

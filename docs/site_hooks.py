@@ -1,4 +1,4 @@
-"""What `make docs` does to pages on their way to the site: links out of this folder, and the picture of the house.
+"""What `make docs` does to pages on their way to the site: links out of this folder, and the picture of the packages.
 
 The pages themselves stay as they read in the repository.
 """

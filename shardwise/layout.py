@@ -54,22 +54,22 @@ def assign_owners(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = 
     return tuple(owners)
 
 
-def whole_pieces(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[OwnedSlice, ...]:
-    """Return one piece per tensor, in tensor order, with the owners of :func:`assign_owners`.
+def whole_slices(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[OwnedSlice, ...]:
+    """Return one slice per tensor, in tensor order, with the owners of :func:`assign_owners`.
 
     Example:
-        >>> whole_pieces([4, 6], 2)[0]
-        Piece(tensor=0, owner=1, start=0, stop=4)
+        >>> whole_slices([4, 6], 2)[0]
+        OwnedSlice(tensor=0, owner=1, start=0, stop=4)
     """
     owners = assign_owners(numels, num_ranks, loads)
     return tuple(OwnedSlice(index, owner, 0, numels[index]) for index, owner in enumerate(owners))
 
 
-def add_loads(loads: Sequence[int], pieces: Sequence[OwnedSlice]) -> tuple[int, ...]:
-    """Return ``loads`` (elements per rank) with the elements of ``pieces`` added to their owners."""
+def add_loads(loads: Sequence[int], slices: Sequence[OwnedSlice]) -> tuple[int, ...]:
+    """Return ``loads`` (elements per rank) with the elements of ``slices`` added to their owners."""
     total = list(loads)
-    for piece in pieces:
-        total[piece.owner] += piece.numel
+    for owned_slice in slices:
+        total[owned_slice.owner] += owned_slice.numel
     return tuple(total)
 
 
@@ -138,33 +138,33 @@ def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads:
     return ranges
 
 
-def even_pieces(
+def even_slices(
     numels: Sequence[int], num_ranks: int, loads: Sequence[int] = (), block: int = ALIGNMENT_NUMEL
 ) -> tuple[OwnedSlice, ...]:
-    """Lay the tensors end to end, cut with :func:`even_ranges`, and return the pieces in that order.
+    """Lay the tensors end to end, cut with :func:`even_ranges`, and return the slices in that order.
 
-    A tensor without elements is one empty piece of the rank that owns the place where it lies, so that its (empty)
-    state has a home too.
+    A tensor without elements is one empty slice of the rank that owns the place where it lies, so that its (empty)
+    state has a place too.
     Example:
-        >>> [(p.tensor, p.owner, p.start, p.stop) for p in even_pieces([3, 3], 2, block=1)]
+        >>> [(p.tensor, p.owner, p.start, p.stop) for p in even_slices([3, 3], 2, block=1)]
         [(0, 0, 0, 3), (1, 1, 0, 3)]
     """
     cuts = even_ranges(sum(numels), num_ranks, block, loads)
     by_start = sorted((cut.start, cut.stop, rank) for rank, cut in enumerate(cuts) if len(cut))
-    pieces: list[OwnedSlice] = []
+    slices: list[OwnedSlice] = []
     at = 0
     for index, end in enumerate(accumulate(numels)):
         begin = end - numels[index]
         if begin == end:
-            pieces.append(OwnedSlice(index, by_start[at][2] if by_start else 0, 0, 0))
+            slices.append(OwnedSlice(index, by_start[at][2] if by_start else 0, 0, 0))
         while begin < end:
             _, stop, rank = by_start[at]
             upto = min(end, stop)
-            pieces.append(OwnedSlice(index, rank, begin - end + numels[index], upto - end + numels[index]))
+            slices.append(OwnedSlice(index, rank, begin - end + numels[index], upto - end + numels[index]))
             begin = upto
             if upto == stop and at + 1 < len(by_start):
                 at += 1
-    return tuple(pieces)
+    return tuple(slices)
 
 
 def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:

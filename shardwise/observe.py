@@ -103,7 +103,7 @@ Hearer: TypeAlias = Callable[[str, str, object], bool]
 
 _ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: who looks at it wants to see all threads
 hearers: list[Hearer] = []  # changed by hearing() alone
-witnesses: list[Callable[[str], None]] = []  # hear every error of ours, where it is made
+observers: list[Callable[[str], None]] = []  # hear every error of ours, where it is made
 # Told of an error, not ours, that leaves the program; what they return is added to it as a note.
 explainers: list[Callable[[BaseException], str]] = []
 _numbers: dict[str, itertools.count[int]] = {}
@@ -124,8 +124,8 @@ def note(place: str, what: str = "", subject: object = None) -> bool:
 def note_error(text: str) -> None:
     """Say that an error of ours was made here."""
     remember((now(), thread(), "", 0, ERROR, text))
-    for witness in list(witnesses):
-        witness(text)
+    for observer in list(observers):
+        observer(text)
 
 
 def explain_end(error: BaseException) -> str:
@@ -220,13 +220,13 @@ def hearing(hearer: Hearer) -> Generator[None, None, None]:
 
 
 @contextmanager
-def witnessing(witness: Callable[[str], None]) -> Generator[None, None, None]:
-    """Let ``witness`` be called with the text of every error of ours, where it is made."""
-    witnesses.append(witness)
+def observing(observer: Callable[[str], None]) -> Generator[None, None, None]:
+    """Let ``observer`` be called with the text of every error of ours, where it is made."""
+    observers.append(observer)
     try:
         yield
     finally:
-        witnesses.remove(witness)
+        observers.remove(observer)
 
 
 def tell(place: str, what: str, subject: object = None) -> bool:

@@ -314,7 +314,7 @@ def post_accumulate_hooks(
     return found
 
 
-def set_aside_followers(parameter: torch.Tensor, kept: int) -> dict[int, Callable[[torch.Tensor], None]]:
+def remove_later_hooks(parameter: torch.Tensor, kept: int) -> dict[int, Callable[[torch.Tensor], None]]:
     """Take the hooks of ``register_post_accumulate_grad_hook`` off, but for the one with the id ``kept``; return them by id."""
     hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
     if not hooks or len(hooks) == (kept in hooks):
@@ -322,8 +322,8 @@ def set_aside_followers(parameter: torch.Tensor, kept: int) -> dict[int, Callabl
     return {key: hooks.pop(key) for key in list(hooks) if key != kept}
 
 
-def put_followers_back(parameter: torch.Tensor, hooks: dict[int, Callable[[torch.Tensor], None]]) -> None:
-    """Undo :func:`set_aside_followers`."""
+def restore_hooks(parameter: torch.Tensor, hooks: dict[int, Callable[[torch.Tensor], None]]) -> None:
+    """Undo :func:`remove_later_hooks`."""
     parameter._post_accumulate_grad_hooks.update(hooks)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -340,14 +340,14 @@ def gradient_hooks(
 
 
 _HOOKS = operator.attrgetter("_backward_hooks")
-_FOLLOWERS = operator.attrgetter("_post_accumulate_grad_hooks")
+_POST_ACCUMULATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> tuple[bool, bool]:
     """Return whether one of ``parameters`` has a hook of ``register_hook``, and of ``register_post_accumulate_grad_hook``."""
     return (
         any(map(_HOOKS, parameters)),
-        any(map(_FOLLOWERS, parameters)),
+        any(map(_POST_ACCUMULATE_HOOKS, parameters)),
     )
 
 
@@ -776,10 +776,10 @@ def class_that_tools_ask_for() -> type | None:
 
 def put_state_that_tools_ask_for(module: nn.Module, state: object) -> None:
     """Let ``fully_shard.state(module)`` of torch's own function, where something has imported it, return ``state``."""
-    door = getattr(sys.modules.get(_FULLY_SHARD), "fully_shard", None)
+    api = getattr(sys.modules.get(_FULLY_SHARD), "fully_shard", None)
     key = getattr(sys.modules.get("torch.distributed._composable.contract"), "STATE_KEY", None)
-    if door is not None and key is not None:
-        module.__dict__.setdefault(key, {})[door.__wrapped__] = state
+    if api is not None and key is not None:
+        module.__dict__.setdefault(key, {})[api.__wrapped__] = state
 
 
 def _registry_key() -> str:

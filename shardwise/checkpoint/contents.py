@@ -31,7 +31,7 @@ from shardwise.checkpoint.format import (
     whole,
 )
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.optim.pieces import local_of, pieces_of
+from shardwise.optim.slices import local_of, slices_of
 from shardwise.zero.state_dict import StateSlice
 
 # ---- State that is no tensor, as JSON: exactly the types that JSON and a few marks can carry, never a pickle.
@@ -302,8 +302,8 @@ def _parts(name: str, tensor: torch.Tensor, windows: Windows) -> list[LocalPart]
     if isinstance(tensor, DTensor):
         return [LocalPart(_window_of(name, tensor, windows), _own_memory(tensor))]
     return [
-        LocalPart(Window(piece.box.offsets, piece.box.sizes), local_of(piece).detach())
-        for piece in pieces_of(name, tensor)
+        LocalPart(Window(param_slice.box.offsets, param_slice.box.sizes), local_of(param_slice).detach())
+        for param_slice in slices_of(name, tensor)
     ]
 
 
@@ -311,8 +311,8 @@ def _window_of(name: str, tensor: DTensor, windows: Windows) -> Window:
     key = (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape))
     found = windows.get(key)
     if found is None:
-        (piece,) = pieces_of(name, tensor)
-        found = windows[key] = Window(piece.box.offsets, piece.box.sizes)
+        (param_slice,) = slices_of(name, tensor)
+        found = windows[key] = Window(param_slice.box.offsets, param_slice.box.sizes)
     return found
 
 

@@ -247,13 +247,13 @@ def export_model(
 
 def _batches(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
     batches: list[list[str]] = []
-    room = -1
+    remaining = -1
     for name, num_bytes in sizes.items():
-        if num_bytes > room or not batches:
+        if num_bytes > remaining or not batches:
             batches.append([])
-            room = most_bytes
+            remaining = most_bytes
         batches[-1].append(name)
-        room -= num_bytes
+        remaining -= num_bytes
     return batches
 
 
@@ -448,14 +448,14 @@ def _cut(text: str, params: Iterable[str], key: str) -> tuple[str, str]:
 def _write(found: _FoundState, folder: Path, step: int) -> Path:
     files, save = Files(), SaveId(secrets.token_hex(16), step)
     writes: list[Write] = []
-    room, number = _MOST_BYTES, 0
+    remaining, number = _MOST_BYTES, 0
     for name, tensor in sorted(found.tensors.items()):
         shape = tuple(tensor.shape)
         write = Write(name, dtype_name(tensor.dtype, name), shape, whole(shape), number)
-        if write.num_bytes > room and writes:
-            number, room = number + 1, _MOST_BYTES
+        if write.num_bytes > remaining and writes:
+            number, remaining = number + 1, _MOST_BYTES
             write = Write(name, write.dtype, shape, whole(shape), number)
-        room -= write.num_bytes
+        remaining -= write.num_bytes
         writes.append(write)
     files.make_folder(folder / save.pending)
     records = {

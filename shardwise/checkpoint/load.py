@@ -1,4 +1,4 @@
-"""``load``: a checkpoint, or files of other tools, into models and optimizers of any door at any number of ranks."""
+"""``load``: a checkpoint, or files of other tools, into models and optimizers of any API at any number of ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from shardwise.checkpoint.format import (
     whole,
 )
 from shardwise.checkpoint.state import Apply, carriers_of, together
-from shardwise.consistency.agreement import RollCall, open_roll_call
+from shardwise.consistency.agreement import StoreGather, open_store_gather
 from shardwise.errors import CheckpointError, DamagedCheckpointError, did_you_mean
 from shardwise.observe import note
 
@@ -214,7 +214,7 @@ def load(
     fallback: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Load the newest checkpoint of ``folder`` into ``state``, whatever door and number of ranks wrote it.
+    """Load the newest checkpoint of ``folder`` into ``state``, whatever API and number of ranks wrote it.
 
     Args:
         folder: where checkpoints are, or one checkpoint; or a model as Hugging Face has it (a folder with
@@ -235,12 +235,12 @@ def load(
     """
     path = Path(folder).absolute()
     files = Files(path)
-    roll = open_roll_call(group, f"checkpoint-load/{str(path)!a}")
-    candidates = _candidates(path, step, files, roll)
+    store_gather = open_store_gather(group, f"checkpoint-load/{str(path)!a}")
+    candidates = _candidates(path, step, files, store_gather)
     skipped: list[str] = []
     for place, candidate in enumerate(candidates):
         try:
-            return _load_one(candidate, state, strict, tuple(skipped), roll)
+            return _load_one(candidate, state, strict, tuple(skipped), store_gather)
         except DamagedCheckpointError as error:
             if not fallback or place == len(candidates) - 1:
                 raise
@@ -249,11 +249,11 @@ def load(
     raise AssertionError
 
 
-def _candidates(path: Path, step: int | None, files: Files, roll: RollCall) -> list[Path]:
+def _candidates(path: Path, step: int | None, files: Files, store_gather: StoreGather) -> list[Path]:
     """Return the checkpoints to try, newest first: those that rank 0 sees."""
 
     def look() -> list[str]:
-        if roll.rank:
+        if store_gather.rank:
             return []
         if MANIFEST in files.names(path) or find_foreign(files, path) is not None:
             return [str(path)]
@@ -268,24 +268,26 @@ def _candidates(path: Path, step: int | None, files: Files, roll: RollCall) -> l
             raise CheckpointError(f"{path}: {wanted} is there; checkpoints of steps: {there}")
         return [str(each.path) for each in reversed(found)]
 
-    return [Path(each) for each in together(roll, "load", look)[0]]
+    return [Path(each) for each in together(store_gather, "load", look)[0]]
 
 
-def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple[str, ...], roll: RollCall) -> Loaded:
+def _load_one(
+    path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple[str, ...], store_gather: StoreGather
+) -> Loaded:
     staged: list[_Staged] = []
 
     def stage() -> str:
-        staged.append(_stage(path, state, strict, roll))
+        staged.append(_stage(path, state, strict, store_gather))
         return staged[0].manifest.save_id
 
     what = f"{path} was not loaded, nothing has changed"
-    found = together(roll, what, stage)
-    together(roll, what, lambda: _check_one_save(found))
+    found = together(store_gather, what, stage)
+    together(store_gather, what, lambda: _check_one_save(found))
     result = staged[0]
 
     failed = f"{path} was read, and putting it into place failed; the state may have changed in part"
-    together(roll, failed, lambda: [apply() for apply in result.applies])
-    if roll.rank == 0 and result.order.is_whole:
+    together(store_gather, failed, lambda: [apply() for apply in result.applies])
+    if store_gather.rank == 0 and result.order.is_whole:
         note_verified(Files(), path, result.manifest.save_id)
     missing = (*result.order.missing, *result.order.unlike)
     if missing or result.unexpected:
@@ -295,7 +297,7 @@ def _load_one(path: Path, state: Mapping[str, Any], strict: bool, skipped: tuple
     return Loaded(path, step, missing, result.unexpected, skipped, result.num_bytes_read)
 
 
-def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -> _Staged:
+def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: StoreGather) -> _Staged:
     files = Files(path.parent)
     note("checkpoint load", str(path))
     foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
@@ -307,7 +309,7 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, roll: RollCall) -
     if foreign is None and step_of(path.name) not in (None, manifest.step):
         raise DamagedCheckpointError(f"{path / MANIFEST}: is that of step {manifest.step}")
     order = LoadRequests(manifest)
-    carriers = carriers_of(state, roll.rank, roll.size)
+    carriers = carriers_of(state, store_gather.rank, store_gather.size)
     applies = tuple(carrier.ask(order) for carrier in carriers)
     unexpected = tuple(order.unexpected([carrier.prefix for carrier in carriers]))
     if strict:

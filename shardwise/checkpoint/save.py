@@ -1,4 +1,4 @@
-"""``save`` and ``finish``: state of any door into a folder, by all ranks together."""
+"""``save`` and ``finish``: state of any API into a folder, by all ranks together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from shardwise.checkpoint.format import (
     to_bytes,
 )
 from shardwise.checkpoint.state import BufferCheck, Buffers, check_choice, contents_of, together
-from shardwise.consistency.agreement import RollCall, open_roll_call
+from shardwise.consistency.agreement import StoreGather, open_store_gather
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.observe import note
 
@@ -238,10 +238,10 @@ class _Flight:
 class Saver:
     """Saves into one folder.  Every rank makes the same calls."""
 
-    def __init__(self, folder: Path, roll: RollCall, files: Files | None = None) -> None:
+    def __init__(self, folder: Path, store_gather: StoreGather, files: Files | None = None) -> None:
         self.folder = folder
-        self._roll = roll
-        self.rank, self.size = roll.rank, roll.size
+        self._store_gather = store_gather
+        self.rank, self.size = store_gather.rank, store_gather.size
         self._files: Files = files or Files()
         self._plan: SavePlan | None = None
         self._known: Known = {}
@@ -256,10 +256,10 @@ class Saver:
 
     def save(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> Path:
         """Write from the live tensors, while the caller waits; return the checkpoint's folder."""
-        job = self._agree(self._draft(collect, step, keep, buffers), self._roll)
+        job = self._agree(self._draft(collect, step, keep, buffers), self._store_gather)
         tensors = [job.contents.tensor_at(write.name, write.window) for write in job.plan.mine]
         copies = [tensor.detach().cpu().contiguous() for tensor in tensors]
-        return self._write(job, lambda: [bytes_of(each) for each in copies], self._roll)
+        return self._write(job, lambda: [bytes_of(each) for each in copies], self._store_gather)
 
     def start(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> None:
         """Return when the ranks have agreed and this one's bytes are copied; a thread writes them.
@@ -269,8 +269,8 @@ class Saver:
         """
         draft = self._draft(collect, step, keep, buffers)
         self._number += 1
-        flight, roll = _Flight(Future(), Future()), self._roll.branch(str(self._number))
-        thread = threading.Thread(target=self._fly, args=(draft, flight, roll), name=f"shardwise-save-{step}")
+        flight, store_gather = _Flight(Future(), Future()), self._store_gather.branch(str(self._number))
+        thread = threading.Thread(target=self._fly, args=(draft, flight, store_gather), name=f"shardwise-save-{step}")
         self._thread = thread
         thread.start()
         try:
@@ -303,7 +303,7 @@ class Saver:
         """Keep what :meth:`wait` and :meth:`close` need alone: the group is gone, no save can follow."""
         if self._thread is not None and self._thread.is_alive():
             return  # its peers may be gone, too: not waited for before somebody asks
-        self.host, self._plan, self._known, self._roll = HostCopy(), None, {}, RollCall(None)
+        self.host, self._plan, self._known, self._store_gather = HostCopy(), None, {}, StoreGather(None)
 
     # ---- phases ----
 
@@ -318,27 +318,27 @@ class Saver:
             return Draft(Contents(), "", "", step, keep, error=error)
         return Draft(contents, self._said.text, self._said.digest, step, keep, check)
 
-    def _agree(self, draft: Draft, roll: RollCall) -> Job:
+    def _agree(self, draft: Draft, store_gather: StoreGather) -> Job:
         """Agree on the save and on who writes what; the folder to write into is there then."""
         opened: list[SaveId] = []
         try:
-            return self._meet(draft, roll, opened)
+            return self._meet(draft, store_gather, opened)
         except BaseException:
             for save in opened:
                 self._files.remove(self.folder / save.pending)
             raise
 
-    def _meet(self, draft: Draft, roll: RollCall, opened: list[SaveId]) -> Job:
+    def _meet(self, draft: Draft, store_gather: StoreGather, opened: list[SaveId]) -> Job:
         what = f"{self.folder}: the save of step {draft.step} did not start"
 
         def begin() -> list[Any]:
             if draft.error is not None:
                 raise draft.error
             assert draft.buffers is not None
-            opens = self._open(draft.step, opened) if roll.rank == 0 else ""
+            opens = self._open(draft.step, opened) if store_gather.rank == 0 else ""
             return [opens, draft.digest, draft.buffers.mark, draft.step]
 
-        said = together(roll, what, begin)
+        said = together(store_gather, what, begin)
         steps = [step for *_, step in said]  # threads of a rank may save in another order
         other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
@@ -346,13 +346,13 @@ class Saver:
         save, digests = SaveId(said[0][0], draft.step), tuple(str(digest) for _, digest, *_ in said)
         assert draft.buffers is not None
         if len({mark for _, _, mark, _ in said}) > 1 and draft.buffers.settle(
-            what, lambda do: together(roll, what, do)
+            what, lambda do: together(store_gather, what, do)
         ):
             self._plan = None  # what was copied by it has other values
         if self._plan is None or self._plan.digests != digests:
             self._plan = None
-            texts = together(roll, what, lambda: draft.text)
-            together(roll, what, lambda: self._make_plan(digests, texts))
+            texts = together(store_gather, what, lambda: draft.text)
+            together(store_gather, what, lambda: self._make_plan(digests, texts))
         assert self._plan is not None
         return Job(save, self._plan, draft.contents, draft.keep)
 
@@ -374,19 +374,19 @@ class Saver:
         draft.contents.parts.clear()  # what was gathered for the copy need not outlive it
         flight.copied.set_result(data)
 
-    def _fly(self, draft: Draft, flight: _Flight, roll: RollCall) -> None:
+    def _fly(self, draft: Draft, flight: _Flight, store_gather: StoreGather) -> None:
         try:
-            job = self._agree(draft, roll)
+            job = self._agree(draft, store_gather)
         except BaseException as error:
             flight.agreed.set_exception(error)
             return
         flight.agreed.set_result(job)
         try:
-            self._write(job, flight.copied.result, roll)
+            self._write(job, flight.copied.result, store_gather)
         except BaseException as error:
             self._failure = error
 
-    def _write(self, job: Job, data: Callable[[], Sequence[memoryview]], roll: RollCall) -> Path:
+    def _write(self, job: Job, data: Callable[[], Sequence[memoryview]], store_gather: StoreGather) -> Path:
         """Write this rank's file, of ``data()``, and commit with all others; return the folder of the checkpoint.
 
         Raises: CheckpointError on every rank if one could not write; nothing of the save is left.
@@ -400,14 +400,16 @@ class Saver:
             chunks = data()
             if not mine:
                 return [None, values, ties]
-            record = write_part(self._files, pending / part_file(roll.rank), mine, chunks, job.save)
+            record = write_part(self._files, pending / part_file(store_gather.rank), mine, chunks, job.save)
             return [[record.name, record.num_bytes, record.block_bytes, list(record.sums)], values, ties]
 
         try:
-            said = together(roll, what, write)
-            return Path(together(roll, what, lambda: self._commit(job, said) if roll.rank == 0 else "")[0])
+            said = together(store_gather, what, write)
+            return Path(
+                together(store_gather, what, lambda: self._commit(job, said) if store_gather.rank == 0 else "")[0]
+            )
         except BaseException:
-            if roll.rank == 0:
+            if store_gather.rank == 0:
                 self._files.remove(pending)
             raise
 
@@ -484,7 +486,7 @@ def save(
 
     Args:
         folder: where checkpoints go, each into a folder ``step-NNNNNNNN``; the same on all ranks, on a disk that all see.
-        state: models, optimizers of every door, and anything with ``state_dict`` and ``load_state_dict`` or dicts of plain
+        state: models, optimizers of every API, and anything with ``state_dict`` and ``load_state_dict`` or dicts of plain
             values, by name.  The optimizer's parameters get their names from the models beside it.
         step: of the checkpoint, from 0 on; one of the same step is replaced.
         keep: how many checkpoints to keep; the last one that was verified by a load stays in any case.
@@ -561,7 +563,7 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     saver = next((kept.saver for kept in _savers if kept.folder == path and kept.is_of(group)), None)
     if saver is None:
         _let_go_of_ended_groups()
-        saver = Saver(path, open_roll_call(group, f"checkpoint/{str(path)!a}"))
+        saver = Saver(path, open_store_gather(group, f"checkpoint/{str(path)!a}"))
         _savers.append(_KeptSaver(path, saver, None if group is None else weakref.ref(group)))
     for kept in _savers:
         if kept.folder == path:

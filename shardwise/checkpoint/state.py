@@ -32,7 +32,7 @@ from shardwise.checkpoint.contents import (
     windows_of,
 )
 from shardwise.checkpoint.format import bytes_of, dtype_of, join, plain, split, sum_of
-from shardwise.consistency.agreement import RollCall
+from shardwise.consistency.agreement import StoreGather
 from shardwise.consistency.store import digest_of
 from shardwise.errors import (
     ArgumentTypeError,
@@ -44,17 +44,17 @@ from shardwise.errors import (
 )
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.fsdp.roots import SHARES_BUFFERS, unwritten_in
-from shardwise.optim.pieces import in_order_of
-from shardwise.optim.sharded_optimizer import ShardedOptimizer, room_for_state, whole_state_names
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, whole_state_names
+from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of
-from shardwise.zero.optimizer import ZeroRedundancyOptimizer, share_stepper
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 from shardwise.zero.state_dict import StateSlice
 
 # ---- Phases that end alike on all ranks: with what every rank has said, or with one error that names who failed and
 # why.
 
 
-def together(roll: RollCall, what: str, do: Callable[[], Any]) -> list[Any]:
+def together(store_gather: StoreGather, what: str, do: Callable[[], Any]) -> list[Any]:
     """Run ``do`` and return what it returned on every rank, in rank order; its values are JSON.
 
     Raises: the same CheckpointError on every rank if one raised anything, a DamagedCheckpointError if damage is all that
@@ -69,7 +69,7 @@ def together(roll: RollCall, what: str, do: Callable[[], Any]) -> list[Any]:
     is_damage, is_own = (isinstance(error, kind) for kind in (DamagedCheckpointError, ShardwiseError))
     report = [found, None if error is None else [type(error).__name__, _text(error), is_damage, is_own]]
     try:
-        said = [json.loads(text) for text in roll.call(json.dumps(report))]
+        said = [json.loads(text) for text in store_gather.call(json.dumps(report))]
     except TransportError as gone:
         rest = "" if "nothing has changed" in what else "; nothing has changed"
         raise CheckpointError(f"{what}: {gone}{rest}") from (error or gone)
@@ -79,7 +79,9 @@ def together(roll: RollCall, what: str, do: Callable[[], Any]) -> list[Any]:
     if error is not None and not isinstance(error, Exception):
         raise error
     texts = ranks_by_text((rank, text if is_own else f"{kind}: {text}") for rank, (kind, text, _, is_own) in failures)
-    causes = "; ".join(f"{format_ranks(ranks)}: {text}" if roll.size > 1 else text for text, ranks in texts.items())
+    causes = "; ".join(
+        f"{format_ranks(ranks)}: {text}" if store_gather.size > 1 else text for text, ranks in texts.items()
+    )
     is_damage = all(damage for _, (_, _, damage, _) in failures)
     raise (DamagedCheckpointError if is_damage else CheckpointError)(f"{what}: {causes}") from error
 
@@ -331,7 +333,7 @@ class PerRankCarrier:
         return (lambda: _seed_from(save_id, self._rank)) if is_random else (lambda: None)
 
 
-# ---- Optimizers of any door as carriers: state and options under the names of parameters.
+# ---- Optimizers as carriers: state and options under the names of parameters.
 
 State = dict[str, dict[str, Any]]  # parameter name -> state key -> value
 # The same to be made once all is read: what is moved to a device before that has not got its values yet.
@@ -424,13 +426,13 @@ class OptimizerCarrier:
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             return self._ask_zero(optimizer, order)
-        rooms: Mapping[str, Sequence[torch.Tensor]] = {}
+        targets: Mapping[str, Sequence[torch.Tensor]] = {}
         if isinstance(optimizer, ShardedOptimizer):
             whole = whole_state_names(optimizer)
             if whole is not None:
                 return self._ask_whole([own in whole for own in _own_names(optimizer)], order)
-            rooms = self._rooms(optimizer, order)
-        found = {name: self._ask_state(name, param, rooms, order) for name, param in self._by_name.items()}
+            targets = self._targets(optimizer, order)
+        found = {name: self._ask_state(name, param, targets, order) for name, param in self._by_name.items()}
         return {name: values for name, values in found.items() if values}
 
     def _ask_whole(self, is_held: Sequence[bool], order: LoadRequests) -> Later:
@@ -447,7 +449,7 @@ class OptimizerCarrier:
                     values[split(full)[-1]] = partial(_on_device, order.whole(full), device_of(param))
         return found
 
-    def _rooms(self, optimizer: ShardedOptimizer, order: LoadRequests) -> dict[str, Sequence[torch.Tensor]]:
+    def _targets(self, optimizer: ShardedOptimizer, order: LoadRequests) -> dict[str, Sequence[torch.Tensor]]:
         """Return new memory for state as it will lie in the optimizer, by its name in the file; on the CPU alone."""
         if any(device_of(param).type != "cpu" for param in self._params):
             return {}
@@ -459,11 +461,11 @@ class OptimizerCarrier:
                 if record is not None and param.dim() and record.shape == tuple(param.shape):
                     dtypes.setdefault(own, {})[key] = dtype_of(record.dtype, full)
                     places[own, key] = full
-        rooms = room_for_state(optimizer, dtypes)
-        return {full: rooms[own][key] for (own, key), full in places.items()}
+        targets = empty_state_of(optimizer, dtypes)
+        return {full: targets[own][key] for (own, key), full in places.items()}
 
     def _ask_state(
-        self, name: str, param: torch.Tensor, rooms: Mapping[str, Sequence[torch.Tensor]], order: LoadRequests
+        self, name: str, param: torch.Tensor, targets: Mapping[str, Sequence[torch.Tensor]], order: LoadRequests
     ) -> dict[str, Callable[[], Any]]:
         found: dict[str, Callable[[], Any]] = {}
         for full in order.names_under(join(self.prefix, "state", name)):
@@ -472,7 +474,7 @@ class OptimizerCarrier:
                 found[key] = partial(_as_it_is, order.value(full))
             elif param.dim() and record.shape == tuple(param.shape):
                 windows = windows_of(full, param)
-                staged = rooms.get(full)
+                staged = targets.get(full)
                 if staged is None:
                     staged = order.windows(full, record.shape, windows) or []
                 else:
@@ -487,8 +489,8 @@ class OptimizerCarrier:
         for name in self._names:
             for full in order.names_under(join(self.prefix, "state", name)):
                 order.use(full)
-        for own in share_stepper(zero).share.local_pieces:
-            param, name = own.param, self._names[own.piece.tensor]
+        for own in zero_backend(zero).rank_partition.local_slices:
+            param, name = own.param, self._names[own.owned_slice.tensor]
             values: dict[str, Callable[[], Any]] = {}
             for full in order.names_under(join(self.prefix, "state", name)):
                 key, record = split(full)[-1], order.manifest.record_of(full)
@@ -503,7 +505,7 @@ class OptimizerCarrier:
                     )
                 else:
                     values[key] = partial(
-                        _as_it_is, self._ask_slice(full, own.tensor.numel(), (param, own.piece.start), order)
+                        _as_it_is, self._ask_slice(full, own.tensor.numel(), (param, own.owned_slice.start), order)
                     )
             if values:
                 state[name] = values
@@ -611,7 +613,7 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and (left == right or (left != left and right != right))
 
 
-# ---- Modules of any door as carriers.
+# ---- Modules as carriers.
 
 
 def _shares_buffers(module: nn.Module) -> bool:

@@ -46,7 +46,7 @@ def add_bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
     parser = commands.add_parser(
         "bench",
         help="time ours beside DDP, torch's ZeRO and FSDP2, on this host",
-        description="Step a GPT in turns: without communication, with DDP, torch's ZeRO and FSDP2, and with every door "
+        description="Step a GPT in turns: without communication, with DDP, torch's ZeRO and FSDP2, and with every API "
         "of ours; then measure the memory of each alone. Prints a table; --out writes JSON and a chart too.",
         epilog=f"contenders: {', '.join(CONTENDERS)}",
     )

@@ -30,7 +30,7 @@ def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.Argum
     diff = actions.add_parser(
         "diff",
         help="which tensors and values differ, and by how much",
-        description="Compare two checkpoints by the names of tensors, whatever ranks and door saved them. Exit code 1 if they "
+        description="Compare two checkpoints by the names of tensors, whatever ranks and API saved them. Exit code 1 if they "
         "differ.",
     )
     for name in ("first", "second"):

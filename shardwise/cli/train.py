@@ -47,7 +47,7 @@ from shardwise.formatting import format_bytes, format_ranks
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config, check_ranks
 from shardwise.recipes.data import open_vocabulary
-from shardwise.recipes.memory import MemoryLimit, check_room
+from shardwise.recipes.memory import MemoryLimit, check_memory
 from shardwise.recipes.plain_text import plain
 from shardwise.recipes.run_folder import (
     Restart,
@@ -60,7 +60,7 @@ from shardwise.recipes.run_folder import (
     tokenizer_of,
     with_overrides,
 )
-from shardwise.recipes.sharding import DOORS, RunRanks
+from shardwise.recipes.sharding import STRATEGIES, RunRanks
 from shardwise.waiting import wait_until
 
 # ---- A name for one start of a job's ranks, agreed through a store that may hold what earlier starts have left in
@@ -212,7 +212,7 @@ def read_num_bytes(text: str) -> int:
 
 
 _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of TrainConfig, in the order of the help
-    ("shard", "; ".join(f"{name} = {door.summary}" for name, door in DOORS.items()), {"choices": SHARDS}),
+    ("shard", "; ".join(f"{name} = {strategy.summary}" for name, strategy in STRATEGIES.items()), {"choices": SHARDS}),
     ("offload", "keep shards, gradients and optimizer state in host memory", {}),
     ("recompute", "keep only the inputs of blocks for backward, and compute blocks again there", {}),
     ("compile", "compile the attention and MLP of every block with torch.compile", {}),
@@ -504,7 +504,7 @@ def _fail(error: Exception, claim: Callable[[], bool], rank: str, run: Path | No
 
 
 def would_fail_again(error: BaseException) -> bool:
-    """Return True for what a restart cannot mend: training that diverged, output that nobody reads, a disk that takes nothing.
+    """Return True for what a restart cannot repair: training that diverged, output nobody reads, a disk that takes nothing.
 
     Example:
         >>> would_fail_again(OSError(errno.ENOSPC, "No space left on device")), would_fail_again(MemoryError())
@@ -569,7 +569,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     if request.launched_ranks is not None:
         if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
-            _check_room(request, device_type, request.launched_ranks, local)
+            _check_memory(request, device_type, request.launched_ranks, local)
         return run_rank(request, device_type, os.environ)
     if request.config.model_from is not None:
         from shardwise.recipes.sharding import check_module
@@ -586,7 +586,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
 
         check_ranks(request.config, nproc)
         return plan_training(request.config, nproc, device_type)
-    _check_room(request, device_type, nproc, nproc)
+    _check_memory(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
     if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:
         raise ConfigError(
@@ -601,15 +601,15 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     return launch_ranks(nproc, device_type, words, request.start.resume or request.start.out, is_private)
 
 
-def _check_room(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:
+def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:
     check_ranks(request.config, num_ranks)
-    room = _room_of(device_type, local_ranks)
-    if room is not None:
+    limit = _memory_limit(device_type, local_ranks)
+    if limit is not None:
         vocabulary = open_vocabulary(tokenizer_of(request.start, request.config))
-        check_room(request.config, num_ranks, room, vocabulary.size)
+        check_memory(request.config, num_ranks, limit, vocabulary.size)
 
 
-def _room_of(device_type: str, local_ranks: int) -> MemoryLimit | None:
+def _memory_limit(device_type: str, local_ranks: int) -> MemoryLimit | None:
     """Return the memory of one of ``local_ranks`` ranks on this host; None where the system does not tell."""
     host = host_memory_bytes()
     share = sys.maxsize if host is None else host // local_ranks

@@ -1,4 +1,4 @@
-"""Memory for unsharded parameters and for collectives, on loan from a pool."""
+"""Memory for unsharded parameters and for collectives, from a pool of buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.errors import StateError
 
 _BLOCK_BYTES = 1 << 16  # less than glibc ever maps by itself: a block comes from the heap
 _NEAR_BYTES = 1 << 20  # this much above the block may come and go: 256 pages
-_MOST_PIECES = 256  # taken at most to come to the end of the heap
+_MOST_CHUNKS = 256  # taken at most to come to the end of the heap
 _RETRY_BYTES = 1 << 26  # what the heap must grow by for another search, where one ended before the end
 
 
@@ -41,11 +41,11 @@ def _glibc() -> ctypes.CDLL | None:
     return library
 
 
-def _free(pieces: Iterable[int]) -> None:
+def _free(chunks: Iterable[int]) -> None:
     library = _glibc()
     assert library is not None
-    for piece in pieces:
-        library.free(piece)
+    for chunk in chunks:
+        library.free(chunk)
 
 
 class HeapTop:
@@ -87,37 +87,37 @@ class HeapTop:
     def _take_at_end(self, library: ctypes.CDLL, held: list[int]) -> int:
         """Return a block from where the heap ended, 0 if there is none; ``held``: what was taken on the way.
 
-        malloc takes from the end what no hole below is large enough for: pieces are doubled until the heap grows for one.
+        malloc takes from the end what no hole below is large enough for: chunks are doubled until the heap grows for one.
         """
         size, largest = _BLOCK_BYTES, sys.maxsize
-        for _ in range(_MOST_PIECES):
+        for _ in range(_MOST_CHUNKS):
             end = self.find_end()
-            piece = library.malloc(size)
-            if not piece:
+            chunk = library.malloc(size)
+            if not chunk:
                 return 0
-            if piece > self.find_end():  # mapped by itself
-                library.free(piece)
+            if chunk > self.find_end():  # mapped by itself
+                library.free(chunk)
                 if size == _BLOCK_BYTES:  # another malloc, or the arena of another thread
                     self._library, self.find_end = None, int
                     return 0
                 size = largest = size // 2
             elif self.find_end() > end:
-                if end - piece > _NEAR_BYTES:
-                    # It begins where the last free bytes did: they are filled, and the next piece is behind them.
-                    held.append(library.realloc(piece, end - piece - _BLOCK_BYTES))
-                    piece = library.malloc(size)
-                return library.realloc(piece, _BLOCK_BYTES) if piece else 0
+                if end - chunk > _NEAR_BYTES:
+                    # It begins where the last free bytes did: they are filled, and the next chunk is behind them.
+                    held.append(library.realloc(chunk, end - chunk - _BLOCK_BYTES))
+                    chunk = library.malloc(size)
+                return library.realloc(chunk, _BLOCK_BYTES) if chunk else 0
             else:
-                held.append(piece)
+                held.append(chunk)
                 size = min(2 * size, largest)
         return 0
 
 
 # ---- Tensors with storages of their own inside one allocation.
-# Neighbours in memory travel and update in one piece.  Views of one tensor would do for that, but not for those who keep
+# Neighbours in memory travel and update as one tensor.  Views of one tensor would do for that, but not for those who keep
 # them: a view has the storage of all its neighbours, so saving one saves them all, and ``data_ptr() == 0``, by which torch
-# tells wrapper subclasses such as DTensor, holds for the first alone.  What is carved out here is like any tensor: storage
-# offset 0, a storage of just its own bytes.  The allocation lives as long as anything carved out of it.
+# tells wrapper subclasses such as DTensor, holds for the first alone.  What is sub-allocated here is like any tensor: storage
+# offset 0, a storage of just its own bytes.  The allocation lives as long as anything sub-allocated from it.
 
 
 class _Extent:
@@ -144,17 +144,19 @@ def _bytes_at(address: int, num_bytes: int, device: torch.device, keep: object) 
     return torch.as_tensor(extent, device=device)
 
 
-def carve(flat: torch.Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> torch.Tensor:
+def suballocate(
+    flat: torch.Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> torch.Tensor:
     """Return a tensor of ``shape`` on the elements of the 1-D tensor ``flat`` from ``start`` on, with a storage of its own.
 
     ``stride``: of a tensor without gaps; None: row-major.
     """
-    found = carve_all(flat, [(start, tuple(shape))])[0]
+    found = suballocate_all(flat, [(start, tuple(shape))])[0]
     return found if stride is None else found.as_strided(tuple(shape), tuple(stride))
 
 
-def carve_all(flat: torch.Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[torch.Tensor]:
-    """Return :func:`carve` for each (start, shape).  Cost on CPU: about 3 us each, hardly more than a view."""
+def suballocate_all(flat: torch.Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[torch.Tensor]:
+    """Return :func:`suballocate` for each (start, shape).  Cost on CPU: about 3 us each, hardly more than a view."""
     dtype, device, itemsize = flat.dtype, flat.device, flat.element_size()
     is_cpu = device.type == "cpu"
     array = flat.detach().view(torch.uint8).numpy() if is_cpu else None
@@ -222,7 +224,7 @@ def size_class(num_bytes: int) -> int:
 
 
 class _Slab:
-    """A storage of the pool and the tensors that loans of it have asked for: the same objects every time."""
+    """A storage of the pool and the tensors that were made over it: the same objects every time."""
 
     __slots__ = ("storage", "tensors")
 
@@ -231,8 +233,8 @@ class _Slab:
         self.tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
 
-class Lease:
-    """One storage on loan; :meth:`release` ends the loan, once."""
+class PooledBuffer:
+    """One storage in use; :meth:`release` gives it back to the pool, once."""
 
     __slots__ = ("_pool", "num_bytes", "size", "slab", "storage")
 
@@ -245,9 +247,9 @@ class Lease:
         self.size = size
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the loaned bytes as a 1-D tensor of ``num_bytes // itemsize`` elements.
+        """Return its bytes as a 1-D tensor of ``num_bytes // itemsize`` elements.
 
-        A later loan of the same storage, size and dtype gets the same object: windows of it may be kept by its identity.
+        A later user of the same storage, size and dtype gets the same object: windows of it may be kept by its identity.
         """
         key = (dtype, self.num_bytes)
         tensor = self.slab.tensors.get(key)
@@ -261,9 +263,9 @@ class Lease:
     def release(self) -> None:
         """Give the storage back; the caller must not touch its bytes any more."""
         if self._pool is None:
-            raise StateError("this lease was released before; release a buffer once, where its last reader ends")
+            raise StateError("this buffer was released before; release a buffer once, where its last reader ends")
         pool, self._pool = self._pool, None
-        pool.leased_bytes -= self.num_bytes
+        pool.used_bytes -= self.num_bytes
         if not pool.keeps:
             torch_private.swap_storage(
                 self.storage, torch.empty(0, dtype=torch.uint8, device=pool.device).untyped_storage()
@@ -271,33 +273,33 @@ class Lease:
         pool.free.setdefault(self.size, []).append(self.slab)
 
     def lose(self) -> object:
-        """End the loan without giving the storage back: somebody may still write to it.  Returns what keeps it alive."""
+        """Keep the storage from the pool for good: somebody may still write to it.  Returns what keeps it alive."""
         if self._pool is not None:
             pool, self._pool = self._pool, None
-            pool.leased_bytes -= self.num_bytes
+            pool.used_bytes -= self.num_bytes
         return self.slab
 
 
 class BufferPool:
-    """Storages of one device that outlive their loans, so that a step allocates nothing once warm.
+    """Storages of one device that outlive their users, so that a step allocates nothing once warm.
 
     On an accelerator the framework's caching allocator is the pool, and it knows about streams: no memory is kept here, but
-    the empty storages are, so that tensors and windows over them serve the next loan.
+    the empty storages are, so that tensors and windows over them serve the next user.
 
     Attributes:
         device: where the storages are.
-        leased_bytes: bytes on loan now.  peak_leased_bytes: their maximum since :meth:`reset_peak`.
+        used_bytes: bytes in use now.  peak_used_bytes: their maximum since :meth:`reset_peak`.
         num_allocations: storages made so far; constant once warm.
-        keeps: the memory that comes back is lent again.  free: the idle storages, by size.
+        keeps: the memory that comes back is used again.  free: the idle storages, by size.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.keeps = not device_of(device).has_lanes
+        self.keeps = not device_of(device).has_streams
         self.free: dict[int, list[_Slab]] = {}
         self._sizes: dict[int, int] = {}
-        self.leased_bytes = 0
-        self.peak_leased_bytes = 0
+        self.used_bytes = 0
+        self.peak_used_bytes = 0
         self.num_allocations = 0
 
     @property
@@ -305,33 +307,33 @@ class BufferPool:
         """Bytes that the pool holds and nobody uses."""
         return sum(size * len(slabs) for size, slabs in self.free.items()) if self.keeps else 0
 
-    def lease(self, num_bytes: int) -> Lease:
-        """Lend a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
-        self.leased_bytes += num_bytes
-        if self.leased_bytes > self.peak_leased_bytes:
-            self.peak_leased_bytes = self.leased_bytes
+    def acquire(self, num_bytes: int) -> PooledBuffer:
+        """Return a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
+        self.used_bytes += num_bytes
+        if self.used_bytes > self.peak_used_bytes:
+            self.peak_used_bytes = self.used_bytes
         size = self._sizes.get(num_bytes)
         if size is None:
             size = self._sizes[num_bytes] = size_class(num_bytes)
         idle = self.free.get(size)
         if idle and self.keeps:
-            return Lease(self, idle.pop(), num_bytes, size)
+            return PooledBuffer(self, idle.pop(), num_bytes, size)
         storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
         if idle:
             slab = idle.pop()
             torch_private.swap_storage(slab.storage, storage)
-            return Lease(self, slab, num_bytes, size)
+            return PooledBuffer(self, slab, num_bytes, size)
         self.num_allocations += 1
-        return Lease(self, _Slab(storage), num_bytes, size)
+        return PooledBuffer(self, _Slab(storage), num_bytes, size)
 
-    def lend(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Lease]:
-        """Lend a 1-D tensor of ``numel`` elements; return it and the loan."""
-        lease = self.lease(numel * dtype.itemsize)
-        return lease.tensor(dtype), lease
+    def acquire_tensor(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer]:
+        """Return a 1-D tensor of ``numel`` elements and the buffer that it lies in."""
+        buffer = self.acquire(numel * dtype.itemsize)
+        return buffer.tensor(dtype), buffer
 
     def reset_peak(self) -> None:
-        """Start a new measurement of ``peak_leased_bytes``."""
-        self.peak_leased_bytes = self.leased_bytes
+        """Start a new measurement of ``peak_used_bytes``."""
+        self.peak_used_bytes = self.used_bytes
 
     def trim(self) -> None:
         """Give all idle storages back to the allocator."""

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, Lease
+from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.collectives.protocol import (
     AllGatherFunction,
     CustomCollectives,
     GatherEnds,
-    Pending,
+    Handle,
     ReduceScatterFunction,
     Scale,
     ScatterEnds,
     SumContents,
 )
-from shardwise.collectives.streams import Lane
+from shardwise.collectives.streams import SideStream
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import FIRST, await_collective, outlast
 from shardwise.observe import EVERYBODY, now, remember, thread
@@ -90,7 +90,7 @@ class Launched:
     holds_input = True
 
     def __init__(
-        self, work: dist.Work | None, end: Callable[[], None], buffer: Lease | None, group: dist.ProcessGroup
+        self, work: dist.Work | None, end: Callable[[], None], buffer: PooledBuffer | None, group: dist.ProcessGroup
     ) -> None:
         self._work, self._group, self._buffer = work, group, buffer
         self._end: Callable[[], None] | None = end
@@ -134,21 +134,26 @@ class Launched:
             outlast(work, self._group)
 
 
-class OnLane:
-    """A collective that a lane has been given with all that it needs: whoever waits for it comes after the lane.
+class StreamWork:
+    """A collective enqueued on a side stream: what waits for it is ordered after that stream.
 
-    ``end`` delivers and gives buffers back.  ``forget`` gives them back alone.  ``fetch``: the lane that has allocated
-    ``keeps``, which this lane reads, and may use its memory again only after that.
+    ``end`` delivers and gives buffers back.  ``forget`` gives them back alone.  ``fetch``: the side stream that has allocated
+    ``keeps``, which this stream reads, and may use its memory again only after that.
     """
 
-    __slots__ = ("_end", "_fetch", "_forget", "_keeps", "_lane", "_mark")
+    __slots__ = ("_end", "_fetch", "_forget", "_keeps", "_mark", "_stream")
     holds_input = True
 
     def __init__(
-        self, lane: Lane, end: Callable[[], None], forget: Callable[[], None], keeps: object, fetch: Lane | None = None
+        self,
+        stream: SideStream,
+        end: Callable[[], None],
+        forget: Callable[[], None],
+        keeps: object,
+        fetch: SideStream | None = None,
     ) -> None:
-        self._lane = lane
-        self._mark = lane.mark()
+        self._stream = stream
+        self._mark = stream.mark()
         self._end: Callable[[], None] | None = end
         self._forget = forget
         self._keeps = keeps
@@ -171,56 +176,56 @@ class OnLane:
             self._forget()
 
     def _come_after(self) -> None:
-        self._lane.current_waits(self._mark)
+        self._stream.current_waits(self._mark)
         if self._fetch is not None:
             self._fetch.wait_event(self._mark)
         self._keeps = None
 
 
-class OnLaneInPlace:
-    """An all-reduce that a lane has been given: there is nothing to deliver, and nothing to give back."""
+class InPlaceStreamWork:
+    """An all-reduce enqueued on a side stream: there is nothing to deliver, and nothing to give back."""
 
-    __slots__ = ("_lane",)
+    __slots__ = ("_stream",)
     holds_input = False
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, stream: SideStream) -> None:
+        self._stream = stream
 
     def is_done(self) -> bool:
         return False
 
     def wait(self) -> None:
-        self._lane.current_waits(self._lane.mark())
+        self._stream.current_waits(self._stream.mark())
 
     cancel = wait
 
 
-def fetch_alone(fetch: Lane, pieces: GatherEnds) -> Pending:
+def fetch_alone(fetch: SideStream, ends: GatherEnds) -> Handle:
     """Bring full parameters from the host to a rank that has all of them there, beside other work."""
     with fetch.run():
-        shard = pieces.shard()
+        shard = ends.shard()
 
     def end() -> None:
-        pieces.deliver(shard)
+        ends.deliver(shard)
         fetch.wait_current()  # it allocated what the current stream has read
 
-    return OnLane(fetch, end, lambda: None, None)
+    return StreamWork(fetch, end, lambda: None, None)
 
 
 class C10dCommunicator:
-    """A process group, its lane and the pool that its buffers come from.  ``fetch``: the lane on which shards come from the
+    """A process group, its stream and the pool of its buffers.  ``fetch``: the side stream on which shards come from the
     host, if that is where they live."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        lane: Lane,
+        stream: SideStream,
         pool: BufferPool,
         custom: CustomCollectives | None = None,
-        fetch: Lane | None = None,
+        fetch: SideStream | None = None,
     ) -> None:
         self.group = group
-        self.lane = lane
+        self.stream = stream
         self.fetch = fetch
         self.pool = pool
         self.custom = custom or CustomCollectives()
@@ -235,105 +240,105 @@ class C10dCommunicator:
     def rank(self) -> int:
         return self._rank
 
-    def all_gather(self, pieces: GatherEnds) -> Pending:
-        """Gather sections into one packed buffer, which ``wait`` hands to ``pieces.deliver``.
+    def all_gather(self, ends: GatherEnds) -> Handle:
+        """Gather sections into one packed buffer, which ``wait`` hands to ``ends.deliver``.
 
-        The lane does not wait for the current stream: whoever has changed the shards orders it after the change.
+        The side stream does not wait for the current stream: whoever has changed the shards orders it after the change.
         """
-        if self.lane.is_concurrent:
-            return self._all_gather_on_lane(pieces)
-        shard = pieces.shard()
-        packed, lease = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
+        if self.stream.is_concurrent:
+            return self._all_gather_on_stream(ends)
+        shard = ends.shard()
+        packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
         work = self._start_gather(packed, shard, async_op=True)
-        return Launched(work, lambda: pieces.deliver(packed), lease, self.group)
+        return Launched(work, lambda: ends.deliver(packed), buffer, self.group)
 
-    def _all_gather_on_lane(self, pieces: GatherEnds) -> Pending:
-        lane, fetch = self.lane, self.fetch
-        with lane.run() if fetch is None else fetch.run():
-            shard = pieces.shard()
+    def _all_gather_on_stream(self, ends: GatherEnds) -> Handle:
+        stream, fetch = self.stream, self.fetch
+        with stream.run() if fetch is None else fetch.run():
+            shard = ends.shard()
         if fetch is not None:
-            lane.wait_event(fetch.mark())
-        with lane.run():
-            packed, lease = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
+            stream.wait_event(fetch.mark())
+        with stream.run():
+            packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
             work = self._start_gather(packed, shard, async_op=False)
             if work is not None:
-                work.wait()  # the lane does, not the host
+                work.wait()  # the side stream does, not the host
 
         def end() -> None:
-            pieces.deliver(packed)
-            # The lane allocated it and the current stream has read it: the lane's next user must come after that.
-            lane.wait_current()
+            ends.deliver(packed)
+            # The side stream allocated it and the current stream has read it: the side stream's next user must come after that.
+            stream.wait_current()
             forget()
 
         def forget() -> None:
-            if lease is not None:
-                lease.release()
+            if buffer is not None:
+                buffer.release()
 
-        return OnLane(lane, end, forget, (packed, shard), fetch)
+        return StreamWork(stream, end, forget, (packed, shard), fetch)
 
     def _start_gather(self, packed: torch.Tensor, shard: torch.Tensor, async_op: bool) -> dist.Work | None:
         if self.custom.all_gather is None:
             return all_gather_single(packed, shard, self.group, async_op)
         return self.custom.all_gather(packed, shard, self.group, async_op=async_op)
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
-        """Fill one packed buffer, reduce it, and hand this rank's section to ``pieces.deliver``: on a lane at once, on the
-        host when it is waited for.  The buffer stays on loan until then, in either case."""
-        packed, lease = self._buffer(pieces.section_numel * self._size, pieces.dtype, self.custom.reduce_scatter)
-        pieces.fill(packed)
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
+        """Fill one packed buffer, reduce it, and hand this rank's section to ``ends.deliver``: on a stream at once, on the
+        host when it is waited for.  The buffer stays in use until then, in either case."""
+        packed, buffer = self._buffer(ends.section_numel * self._size, ends.dtype, self.custom.reduce_scatter)
+        ends.fill(packed)
         by = resolve_scale(scale, self._size)
-        if self.lane.is_concurrent:
-            return self._reduce_scatter_on_lane(pieces, by, packed, lease)
-        output, work = self._start_scatter(pieces, by, packed, async_op=True)
+        if self.stream.is_concurrent:
+            return self._reduce_scatter_on_stream(ends, by, packed, buffer)
+        output, work = self._start_scatter(ends, by, packed, async_op=True)
 
         def end() -> None:
             if by.after is not None:
                 output.div_(by.after)
-            pieces.deliver(output)
+            ends.deliver(output)
 
-        return Launched(work, end, lease, self.group)
+        return Launched(work, end, buffer, self.group)
 
-    def _reduce_scatter_on_lane(
-        self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, lease: Lease | None
-    ) -> Pending:
-        lane = self.lane
-        lane.wait_current()
-        with lane.run():
-            output, work = self._start_scatter(pieces, by, packed, async_op=False)
+    def _reduce_scatter_on_stream(
+        self, ends: ScatterEnds, by: Arithmetic, packed: torch.Tensor, buffer: PooledBuffer | None
+    ) -> Handle:
+        stream = self.stream
+        stream.wait_current()
+        with stream.run():
+            output, work = self._start_scatter(ends, by, packed, async_op=False)
             if work is not None:
-                work.wait()  # the lane does, not the host
+                work.wait()  # the side stream does, not the host
             if by.after is not None:
                 output.div_(by.after)
-            pieces.deliver(output)
+            ends.deliver(output)
 
         def end() -> None:
-            # The current stream allocated it and has come after the lane that read it: its next user does.
-            if lease is not None:
-                lease.release()
+            # The current stream allocated it and has come after the side stream that read it: its next user does.
+            if buffer is not None:
+                buffer.release()
 
-        return OnLane(lane, end, end, packed)
+        return StreamWork(stream, end, end, packed)
 
     def _start_scatter(
-        self, pieces: ScatterEnds, by: Arithmetic, packed: torch.Tensor, async_op: bool
+        self, ends: ScatterEnds, by: Arithmetic, packed: torch.Tensor, async_op: bool
     ) -> tuple[torch.Tensor, dist.Work | None]:
         custom = self.custom.reduce_scatter
         if custom is None:
-            output = pieces.target()
+            output = ends.target()
         else:
-            output = custom.allocate((pieces.section_numel,), dtype=pieces.dtype, device=packed.device)
+            output = custom.allocate((ends.section_numel,), dtype=ends.dtype, device=packed.device)
         if by.before is not None:
             packed.div_(by.before)
         if custom is None:
             return output, reduce_scatter_single(output, packed, self.group, by.op, async_op)
         return output, custom(output, packed, self.group, by.op, async_op=async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
-        """Reduce ``tensor`` over the group, in place; on a lane, after what the current stream has been given."""
-        if self.lane.is_concurrent:
-            self.lane.wait_current()
-            with self.lane.run():
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
+        """Reduce ``tensor`` over the group, in place; on a stream, after what the current stream has been given."""
+        if self.stream.is_concurrent:
+            self.stream.wait_current()
+            with self.stream.run():
                 self.all_reduce_here(tensor, scale)
-            return OnLaneInPlace(self.lane)
+            return InPlaceStreamWork(self.stream)
         by, mark = resolve_scale(scale, self._size), None if contents is None else contents.mark
         summed = tensor if mark is None else mark.put()
         if by.before is not None:
@@ -354,7 +359,7 @@ class C10dCommunicator:
         by = resolve_scale(scale, self._size)
         if by.before is not None:
             tensor.div_(by.before)
-        if self.lane.is_concurrent:
+        if self.stream.is_concurrent:
             dist.all_reduce(tensor, op=by.op, group=self.group)
         else:
             await_collective(dist.all_reduce(tensor, op=by.op, group=self.group, async_op=True), self.group)
@@ -363,15 +368,15 @@ class C10dCommunicator:
 
     def _buffer(
         self, numel: int, dtype: torch.dtype, custom: AllGatherFunction | ReduceScatterFunction | None
-    ) -> tuple[torch.Tensor, Lease | None]:
+    ) -> tuple[torch.Tensor, PooledBuffer | None]:
         if custom is not None:
             return custom.allocate((numel,), dtype=dtype, device=self.pool.device), None
         if self.custom.allocates_from_group:
             backend = torch_private.backend_of(self.group, self.pool.device)
             if backend.supports_tensor_alloc(self.pool.device):
                 return backend.allocate_tensor(numel, dtype=dtype, device=self.pool.device), None
-        lease = self.pool.lease(numel * dtype.itemsize)
-        return lease.tensor(dtype), lease
+        buffer = self.pool.acquire(numel * dtype.itemsize)
+        return buffer.tensor(dtype), buffer
 
 
 @dataclass(frozen=True, slots=True)

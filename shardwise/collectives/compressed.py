@@ -1,6 +1,6 @@
 """Coded tensors between ranks: gathered as bytes; gradients to their ranks in an all-to-all, summed there in rank order.
 
-Collectives are those of the process group's backend, on its lane, so that it is the same on CPU and GPU.
+Collectives are those of the process group's backend, on its stream, so that it is the same on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, Lease
+from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.collectives.c10d import (
     C10dCommunicator,
+    InPlaceStreamWork,
     Launched,
-    OnLane,
-    OnLaneInPlace,
+    StreamWork,
     all_gather_single,
     all_to_all_rows,
 )
@@ -26,14 +26,14 @@ from shardwise.collectives.codec import BlockCode, CodedSection, Coding, Compres
 from shardwise.collectives.protocol import (
     BucketEnds,
     GatherEnds,
+    Handle,
     NamedTensor,
-    Pending,
     Scale,
     ScatterEnds,
     SectionContents,
     SumContents,
 )
-from shardwise.collectives.routes import LeftOut, Link, RoutedCommunicator, Spans, section_parts
+from shardwise.collectives.routes import LeftOut, Link, PassTracker, RoutedCommunicator, section_parts
 from shardwise.consistency.process_groups import await_collective
 from shardwise.layout import Bucket, align
 from shardwise.observe import hearers, note, now, remember, tell, thread
@@ -246,9 +246,9 @@ class CodedSum:
     _sent: torch.Tensor = field(init=False)
     _received: torch.Tensor = field(init=False)
     _rest: torch.Tensor | None = None
-    _exact: Pending | None = None  # the sum of the rest
-    _on_way: Pending | None = None
-    _leases: list[Lease] = field(default_factory=list[Lease])
+    _exact: Handle | None = None  # the sum of the rest
+    _on_way: Handle | None = None
+    _buffers: list[PooledBuffer] = field(default_factory=list[PooledBuffer])
 
     def begin(self) -> None:
         """Send every rank the part that it sums, and what is exact to all."""
@@ -257,12 +257,12 @@ class CodedSum:
         self._sum_rest()
         numel = self._numel = align(-(-section.coded_numel // size), code.block)
         num_bytes = align(code.num_bytes(numel), 16)
-        whole = self._lend(size * numel, torch.float32).view(1, -1)
+        whole = self._take_tensor(size * numel, torch.float32).view(1, -1)
         section.take_coded(self.tensor.view(1, -1), whole)
         compression.add_residuals(whole, section, params)
         rows = self._rows = whole.view(size, numel)
-        self._sent = self._lend(size * num_bytes, torch.uint8).view(size, num_bytes)
-        self._received = self._lend(size * num_bytes, torch.uint8).view(size, num_bytes)
+        self._sent = self._take_tensor(size * num_bytes, torch.uint8).view(size, num_bytes)
+        self._received = self._take_tensor(size * num_bytes, torch.uint8).view(size, num_bytes)
         was = norm_of([rows])
         code.encode(rows, self._codes(self._sent), rows)
         compression.reductions.see(was, norm_of([rows]), params)
@@ -300,20 +300,20 @@ class CodedSum:
         if self._rest is not None:
             windows = self._windows()
             torch_private.copy_all(windows, list(self._rest.split([window.numel() for window in windows])))
-        for lease in self._leases:
-            lease.release()
-        self._leases.clear()
+        for buffer in self._buffers:
+            buffer.release()
+        self._buffers.clear()
 
     def cancel(self) -> None:
         """Let what is on its way end, if it can, and forget it; other ranks do at the same place."""
         self.has_turned = self.has_ended = True
         on_way, exact, self._on_way, self._exact = self._on_way, self._exact, None, None
-        for pending in (on_way, exact):
-            if pending is not None:
-                pending.cancel()
-        for lease in self._leases:
-            lease.lose()  # what has not ended may still be written to
-        self._leases.clear()
+        for handle in (on_way, exact):
+            if handle is not None:
+                handle.cancel()
+        for buffer in self._buffers:
+            buffer.lose()  # what has not ended may still be written to
+        self._buffers.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -340,16 +340,16 @@ class CodedSum:
     def _codes(self, messages: torch.Tensor) -> torch.Tensor:
         return messages[:, : self.section.code.num_bytes(self._numel)]
 
-    def _lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        flat, lease = self.packed.pool.lend(numel, dtype)
-        self._leases.append(lease)
+    def _take_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        flat, buffer = self.packed.pool.acquire_tensor(numel, dtype)
+        self._buffers.append(buffer)
         return flat
 
     @property
     def _is_async(self) -> bool:
-        return not self.packed.lane.is_concurrent
+        return not self.packed.stream.is_concurrent
 
-    def _launched(self, work: torch.distributed.Work | None) -> Pending:
+    def _launched(self, work: torch.distributed.Work | None) -> Handle:
         return Launched(work, lambda: None, None, self.packed.group)
 
     def _wait(self) -> None:
@@ -373,7 +373,7 @@ class CodedSums:
         self.open: list[CodedSum] = []
         self._num_earlier = 0  # of those: begun before the last go_on()
 
-    def launch(self, coded: CodedSum) -> Pending:
+    def launch(self, coded: CodedSum) -> Handle:
         """Begin ``coded``."""
         while self.open and sum([each.num_bytes for each in self.open]) > max(MOST_OPEN_BYTES, coded.num_bytes):
             self.end(self.open[0])
@@ -447,9 +447,13 @@ class _CodedGather:
     """The ends of an all-gather of coded sections: every rank decodes all of them, its own as well."""
 
     def __init__(
-        self, ends: Sequence[BucketEnds], sections: Sequence[CodedSection], compression: Compression, pool: BufferPool
+        self,
+        bucket_ends: Sequence[BucketEnds],
+        sections: Sequence[CodedSection],
+        compression: Compression,
+        pool: BufferPool,
     ) -> None:
-        self._ends = ends
+        self._bucket_ends = bucket_ends
         self._sections = sections
         self._compression = compression
         self._pool = pool
@@ -463,8 +467,8 @@ class _CodedGather:
         start = 0
         norms: list[torch.Tensor] = []
         lost: list[torch.Tensor] = []
-        for ends, section in zip(self._ends, self._sections, strict=True):
-            part, mine = message.narrow(1, start, section.message_bytes), ends.section().view(1, -1)
+        for bucket_ends, section in zip(self._bucket_ends, self._sections, strict=True):
+            part, mine = message.narrow(1, start, section.message_bytes), bucket_ends.section().view(1, -1)
             section.put_rest(mine, part)
             if section.runs:
                 rows = section.take_coded(mine)
@@ -472,20 +476,22 @@ class _CodedGather:
                 section.code.encode(rows, section.codes_in(part), rows)
                 lost.append(rows)
             start += section.message_bytes
-        params = [param for ends in self._ends for param in ends.params]
+        params = [param for bucket_ends in self._bucket_ends for param in bucket_ends.params]
         self._compression.gathers.see(norm_of(norms), norm_of(lost), params)
         return message.view(-1)
 
     def deliver(self, packed: torch.Tensor) -> None:
         messages, start = packed.view(-1, self._message_bytes), 0
         size = messages.shape[0]
-        for ends, section in zip(self._ends, self._sections, strict=True):
-            flat, lease = self._pool.lend(size * section.numel, section.dtype)
+        for bucket_ends, section in zip(self._bucket_ends, self._sections, strict=True):
+            flat, buffer = self._pool.acquire_tensor(size * section.numel, section.dtype)
             rows = flat.view(size, section.numel)
             section.decode(messages.narrow(1, start, section.message_bytes), rows)
             for rank in range(size):
-                torch_private.copy_all(ends.full_parts(rank), section_parts(ends.layout, rows[rank], rank))
-            lease.release()
+                torch_private.copy_all(
+                    bucket_ends.full_parts(rank), section_parts(bucket_ends.layout, rows[rank], rank)
+                )
+            buffer.release()
             start += section.message_bytes
 
 
@@ -495,8 +501,10 @@ class CompressedCommunicator(RoutedCommunicator):
     Collectives that a user has set of their own go before.
     """
 
-    def __init__(self, packed: C10dCommunicator, spans: Spans, compression: Compression, sums: CodedSums) -> None:
-        super().__init__(packed, spans)
+    def __init__(
+        self, packed: C10dCommunicator, pass_tracker: PassTracker, compression: Compression, sums: CodedSums
+    ) -> None:
+        super().__init__(packed, pass_tracker)
         self._compression = compression
         self._sums = sums
 
@@ -504,54 +512,54 @@ class CompressedCommunicator(RoutedCommunicator):
     def planned_link(self) -> Link | None:
         return None
 
-    def all_gather(self, pieces: GatherEnds) -> Pending:
+    def all_gather(self, ends: GatherEnds) -> Handle:
         """Gather sections as messages of bytes."""
         remember((now(), thread(), "", 0, "all-gather", ""))
-        if hearers and tell("all-gather", "", pieces):
-            return LeftOut(pieces, self.size)
-        coding, packed, ends = self._compression.policy.gather, self.packed, pieces.buckets()
+        if hearers and tell("all-gather", "", ends):
+            return LeftOut(ends, self.size)
+        coding, packed, bucket_ends = self._compression.policy.gather, self.packed, ends.buckets()
         if coding is None or packed.custom.all_gather is not None:
-            return packed.all_gather(pieces)
-        sections = [self._compression.section_of(each, each.full_dtype, coding) for each in ends]
+            return packed.all_gather(ends)
+        sections = [self._compression.section_of(each, each.full_dtype, coding) for each in bucket_ends]
         if not any(section.runs for section in sections):
-            return packed.all_gather(pieces)
+            return packed.all_gather(ends)
         others = self.size - 1
         plain = sum(section.numel * section.dtype.itemsize for section in sections)
         self._compression.gathers.count(sum(each.message_bytes for each in sections) * others, plain * others)
-        return packed.all_gather(_CodedGather(ends, sections, self._compression, packed.pool))
+        return packed.all_gather(_CodedGather(bucket_ends, sections, self._compression, packed.pool))
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Send every rank its section, coded; sum what comes in float32, in rank order; scale the sum."""
-        remember((now(), thread(), "", 0, "reduction", pieces.label))
-        if hearers and tell("reduction", pieces.label, pieces):
-            return LeftOut(pieces)
+        remember((now(), thread(), "", 0, "reduction", ends.label))
+        if hearers and tell("reduction", ends.label, ends):
+            return LeftOut(ends)
         coding, packed = self._compression.policy.reduce, self.packed
         if coding is None or packed.custom.reduce_scatter is not None:
-            return packed.reduce_scatter(pieces, scale)
-        section = self._compression.section_of(pieces, pieces.dtype, coding)
+            return packed.reduce_scatter(ends, scale)
+        section = self._compression.section_of(ends, ends.dtype, coding)
         if not section.runs:
-            return packed.reduce_scatter(pieces, scale)
-        lane, size = packed.lane, self.size
-        flat, lease = packed.pool.lend(section.numel * size, pieces.dtype)
-        pieces.fill(flat)
+            return packed.reduce_scatter(ends, scale)
+        stream, size = packed.stream, self.size
+        flat, buffer = packed.pool.acquire_tensor(section.numel * size, ends.dtype)
+        ends.fill(flat)
         self._compression.reductions.count(
-            section.message_bytes * (size - 1), section.numel * pieces.dtype.itemsize * (size - 1)
+            section.message_bytes * (size - 1), section.numel * ends.dtype.itemsize * (size - 1)
         )
-        if lane.is_concurrent:
-            lane.wait_current()
-            with lane.run():
-                sent = self._messages(flat.view(size, -1), section, pieces.params)
+        if stream.is_concurrent:
+            stream.wait_current()
+            with stream.run():
+                sent = self._messages(flat.view(size, -1), section, ends.params)
                 received = torch.empty_like(sent)
                 work = all_to_all_rows(received, sent, packed.group, async_op=False)
                 if work is not None:
-                    work.wait()  # the lane does, not the host
-                self._deliver_sum(pieces, section, received, scale)
-            return OnLane(lane, lease.release, lease.release, flat)
-        sent = self._messages(flat.view(size, -1), section, pieces.params)
-        lease.release()
+                    work.wait()  # the side stream does, not the host
+                self._deliver_sum(ends, section, received, scale)
+            return StreamWork(stream, buffer.release, buffer.release, flat)
+        sent = self._messages(flat.view(size, -1), section, ends.params)
+        buffer.release()
         received = torch.empty_like(sent)
         work = all_to_all_rows(received, sent, packed.group, async_op=True)
-        return Launched(work, lambda: self._deliver_sum(pieces, section, received, scale), None, packed.group)
+        return Launched(work, lambda: self._deliver_sum(ends, section, received, scale), None, packed.group)
 
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
         messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)
@@ -564,31 +572,31 @@ class CompressedCommunicator(RoutedCommunicator):
         self._compression.reductions.see(was, norm_of([coded]), params)
         return messages
 
-    def _deliver_sum(self, pieces: ScatterEnds, section: CodedSection, received: torch.Tensor, scale: Scale) -> None:
+    def _deliver_sum(self, ends: ScatterEnds, section: CodedSection, received: torch.Tensor, scale: Scale) -> None:
         total = section.sum_of(received).view(-1)
-        target = pieces.target()
+        target = ends.target()
         target.copy_(total.div_(self._divisor(scale)))
-        pieces.deliver(target)
+        ends.deliver(target)
 
     def _divisor(self, scale: Scale) -> float:
         return float(self.size) if scale.divisor is None else scale.divisor
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """Reduce in place: coded parts to one rank each, which sums them, and the sums, coded again, to all."""
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
-        coding, lane = self._compression.policy.reduce, self.packed.lane
+        coding, stream = self._compression.policy.reduce, self.packed.stream
         section = None
         if contents is not None and coding is not None:
             section = self._compression.section_of(contents, tensor.dtype, coding)
         if contents is None or section is None or not section.runs:
             return self.packed.all_reduce(tensor, scale)
         coded = CodedSum(self.packed, self._compression, section, tensor, contents.params, scale)
-        if not lane.is_concurrent:
+        if not stream.is_concurrent:
             return self._sums.launch(coded)
-        lane.wait_current()
-        with lane.run():
+        stream.wait_current()
+        with stream.run():
             coded.begin()
             coded.turn()
             coded.end()
-        return OnLaneInPlace(lane)
+        return InPlaceStreamWork(stream)

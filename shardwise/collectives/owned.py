@@ -1,6 +1,6 @@
 """Bytes between owners and everybody else: parameters out, gradients in, states to one rank.
 
-The only file of the ZeroRedundancyOptimizer door that calls ``torch.distributed``; collectives are looked up there at
+The only file of ZeroRedundancyOptimizer that calls ``torch.distributed``; collectives are looked up there at
 call time.  Every function issues its calls in an order that follows from its arguments alone.
 """
 
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
-from shardwise.collectives.buffer_pool import BufferPool, Lease, are_neighbours, join
-from shardwise.consistency.agreement import Board
+from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer, are_neighbours, join
+from shardwise.consistency.agreement import GroupAgreement
 from shardwise.consistency.process_groups import await_collective, closed_to, group_of, outlast, wait_all
 from shardwise.errors import DesyncError
 from shardwise.observe import EVERYBODY, note, span
@@ -204,19 +204,19 @@ class Broadcast:
 
 
 @dataclass(slots=True)
-class PendingBroadcast:
+class BroadcastHandle:
     """A launched broadcast; ``wait`` puts the owner's values into the tensors."""
 
     call: Broadcast
     buffer: torch.Tensor
     work: dist.Work
-    board: Board
+    agreement: GroupAgreement
     what: str
 
     def wait(self) -> None:
         """Raises: DesyncError if the owner or another rank did not take part."""
-        wait_for(self.work, self.board, self.what, self.buffer.device)
-        if len(self.call.tensors) > 1 and self.call.owner != self.board.rank:
+        wait_for(self.work, self.agreement, self.what, self.buffer.device)
+        if len(self.call.tensors) > 1 and self.call.owner != self.agreement.rank:
             parts = self.buffer.split([tensor.numel() for tensor in self.call.tensors])
             for tensor, part in zip(self.call.tensors, parts, strict=True):
                 tensor.copy_(part)
@@ -246,39 +246,39 @@ def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
     return _alternate(calls)
 
 
-def launch_broadcasts(calls: Sequence[Broadcast], board: Board, what: str) -> list[PendingBroadcast]:
+def launch_broadcasts(calls: Sequence[Broadcast], agreement: GroupAgreement, what: str) -> list[BroadcastHandle]:
     """Start the broadcasts; nothing may write to their tensors before ``wait``.
 
     Raises: DesyncError if the group already failed.
     """
-    if board.size == 1 or board.track.note("all-gather", what, [call.tensors for call in calls]):
+    if agreement.size == 1 or agreement.track.note("all-gather", what, [call.tensors for call in calls]):
         return []
     num_bytes = sum(tensor.numel() * tensor.element_size() for call in calls for tensor in call.tensors)
-    with span(board.track.name, "all-gather", what, num_bytes):
-        return _launch_all(calls, board, what)
+    with span(agreement.track.name, "all-gather", what, num_bytes):
+        return _launch_all(calls, agreement, what)
 
 
-def _launch_all(calls: Sequence[Broadcast], board: Board, what: str) -> list[PendingBroadcast]:
-    launched: list[PendingBroadcast] = []
+def _launch_all(calls: Sequence[Broadcast], agreement: GroupAgreement, what: str) -> list[BroadcastHandle]:
+    launched: list[BroadcastHandle] = []
     for call in calls:
         first = call.tensors[0]
         if len(call.tensors) == 1:
             buffer = first
-        elif call.owner == board.rank:
+        elif call.owner == agreement.rank:
             buffer = torch.cat(call.tensors)
         else:
             buffer = first.new_empty(sum(tensor.numel() for tensor in call.tensors))
         try:
-            work = dist.broadcast(buffer, group_src=call.owner, group=board.group, async_op=True)
+            work = dist.broadcast(buffer, group_src=call.owner, group=agreement.group, async_op=True)
         except RuntimeError as error:
-            raise board.explain(what, error) from error
+            raise agreement.explain(what, error) from error
         assert work is not None
-        launched.append(PendingBroadcast(call, buffer, work, board, what))
+        launched.append(BroadcastHandle(call, buffer, work, agreement, what))
     return launched
 
 
 @dataclass(slots=True)
-class PendingReduce:
+class ReduceHandle:
     """Gradients on their way to their owners; ``wait`` returns this rank's, averaged, in the order they were given.
 
     ``sizes``: elements of each of them.
@@ -287,9 +287,9 @@ class PendingReduce:
     received: torch.Tensor
     sizes: tuple[int, ...]
     work: dist.Work | None
-    board: Board
+    agreement: GroupAgreement
     what: str
-    leases: tuple[Lease, ...] = ()
+    pooled_buffers: tuple[PooledBuffer, ...] = ()
 
     @property
     def has_come(self) -> bool:
@@ -297,68 +297,68 @@ class PendingReduce:
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Return the averages of this rank's pieces, one after the other in a new 1-D tensor.
+        """Return the averages of this rank's slices, one after the other in a new 1-D tensor.
 
         Sums are taken in rank order, so runs repeat bitwise.
         """
         if self.work is not None:
-            wait_for(self.work, self.board, self.what, self.received.device)
-        rows = self.received.view(self.board.size, sum(self.sizes))
+            wait_for(self.work, self.agreement, self.what, self.received.device)
+        rows = self.received.view(self.agreement.size, sum(self.sizes))
         total = rows[0].clone() if len(rows) == 1 else rows[0] + rows[1]
         for row in rows[2:]:
             total += row
-        total /= self.board.size
-        for lease in self.leases:
-            lease.release()
+        total /= self.agreement.size
+        for pooled in self.pooled_buffers:
+            pooled.release()
         return total
 
 
-def reduce_to_owners(owned: Sequence[Owned], board: Board, what: str, pool: BufferPool) -> PendingReduce:
+def reduce_to_owners(owned: Sequence[Owned], agreement: GroupAgreement, what: str, pool: BufferPool) -> ReduceHandle:
     """Send each tensor to its owner, in one all-to-all; all of one dtype and of the device of ``pool``, 1-D.
 
     Bytes: every rank sends all but its own share once (one unit of volume; an all-reduce is two).  Extra memory, of
     ``pool``: the tensors once on the way out and once on the way in, until ``wait``.
     """
     num_bytes = sum(item.tensor.numel() * item.tensor.element_size() for item in owned)
-    with span(board.track.name, "reduction", what, num_bytes):
-        return _launch_reduce(owned, board, what, pool)
+    with span(agreement.track.name, "reduction", what, num_bytes):
+        return _launch_reduce(owned, agreement, what, pool)
 
 
-def _launch_reduce(owned: Sequence[Owned], board: Board, what: str, pool: BufferPool) -> PendingReduce:
-    per_owner: list[list[torch.Tensor]] = [[] for _ in range(board.size)]
+def _launch_reduce(owned: Sequence[Owned], agreement: GroupAgreement, what: str, pool: BufferPool) -> ReduceHandle:
+    per_owner: list[list[torch.Tensor]] = [[] for _ in range(agreement.size)]
     for item in owned:
         per_owner[item.owner].append(item.tensor)
     dtype = owned[0].tensor.dtype
-    lease = pool.lease(sum(item.tensor.numel() for item in owned) * dtype.itemsize)
-    sent = torch.cat([tensor for tensors in per_owner for tensor in tensors], out=lease.tensor(dtype))
-    sizes = tuple(tensor.numel() for tensor in per_owner[board.rank])
-    if board.size == 1:
-        return PendingReduce(sent, sizes, None, board, what, (lease,))
-    other = pool.lease(sum(sizes) * board.size * dtype.itemsize)
+    pooled = pool.acquire(sum(item.tensor.numel() for item in owned) * dtype.itemsize)
+    sent = torch.cat([tensor for tensors in per_owner for tensor in tensors], out=pooled.tensor(dtype))
+    sizes = tuple(tensor.numel() for tensor in per_owner[agreement.rank])
+    if agreement.size == 1:
+        return ReduceHandle(sent, sizes, None, agreement, what, (pooled,))
+    other = pool.acquire(sum(sizes) * agreement.size * dtype.itemsize)
     received = other.tensor(dtype)
-    if board.track.note("reduction", what, sent):
-        return PendingReduce(received.zero_(), sizes, None, board, what, (lease, other))
+    if agreement.track.note("reduction", what, sent):
+        return ReduceHandle(received.zero_(), sizes, None, agreement, what, (pooled, other))
     splits = [sum(tensor.numel() for tensor in tensors) for tensors in per_owner]
     try:
         work = dist.all_to_all_single(
-            received, sent, [sum(sizes)] * board.size, splits, group=board.group, async_op=True
+            received, sent, [sum(sizes)] * agreement.size, splits, group=agreement.group, async_op=True
         )
     except RuntimeError as error:
-        raise board.explain(what, error) from error
-    return PendingReduce(received, sizes, work, board, what, (lease, other))
+        raise agreement.explain(what, error) from error
+    return ReduceHandle(received, sizes, work, agreement, what, (pooled, other))
 
 
-def wait_for(work: dist.Work, board: Board, what: str, device: torch.device) -> None:
+def wait_for(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.device) -> None:
     """Wait for ``work``; on the CPU notice reported failures of other ranks within a second.
 
     Raises: DesyncError with the ranks and the cause where the collective cannot finish.
     """
     note(EVERYBODY, what)
-    with span(board.track.name, "wait", what):
-        _wait(work, board, what, device)
+    with span(agreement.track.name, "wait", what):
+        _wait(work, agreement, what, device)
 
 
-def _wait(work: dist.Work, board: Board, what: str, device: torch.device) -> None:
+def _wait(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.device) -> None:
     if device.type != "cpu":
         work.wait()
         return
@@ -371,51 +371,57 @@ def _wait(work: dist.Work, board: Board, what: str, device: torch.device) -> Non
             return
         except RuntimeError as error:
             if work.is_completed():  # it has failed, or has come meanwhile
-                _explained(board, what, lambda: outlast(work, board.group))
+                _explained(agreement, what, lambda: outlast(work, agreement.group))
                 return
-            failure = board.failure()
+            failure = agreement.failure()
             if failure is not None:
-                raise DesyncError(f"{what} cannot finish on rank {board.name}: {failure}") from error
-            if closed_to(board.group):
-                _explained(board, what, lambda: outlast(work, board.group))
+                raise DesyncError(f"{what} cannot finish on rank {agreement.name}: {failure}") from error
+            if closed_to(agreement.group):
+                _explained(agreement, what, lambda: outlast(work, agreement.group))
                 return
 
 
-def send_tensor(tensor: torch.Tensor, to: int, board: Board, what: str) -> None:
+def send_tensor(tensor: torch.Tensor, to: int, agreement: GroupAgreement, what: str) -> None:
     """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`); in place, no copy."""
-    _explained(board, what, lambda: _wait_for_message(dist.isend(tensor, group_dst=to, group=board.group), board))
+    _explained(
+        agreement, what, lambda: _wait_for_message(dist.isend(tensor, group_dst=to, group=agreement.group), agreement)
+    )
 
 
-def receive_tensor(tensor: torch.Tensor, source: int, board: Board, what: str) -> None:
+def receive_tensor(tensor: torch.Tensor, source: int, agreement: GroupAgreement, what: str) -> None:
     """Receive into a contiguous tensor from group rank ``source``."""
-    _explained(board, what, lambda: _wait_for_message(dist.irecv(tensor, group_src=source, group=board.group), board))
+    _explained(
+        agreement,
+        what,
+        lambda: _wait_for_message(dist.irecv(tensor, group_src=source, group=agreement.group), agreement),
+    )
 
 
-def _wait_for_message(work: dist.Work | None, board: Board) -> None:
+def _wait_for_message(work: dist.Work | None, agreement: GroupAgreement) -> None:
     if work is None:
         return
-    if is_gloo(board.group):
-        wait_all([work], board.group)
+    if is_gloo(agreement.group):
+        wait_all([work], agreement.group)
     else:
         work.wait()
 
 
-def _explained(board: Board, what: str, act: Callable[[], None]) -> None:
+def _explained(agreement: GroupAgreement, what: str, act: Callable[[], None]) -> None:
     try:
         act()
     except RuntimeError as error:
-        raise board.explain(what, error) from error
+        raise agreement.explain(what, error) from error
 
 
-def gather_objects(value: _Object, to: int, board: Board, what: str) -> list[_Object] | None:
+def gather_objects(value: _Object, to: int, agreement: GroupAgreement, what: str) -> list[_Object] | None:
     """Return every rank's ``value`` (picklable, small) in rank order on group rank ``to``, None elsewhere."""
-    if board.size == 1:
+    if agreement.size == 1:
         return [value]
-    found = [value] * board.size if board.rank == to else None
+    found = [value] * agreement.size if agreement.rank == to else None
     try:
-        dist.gather_object(value, found, group_dst=to, group=board.group)
+        dist.gather_object(value, found, group_dst=to, group=agreement.group)
     except RuntimeError as error:
-        raise board.explain(what, error) from error
+        raise agreement.explain(what, error) from error
     return found
 
 
@@ -448,12 +454,12 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | Non
     await_collective(dist.broadcast(tensor, src=source, group=group, async_op=True), group)
 
 
-def ranks_that_are(flag: bool, board: Board, device: torch.device, what: str) -> list[int]:
+def ranks_that_are(flag: bool, agreement: GroupAgreement, device: torch.device, what: str) -> list[int]:
     """Return, on every rank, the ranks that passed True; one small all-reduce."""
-    flags = torch.zeros(board.size, dtype=torch.int32, device=device)
-    flags[board.rank] = int(flag)
-    if board.size > 1:
-        _explained(board, what, lambda: _sum(flags, board.group))
+    flags = torch.zeros(agreement.size, dtype=torch.int32, device=device)
+    flags[agreement.rank] = int(flag)
+    if agreement.size > 1:
+        _explained(agreement, what, lambda: _sum(flags, agreement.group))
     return [rank for rank, value in enumerate(flags.tolist()) if value]
 
 

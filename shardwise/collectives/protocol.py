@@ -120,7 +120,7 @@ class CustomCollectives:
     reduce_group: dist.ProcessGroup | None = None
 
 
-class Pending(Protocol):
+class Handle(Protocol):
     """A launched collective.
 
     Attributes:
@@ -311,14 +311,14 @@ class Communicator(Protocol):
         """This process's index in the group."""
         ...
 
-    def all_gather(self, pieces: GatherEnds) -> Pending:
+    def all_gather(self, ends: GatherEnds) -> Handle:
         """Launch; the result is delivered by ``wait``."""
         ...
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Launch; the result is delivered by ``wait``."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """Launch, in place.  ``contents``: of the 1-D ``tensor``."""
         ...

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import C10dCommunicator, resolve_scale
-from shardwise.collectives.protocol import GatherEnds, Pending, Scale, ScatterEnds, SumContents
+from shardwise.collectives.protocol import GatherEnds, Handle, Scale, ScatterEnds, SumContents
 from shardwise.errors import ConfigError, DesyncError
 from shardwise.layout import Bucket
 from shardwise.observe import hearers, note, now, remember, tell, thread
@@ -97,7 +97,7 @@ def _extents(layout: Bucket, rank: int) -> list[tuple[int, int]]:
     return [(start, numel) for start, numel in (*large, (layout.tail_start, layout.tail_numel)) if numel]
 
 
-SpanKind = Literal["forward", "backward"]
+PassKind = Literal["forward", "backward"]
 Transport = Literal["auto", "gloo", "collective"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "gloo", "collective")
 
@@ -136,11 +136,11 @@ class ByBackend:
     """Another way to sum a tensor in place: ``launch()``, on all ranks if one ``is_wanted`` on any of them."""
 
     is_wanted: bool
-    launch: Callable[[], Pending]
+    launch: Callable[[], Handle]
 
 
 class InPlaceSums(Protocol):
-    """How tensors are summed in place by a link, in spans, but without opening it: nobody waits for the others to begin."""
+    """How tensors are summed in place by a link, in passes, but without opening it: nobody waits for the others to begin."""
 
     def takes(self, tensor: torch.Tensor, scale: Scale) -> bool:
         """True if ``tensor`` goes by the link; the same on every rank."""
@@ -148,8 +148,8 @@ class InPlaceSums(Protocol):
 
     def all_reduce(
         self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None, by_backend: ByBackend
-    ) -> Pending:
-        """Launch; ``wait``, or the end of the span, ends it."""
+    ) -> Handle:
+        """Launch; ``wait``, or the end of the pass, ends it."""
         ...
 
     def end(self) -> None:
@@ -160,7 +160,7 @@ class InPlaceSums(Protocol):
 class Link(Protocol):
     """A fast way between the ranks of one group.
 
-    It is used in spans: from :meth:`open` to :meth:`close` nobody changes a shard, so peers may read it at any time.
+    It is used in passes: from :meth:`open` to :meth:`close` nobody changes a shard, so peers may read it at any time.
     """
 
     name: str
@@ -171,34 +171,34 @@ class Link(Protocol):
         """How tensors are summed in place; None: by the backend."""
         ...
 
-    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
-        """Enter a span with all ranks of the group; return True unless some rank wants the backend's collectives.
+    def open(self, kind: PassKind, wants_collectives: bool) -> bool:
+        """Enter a pass with all ranks of the group; return True unless some rank wants the backend's collectives.
 
-        Raises: TransportError if a rank does not come, has left by an exception, or comes to another kind of span.
+        Raises: TransportError if a rank does not come, has left by an exception, or comes to another kind of pass.
         """
         ...
 
     def close(self) -> None:
-        """Leave the span; returns when no rank reads this rank's shards any more."""
+        """Leave the pass; returns when no rank reads this rank's shards any more."""
         ...
 
     def abort(self) -> None:
-        """Leave the span without the others and let them know, as far as the link can."""
+        """Leave the pass without the others and let them know, as far as the link can."""
         ...
 
-    def takes_gather(self, pieces: GatherEnds) -> bool:
+    def takes_gather(self, ends: GatherEnds) -> bool:
         """True if this all-gather goes by the link; the same on every rank."""
         ...
 
-    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
+    def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
         """True if this reduce-scatter goes by the link; the same on every rank."""
         ...
 
-    def all_gather(self, pieces: GatherEnds) -> Pending:
+    def all_gather(self, ends: GatherEnds) -> Handle:
         """Launch; ``wait`` delivers."""
         ...
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Launch; ``wait`` delivers."""
         ...
 
@@ -255,7 +255,7 @@ class LinkSource(Protocol):
     """Makes the link of one process group, and makes it again when the sizes of shards have changed."""
 
     def prepare(self) -> Link | None:
-        """Return the link for the next span, None if the ranks have none.  Collective when it makes one."""
+        """Return the link for the next pass, None if the ranks have none.  Collective when it makes one."""
         ...
 
     def is_for(self, users: LinkUsers, transport: Transport) -> bool:
@@ -286,7 +286,7 @@ def provider_of(group: dist.ProcessGroup, devices: Collection[torch.device]) -> 
     return next((each for each in link_providers if each.can_link(group, devices)), None)
 
 
-# ---- The communicator that units talk to: in a span, the group's link where it serves; the backend's collectives
+# ---- The communicator that units talk to: in a pass, the group's link where it serves; the backend's collectives
 # elsewhere.
 
 
@@ -300,36 +300,36 @@ class _Entry:
     has_sums: bool = False
 
 
-class Spans:
-    """The spans of one engine: a forward or a backward, from the outermost begin to its end; nobody changes shards in one.
+class PassTracker:
+    """The passes of one engine: a forward or a backward, from the outermost begin to its end; nobody changes shards in one.
 
     A link is opened by the first collective that could use it: a rank that runs a forward without collectives, as
     replicas may, waits for nobody.
 
     Attributes:
-        number: one that no other span of this engine has; None outside of any.
-        known_links: by name of their group, the links that the last spans had, for planning.
+        number: one that no other pass of this engine has; None outside of any.
+        known_links: by name of their group, the links that the last passes had, for planning.
         tell: what to call with the reason when ranks find no way to talk.
     """
 
     def __init__(self) -> None:
         self._depth = 0
         self._count = 0
-        self._kind: SpanKind = "forward"
+        self._kind: PassKind = "forward"
         self._entries: dict[str, _Entry] = {}
         self.known_links: dict[str, Link | None] = {}
         self.number: int | None = None
         self.tell: Callable[[str], None] = lambda _: None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
-        """Let ``prepare`` say, before each span, by which link the ranks of ``group`` talk; None: by none."""
+        """Let ``prepare`` say, before each pass, by which link the ranks of ``group`` talk; None: by none."""
         old = self._entries.get(group.group_name)
         self._entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
 
     def link(self, group: dist.ProcessGroup, takes: Callable[[Link], bool]) -> Link | None:
         """Return the link to use for the next collective of ``group``; None: use the backend's own.
 
-        ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole span,
+        ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole pass,
         the link stays closed.
         """
         entry = self._entries.get(group.group_name)
@@ -364,8 +364,8 @@ class Spans:
             raise
         entry.is_prepared = True
 
-    def begin(self, kind: SpanKind) -> None:
-        """Enter a span, or one inside another."""
+    def begin(self, kind: PassKind) -> None:
+        """Enter a pass, or one inside another."""
         if not self._depth:
             self._kind = kind
             self._count += 1
@@ -389,7 +389,7 @@ class Spans:
             self.number = None
 
     def abort(self) -> None:
-        """Leave all spans after a failure."""
+        """Leave all passes after a failure."""
         self._depth = 0
         self.number = None
         for entry in self._entries.values():
@@ -405,34 +405,34 @@ class LeftOut:
 
     holds_input = False
 
-    def __init__(self, pieces: GatherEnds | ScatterEnds | None = None, num_ranks: int = 0) -> None:
-        self._pieces, self._num_ranks = pieces, num_ranks
+    def __init__(self, ends: GatherEnds | ScatterEnds | None = None, num_ranks: int = 0) -> None:
+        self._ends, self._num_ranks = ends, num_ranks
 
     def is_done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        pieces, self._pieces = self._pieces, None
-        if pieces is not None and self._num_ranks:
-            shard = cast(GatherEnds, pieces).shard()
-            pieces.deliver(shard.new_zeros(shard.numel() * self._num_ranks))
-        elif pieces is not None:
-            pieces.deliver(cast(ScatterEnds, pieces).target().zero_())
+        ends, self._ends = self._ends, None
+        if ends is not None and self._num_ranks:
+            shard = cast(GatherEnds, ends).shard()
+            ends.deliver(shard.new_zeros(shard.numel() * self._num_ranks))
+        elif ends is not None:
+            ends.deliver(cast(ScatterEnds, ends).target().zero_())
 
     def cancel(self) -> None:
-        self._pieces = None
+        self._ends = None
 
 
 class RoutedCommunicator:
     """One group of ranks along a mesh axis, with all the ways between them.
 
-    The way of a collective depends on its sizes and on what the ranks agreed on when the span began: it is the same on
+    The way of a collective depends on its sizes and on what the ranks agreed on when the pass began: it is the same on
     every rank.
     """
 
-    def __init__(self, packed: C10dCommunicator, spans: Spans) -> None:
+    def __init__(self, packed: C10dCommunicator, pass_tracker: PassTracker) -> None:
         self.packed = packed
-        self._spans = spans
+        self._pass_tracker = pass_tracker
 
     @property
     def size(self) -> int:
@@ -445,35 +445,35 @@ class RoutedCommunicator:
     @property
     def planned_link(self) -> Link | None:
         """The link that collectives are expected to use."""
-        return self._spans.known_links.get(self.packed.group.group_name)
+        return self._pass_tracker.known_links.get(self.packed.group.group_name)
 
-    def all_gather(self, pieces: GatherEnds) -> Pending:
+    def all_gather(self, ends: GatherEnds) -> Handle:
         """Gather by the link or through one packed buffer."""
         remember((now(), thread(), "", 0, "all-gather", ""))
-        if hearers and tell("all-gather", "", pieces):
-            return LeftOut(pieces, self.size)
+        if hearers and tell("all-gather", "", ends):
+            return LeftOut(ends, self.size)
         if self.packed.custom.all_gather is None:
-            link = self._spans.link(self.packed.group, lambda link: link.takes_gather(pieces))
+            link = self._pass_tracker.link(self.packed.group, lambda link: link.takes_gather(ends))
             if link is not None:
-                return link.all_gather(pieces)
-        return self.packed.all_gather(pieces)
+                return link.all_gather(ends)
+        return self.packed.all_gather(ends)
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Reduce by the link or through one packed buffer."""
-        remember((now(), thread(), "", 0, "reduction", pieces.label))
-        if hearers and tell("reduction", pieces.label, pieces):
-            return LeftOut(pieces)
+        remember((now(), thread(), "", 0, "reduction", ends.label))
+        if hearers and tell("reduction", ends.label, ends):
+            return LeftOut(ends)
         if self.packed.custom.reduce_scatter is None:
-            link = self._spans.link(self.packed.group, lambda link: link.takes_scatter(pieces, scale))
+            link = self._pass_tracker.link(self.packed.group, lambda link: link.takes_scatter(ends, scale))
             if link is not None:
-                return link.reduce_scatter(pieces, scale)
-        return self.packed.reduce_scatter(pieces, scale)
+                return link.reduce_scatter(ends, scale)
+        return self.packed.reduce_scatter(ends, scale)
 
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """Reduce in place, by the link or by the backend."""
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
-        sums = self._spans.sums(self.packed.group, tensor, scale)
+        sums = self._pass_tracker.sums(self.packed.group, tensor, scale)
         if sums is not None:
             by_backend = ByBackend(collectives_are_watched(), lambda: self.packed.all_reduce(tensor, scale, contents))
             return sums.all_reduce(tensor, scale, contents, by_backend)

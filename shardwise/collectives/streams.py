@@ -63,13 +63,13 @@ class Device(Protocol):
     """Where parameters are put together and computed with.
 
     Attributes:
-        has_lanes: work can run beside the current stream, and memory belongs to the stream it was allocated on.
+        has_streams: work can run beside the current stream, and memory belongs to the stream it was allocated on.
         can_pin: the host has page-locked memory for it.
         has_values: its tensors have any; those of the fake one have only shapes.
     """
 
     @property
-    def has_lanes(self) -> bool: ...
+    def has_streams(self) -> bool: ...
 
     @property
     def can_pin(self) -> bool: ...
@@ -98,17 +98,17 @@ class Device(Protocol):
 class HostDevice:
     """The host itself, or no memory at all: everything has one order.  ``device``: "cpu" or "meta"."""
 
-    has_lanes = can_pin = False
+    has_streams = can_pin = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.has_values = device.type != "meta"
 
     def new_stream(self, name: str, priority: int) -> Stream:
-        raise RuntimeError(f"the host has no stream to be lane '{name}'; ask for one only if has_lanes")
+        raise RuntimeError(f"the host has no stream '{name}'; ask for one only if has_streams")
 
     def current_stream(self) -> Stream:
-        raise RuntimeError("the host has no streams; ask for one only if has_lanes")
+        raise RuntimeError("the host has no streams; ask for one only if has_streams")
 
     def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=pins, device="cpu")
@@ -120,7 +120,7 @@ class HostDevice:
 class Accelerator:
     """The accelerator of this process, whatever torch.accelerator finds."""
 
-    has_lanes = can_pin = has_values = True
+    has_streams = can_pin = has_values = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -153,7 +153,7 @@ def device_of(device: torch.device) -> Device:
 
 @contextmanager
 def standing_in(device: Device) -> Generator[None, None, None]:
-    """Let ``device`` stand for the host in engines that are made inside: their tensors are of "cpu", their lanes its."""
+    """Let ``device`` stand for the host in engines that are made inside: their tensors are of "cpu", their streams its."""
     token = _stand_in.set(device)
     try:
         yield
@@ -161,16 +161,16 @@ def standing_in(device: Device) -> Generator[None, None, None]:
         _stand_in.reset(token)
 
 
-class Lane:
+class SideStream:
     """Work that may run beside the current stream.
 
-    A lane starts lazily: on the host it never has a stream, on an accelerator it gets one at first use.
+    The stream is made at first use, and only on an accelerator.
 
     Args:
         device: whose.  name: what messages call it.
 
     Attributes:
-        is_concurrent: work of this lane can run beside the current stream.
+        is_concurrent: work of this stream can run beside the current stream.
     """
 
     def __init__(self, device: Device, name: str, high_priority: bool = True) -> None:
@@ -178,24 +178,24 @@ class Lane:
         self._name = name
         self._priority = -1 if high_priority else 0
         self._stream: Stream | None = None
-        self.is_concurrent = device.has_lanes
+        self.is_concurrent = device.has_streams
 
     def run(self) -> AbstractContextManager[object]:
-        """Return a context in which work goes to this lane."""
+        """Return a context in which work goes to this stream."""
         return cast(AbstractContextManager[object], self._started()) if self.is_concurrent else nullcontext()
 
     def wait_current(self) -> None:
-        """Let this lane's next work start after what the current stream has been given so far."""
+        """Let this stream's next work start after what the current stream has been given so far."""
         if self.is_concurrent:
             self._started().wait_event(self._device.current_stream().record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Let this lane's next work start after ``event``."""
+        """Let this stream's next work start after ``event``."""
         if self.is_concurrent:
             self._started().wait_event(event)
 
     def mark(self) -> Any:
-        """Return an event at the end of this lane's work so far; None where lanes have no streams."""
+        """Return an event at the end of this stream's work so far; None on the host, which has no streams."""
         return self._started().record_event() if self.is_concurrent else None
 
     def current_waits(self, mark: Any) -> None:
@@ -204,7 +204,7 @@ class Lane:
             self._device.current_stream().wait_event(mark)
 
     def here(self) -> Stream | None:
-        """Return the current stream, for :func:`back_at`; None where lanes have no streams."""
+        """Return the current stream, for :func:`back_at`; None on the host, which has no streams."""
         return self._device.current_stream() if self.is_concurrent else None
 
     @property
@@ -219,39 +219,40 @@ class Lane:
 
 
 def back_at(stream: Stream | None) -> AbstractContextManager[object]:
-    """Return a context in which ``stream``, of :meth:`Lane.here`, is the current one again."""
+    """Return a context in which ``stream``, of :meth:`SideStream.here`, is the current one again."""
     return nullcontext() if stream is None else cast(AbstractContextManager[object], stream)
 
 
 @dataclass(slots=True)
-class Lanes:
+class CommStreams:
     """The streams of an engine; engines of pipeline stages may share one set.
 
     Attributes:
-        are_concurrent: work of these lanes can run beside the current stream.
+        are_concurrent: work of these streams can run beside the current stream.
         gather: all-gathers.  reduce: reduce-scatters.  replicas: all-reduces over replicas, beside the next reduce-scatter.
         fetch: shards on their way from the host.  store: gradients on their way to the host.
     """
 
     are_concurrent: bool
-    gather: Lane
-    reduce: Lane
-    replicas: Lane
-    fetch: Lane
-    store: Lane
+    gather: SideStream
+    reduce: SideStream
+    replicas: SideStream
+    fetch: SideStream
+    store: SideStream
 
     @classmethod
-    def on(cls, device: Device) -> Lanes:
-        """Return new lanes for ``device``."""
+    def on(cls, device: Device) -> CommStreams:
+        """Return new streams for ``device``."""
         return cls(
-            device.has_lanes, *(Lane(device, name) for name in ("gather", "reduce", "replicas", "fetch", "store"))
+            device.has_streams,
+            *(SideStream(device, name) for name in ("gather", "reduce", "replicas", "fetch", "store")),
         )
 
     def current_waits_for_reductions(self) -> None:
         """Let the current stream's next work start after all reductions: one event for all of them, not one each."""
-        for lane in (self.reduce, self.replicas):
-            if lane.is_started:
-                lane.current_waits(lane.mark())
+        for stream in (self.reduce, self.replicas):
+            if stream.is_started:
+                stream.current_waits(stream.mark())
 
     def host_waits_for_copies(self) -> None:
         """Block until no copy reads or writes the host's memory; at once if there were none."""
@@ -263,9 +264,9 @@ class Lanes:
 
     def current_waits_for_results(self) -> None:
         """Let the current stream's next work start after all that reads results of reductions: they may be freed then."""
-        for lane in (self.replicas, self.store):
-            if lane.is_started:
-                lane.current_waits(lane.mark())
+        for stream in (self.replicas, self.store):
+            if stream.is_started:
+                stream.current_waits(stream.mark())
 
 
 # ---- Names the rank that this one waits for where no error can: the host waits for the device, and a kernel there

@@ -1,4 +1,4 @@
-"""A notice board for the ranks of one group: agreement and failure reports that need no collective.
+"""Agreement among the ranks of one group, and their failure reports, over the store: no collective is needed.
 
 Ranks talk through the key-value store that the process group was made with.  A rank that failed can so tell the others
 why while their collectives still wait for it, and ranks that wait can say for whom.  Nothing here runs in a step
@@ -31,14 +31,14 @@ from shardwise.consistency.failure_report import (
     look_next,
     out_of_reach,
     out_of_reach_in_words,
+    report_of,
     status_in_words,
     watch_end,
     watch_waits,
     who_left,
-    words_of,
 )
-from shardwise.consistency.liveness import announce, is_gone, watch_cables
-from shardwise.consistency.process_groups import break_off, check_peers, patience_s
+from shardwise.consistency.liveness import announce, enable_keepalive, is_gone
+from shardwise.consistency.process_groups import abort_connections, check_peers, patience_s
 from shardwise.consistency.store import JobStore
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
@@ -49,7 +49,7 @@ from shardwise.waiting import LOOK_S, wait_until
 # ---- What the ranks of a group post for each other in the store of the job, with one deadline and a name for who
 # does not.
 # No collective: a thread may post beside training, a rank that has failed can say why while others wait for it, and one that
-# never comes is named instead of waited for for ever.  Agreements (`board`), the bulletin of an engine (`bulletin`), roll calls
+# never comes is named instead of waited for for ever.  Agreements, the mismatch check of an engine, gathers over the store
 # and the meetings of links are orders in which these are written and read.
 
 GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
@@ -59,11 +59,11 @@ _SOON_S = 0.05  # ranks that come within it are not late
 
 # How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one
 # again, because some had opened more than others.  Per job.
-_eras: weakref.WeakKeyDictionary[dist.Store, dict[frozenset[int], int]] = weakref.WeakKeyDictionary()
+_generations: weakref.WeakKeyDictionary[dist.Store, dict[frozenset[int], int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class Posts:
+class StoreExchange:
     """One rank's view of what the ranks of one group post about one thing.
 
     Attributes:
@@ -159,7 +159,7 @@ class Posts:
             note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
             wait_until(is_over, limit_s, alarm.look, lambda: self.gone([*missing, *needs]))
         if not missing and self.notes is not None:
-            watch_cables(self.notes)  # all who are here have said where they are
+            enable_keepalive(self.notes)  # all who are here have said where they are
             check_peers()
         late = [(rank, self._peek(what, rank)) for rank in missing]  # posted out of order
         return found | {rank: text for rank, text in late if text is not None}
@@ -189,7 +189,7 @@ class Posts:
         names = [self.members[rank] for rank in ranks]
         if self.notes is not None:
             wait_until(
-                lambda: self.gone(ranks) or all(words_of(self.notes, name) for name in names), _HEED_S, alarm.look
+                lambda: self.gone(ranks) or all(report_of(self.notes, name) for name in names), _HEED_S, alarm.look
             )
         gone = [self.members[rank] for rank in self.gone(ranks)]
         if not gone:
@@ -202,13 +202,15 @@ class Posts:
         return self.store.peek(f"{self.prefix}/{what}/{rank}")
 
 
-def open_posts(group: dist.ProcessGroup, topic: str) -> Posts:
+def open_exchange(group: dist.ProcessGroup, topic: str) -> StoreExchange:
     """Return the posts of ``group`` about the next ``topic``: the n-th call on each of its ranks opens the same."""
     members = tuple(dist.get_process_group_ranks(group))
-    return number_posts(process_group_store(group), topic, members, dist.get_rank(group), patience_s(group))
+    return open_numbered_exchange(process_group_store(group), topic, members, dist.get_rank(group), patience_s(group))
 
 
-def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: int, timeout_s: float) -> Posts:
+def open_numbered_exchange(
+    store: dist.Store, topic: str, members: tuple[int, ...], rank: int, timeout_s: float
+) -> StoreExchange:
     """Return the posts of ``members`` about the next ``topic`` in ``store``, for ranks that have no group of their own."""
     notes = default_store()
     if notes is not None:
@@ -217,29 +219,33 @@ def number_posts(store: dist.Store, topic: str, members: tuple[int, ...], rank: 
         watch_waits(notes)
     job = JobStore(store, timeout_s)
     place = f"shardwise/{topic}/{hashlib.sha256(repr(members).encode()).hexdigest()[:12]}"
-    era = _era_of(members)
-    if era:
-        place = f"{place}/era {era}"
+    generation = _generation_of(members)
+    if generation:
+        place = f"{place}/era {generation}"
     number = job.add(f"{place}/opened/{rank}", 1)
     note_group(f"{place}/{number}", members)
-    return Posts(job, f"{place}/{number}", members, rank, timeout_s, notes)
+    return StoreExchange(job, f"{place}/{number}", members, rank, timeout_s, notes)
 
 
-def begin_era(members: Iterable[int]) -> None:
+def begin_generation(members: Iterable[int]) -> None:
     """Number what groups of global ranks ``members`` open from one again; all of these ranks call it, between two steps."""
     store = default_store()
     if store is not None:
-        eras, ranks = _eras.setdefault(store, {}), frozenset(members)
-        eras[ranks] = eras.get(ranks, 0) + 1
+        generations, ranks = _generations.setdefault(store, {}), frozenset(members)
+        generations[ranks] = generations.get(ranks, 0) + 1
         leave("")  # what has been said is undone
 
 
-def _era_of(members: Iterable[int]) -> int:
+def _generation_of(members: Iterable[int]) -> int:
     store, ranks = default_store(), frozenset(members)
-    return 0 if store is None else sum(era for among, era in _eras.get(store, {}).items() if ranks <= among)
+    return (
+        0
+        if store is None
+        else sum(generation for among, generation in _generations.get(store, {}).items() if ranks <= among)
+    )
 
 
-# ---- The bulletin of an engine: plans and facts that must be the same on every rank, compared beside the collectives
+# ---- The mismatch check of an engine: plans and facts that must be the same on every rank, compared beside the collectives
 # they protect.
 # A collective that ranks enter with different ideas hangs or, worse, mixes tensors of the same size.
 
@@ -265,15 +271,17 @@ class Position:
         return cls(fields["num_calls"], tuple(fields["recent"]), fields["note"])
 
 
-class Bulletin:
+class MismatchCheck:
     """Posts of the ranks of one engine's collectives.  Every rank compares with the first, and that one with all."""
 
-    def __init__(self, posts: Posts) -> None:
-        self._posts = posts
-        self._rank = posts.members[posts.rank]  # as errors name it
-        number = posts.prefix.rsplit("/", 1)[-1]
-        self.topic = f"engine {number} of ranks {min(posts.members)} to {max(posts.members)}"  # the same on all of them
-        note_group(self.topic, posts.members)
+    def __init__(self, exchange: StoreExchange) -> None:
+        self._exchange = exchange
+        self._rank = exchange.members[exchange.rank]  # as errors name it
+        number = exchange.prefix.rsplit("/", 1)[-1]
+        self.topic = (
+            f"engine {number} of ranks {min(exchange.members)} to {max(exchange.members)}"  # the same on all of them
+        )
+        note_group(self.topic, exchange.members)
         self._counts: Counter[str] = Counter()
         self._agreed: set[str] = set()
         self.groups: list[dist.ProcessGroup] = []  # by which the engine talks
@@ -291,7 +299,7 @@ class Bulletin:
                 position,
                 lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
                 lambda others: (
-                    f"{others} did not finish a step within {self._posts.timeout_s:g} s of rank {self._rank}"
+                    f"{others} did not finish a step within {self._exchange.timeout_s:g} s of rank {self._rank}"
                     f"{', which has changed its order of units: ' * bool(position.note)}{position.note}"
                 ),
             )
@@ -314,20 +322,20 @@ class Bulletin:
 
     def post_writes(self, place: str, values: Sequence[str]) -> None:
         """Leave for the others what this rank has written at ``place``; nobody waits."""
-        self._posts.post(f"writes/{place}", json.dumps(list(values)))
+        self._exchange.post(f"writes/{place}", json.dumps(list(values)))
 
     def check_writes(self, place: str, values: Sequence[str], position: Position) -> None:
         """Raise DesyncError unless all ranks have left the same ``values`` at ``place``, which all of them have passed."""
-        posts = self._posts
-        found = posts.collect(f"writes/{place}", posts.peers(), GRACE_S)
-        for other in posts.peers():
+        exchange = self._exchange
+        found = exchange.collect(f"writes/{place}", exchange.peers(), GRACE_S)
+        for other in exchange.peers():
             theirs = json.loads(found[other]) if other in found else []
             unlike = sorted({*values} ^ {*theirs})
             if unlike:
                 problem = (
                     f"ranks have written different values to parameters in forward (an embedding with max_norm changes the "
                     f"rows that its rank looks up): {unlike[0].partition(' with digest')[0]} is not the same on rank "
-                    f"{self._rank} and rank {posts.members[other]} after it. Every rank keeps its own rows of a sharded "
+                    f"{self._rank} and rank {exchange.members[other]} after it. Every rank keeps its own rows of a sharded "
                     "parameter, so that all must write the same: gather what the values are made of first, or write on one "
                     "rank and broadcast"
                 )
@@ -338,19 +346,19 @@ class Bulletin:
 
         Raises: DesyncError if a rank does not ask.
         """
-        posts = self._posts
+        exchange = self._exchange
         self._counts[topic] += 1
 
         def refuse(absent: Sequence[int]) -> NoReturn:
-            late = f"rank {self._rank} has new {topic}, unlike {posts.named(absent)}: {_listed(mine)}"
-            self._refuse(posts.absence(absent, late), position)
+            late = f"rank {self._rank} has new {topic}, unlike {exchange.named(absent)}: {_listed(mine)}"
+            self._refuse(exchange.absence(absent, late), position)
 
         def unite(found: Mapping[int, str]) -> str:
-            if len(found) < posts.size:
-                refuse(posts.absent(found))
+            if len(found) < exchange.size:
+                refuse(exchange.absent(found))
             return json.dumps(sorted(set[str]().union(*map(json.loads, found.values()))))
 
-        every = posts.decide(topic, self._counts[topic], json.dumps(list(mine)), unite)
+        every = exchange.decide(topic, self._counts[topic], json.dumps(list(mine)), unite)
         return refuse([0]) if every is None else set(json.loads(every))
 
     def check_deviation(self, what: str, position: Position) -> None:
@@ -376,19 +384,21 @@ class Bulletin:
         different: Callable[[int, str], str],
         late: Callable[[str], str],
     ) -> None:
-        posts = self._posts
+        exchange = self._exchange
         self._counts[topic] += 1
         place = f"{topic}/{self._counts[topic]}"
-        posts.post(place, text)
-        peers = (0,) if posts.rank else posts.peers()
-        limit_s = posts.timeout_s + (GRACE_S if posts.rank else 0.0)  # the first knows who is missing, and says so
-        found = posts.collect(
+        exchange.post(place, text)
+        peers = (0,) if exchange.rank else exchange.peers()
+        limit_s = exchange.timeout_s + (
+            GRACE_S if exchange.rank else 0.0
+        )  # the first knows who is missing, and says so
+        found = exchange.collect(
             place, peers, limit_s, is_enough=lambda found: any(theirs != text for theirs in found.values())
         )
-        problem = next((different(posts.members[other], each) for other, each in found.items() if each != text), "")
+        problem = next((different(exchange.members[other], each) for other, each in found.items() if each != text), "")
         if not problem and len(found) < len(peers):
             absent = [other for other in peers if other not in found]
-            problem = posts.absence(absent, late(posts.named(absent)))
+            problem = exchange.absence(absent, late(exchange.named(absent)))
         if problem:
             self._refuse(problem, position)
 
@@ -399,7 +409,7 @@ class Bulletin:
     def tell(self, position: Position) -> None:
         """Leave where this rank is, and why it goes no further, for the others to read."""
         with suppress(TransportError):
-            self._posts.post("failure", position.to_text())
+            self._exchange.post("failure", position.to_text())
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
         """Return an error that says where every rank was when a collective failed on this one.
@@ -411,12 +421,12 @@ class Bulletin:
         lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
         leave(f"{lines[0]}{ASKS}")
         try:
-            self._posts.post("failure", position.to_text())
+            self._exchange.post("failure", position.to_text())
             if not isinstance(error, ShardwiseError):
                 for group in filter(is_gloo, self.groups):
                     with suppress(RuntimeError):
-                        break_off(group)
-            status = status_in_words(self._posts.members)
+                        abort_connections(group)
+            status = status_in_words(self._exchange.members)
             lines += [*filter(None, [status]), *self._reports(str(error)), _RULE]
         except TransportError as gone:
             lines.append(str(gone))
@@ -428,27 +438,27 @@ class Bulletin:
         A rank that is gone, or a host that does not answer, is reason enough: the others are not waited for.  Nor is one that
         has left by an exception: it may go on, and would wait for this rank in its next step.
         """
-        posts, silent, left = self._posts, list[int](), who_left(said)
-        far = posts.out_of_reach(posts.peers(), said)
-        is_known = bool(far or posts.gone(posts.peers()))
+        exchange, silent, left = self._exchange, list[int](), who_left(said)
+        far = exchange.out_of_reach(exchange.peers(), said)
+        is_known = bool(far or exchange.gone(exchange.peers()))
         # Who compares with the first rank waits longer than a backend does.
         deadline = time.monotonic() + (LOOK_S if is_known else 2 * GRACE_S)
-        for other in posts.peers():  # one by one: others may report while one is gone
-            rank = posts.members[other]
+        for other in exchange.peers():  # one by one: others may report while one is gone
+            rank = exchange.members[other]
             limit_s = LOOK_S if rank in left else deadline - time.monotonic()
-            text = posts.collect("failure", [other], limit_s).get(other)
+            text = exchange.collect("failure", [other], limit_s).get(other)
             if text is not None:
                 yield f"rank {rank} was at {_describe(Position.from_text(text))}"
-            elif not posts.gone([other]):
+            elif not exchange.gone([other]):
                 silent += [other] * (rank not in left)
             elif f"rank {rank} is gone" not in said:
-                yield posts.absence([other], "")
+                yield exchange.absence([other], "")
         lost = [other for other in silent if other in far]
         if lost:
-            yield out_of_reach_in_words([posts.members[other] for other in lost])
+            yield out_of_reach_in_words([exchange.members[other] for other in lost])
         if silent and not is_known:
-            yield posts.absence(
-                silent, f"{posts.named(silent)} reported nothing: still running, stopped, or on another host"
+            yield exchange.absence(
+                silent, f"{exchange.named(silent)} reported nothing: still running, stopped, or on another host"
             )
 
 
@@ -487,73 +497,73 @@ _NEAR = (
 )
 
 
-class RollCall:
+class StoreGather:
     """Calls in one order on all ranks; without posts this process meets nobody."""
 
-    def __init__(self, posts: Posts | None) -> None:
-        self._posts = posts
-        self.rank, self.size = (posts.rank, posts.size) if posts is not None else (0, 1)
+    def __init__(self, exchange: StoreExchange | None) -> None:
+        self._exchange = exchange
+        self.rank, self.size = (exchange.rank, exchange.size) if exchange is not None else (0, 1)
         self._number = 0
-        self._track = Track(posts.prefix if posts is not None else "")
+        self._track = Track(exchange.prefix if exchange is not None else "")
 
-    def branch(self, name: str) -> RollCall:
+    def branch(self, name: str) -> StoreGather:
         """Return another order of calls, for another thread; ``name`` is the same on all ranks and new."""
-        posts = self._posts
-        return RollCall(None if posts is None else replace(posts, prefix=f"{posts.prefix}/{name}"))
+        exchange = self._exchange
+        return StoreGather(None if exchange is None else replace(exchange, prefix=f"{exchange.prefix}/{name}"))
 
     def call(self, said: str) -> list[str]:
         """Return what every rank has said, in rank order, once all have.
 
         Raises: TransportError on every rank that is there if one is gone or does not come in time.
         """
-        posts = self._posts
-        if posts is None:
+        exchange = self._exchange
+        if exchange is None:
             return [said]
         self._number += 1
         self._track.note("meeting")
-        near = [rank for rank in posts.peers() if abs(rank - posts.rank) <= _NEAR] if posts.rank else []
+        near = [rank for rank in exchange.peers() if abs(rank - exchange.rank) <= _NEAR] if exchange.rank else []
 
         def judge(found: Mapping[int, str]) -> str:
-            absent = posts.absent(found)
-            return json.dumps(_absence(posts, absent) if absent else [found[rank] for rank in range(posts.size)])
+            absent = exchange.absent(found)
+            return json.dumps(_absence(exchange, absent) if absent else [found[rank] for rank in range(exchange.size)])
 
-        answer = posts.decide("call", self._number, said, judge, needs=near)
-        verdict = json.loads(answer) if answer else _absence(posts, posts.gone(near) or [0])
+        answer = exchange.decide("call", self._number, said, judge, needs=near)
+        verdict = json.loads(answer) if answer else _absence(exchange, exchange.gone(near) or [0])
         if isinstance(verdict, str):
             raise TransportError(verdict)
         return verdict
 
 
-def _absence(posts: Posts, ranks: list[int]) -> str:
-    return posts.absence(
+def _absence(exchange: StoreExchange, ranks: list[int]) -> str:
+    return exchange.absence(
         ranks,
-        f"{posts.named(ranks)} did not make this call within {posts.timeout_s:g} s; save and load are collective: call them on "
-        "every rank",
+        f"{exchange.named(ranks)} did not make this call within {exchange.timeout_s:g} s; save and load are collective: "
+        "call them on every rank",
     )
 
 
-def open_roll_call(group: dist.ProcessGroup | None, topic: str) -> RollCall:
-    """Return the next roll call about ``topic`` of ``group`` (None: all ranks, or this process alone without any group).
+def open_store_gather(group: dist.ProcessGroup | None, topic: str) -> StoreGather:
+    """Return the next gather about ``topic`` of ``group`` (None: all ranks, or this process alone without any group).
 
     Every rank opens those of one topic in the same order.  Raises: StateError outside of ``group``.
     """
     if group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None:
-        return RollCall(None)
+        return StoreGather(None)
     if dist.get_rank(group) < 0:
         raise StateError("this process is not a member of the process group that saves or loads the checkpoint")
     if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
-        return RollCall(None)
-    return RollCall(open_posts(group, topic))
+        return StoreGather(None)
+    return StoreGather(open_exchange(group, topic))
 
 
 DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
 
 
 @dataclass(slots=True)
-class Board:
-    """One rank's view of the board of one object (``topic``); all ranks must open their boards in the same order.
+class GroupAgreement:
+    """One rank's view of the agreement about one object (``topic``); all ranks must open theirs in the same order.
 
     ``rank`` and ``size`` are those of ``group``, ``name`` is the global rank, as errors name it; ``has_peers`` is False
     where nobody else could answer (one rank, or
@@ -561,7 +571,7 @@ class Board:
     """
 
     group: dist.ProcessGroup
-    posts: Posts
+    exchange: StoreExchange
     has_peers: bool
     rank: int = field(init=False)
     size: int = field(init=False)
@@ -572,8 +582,8 @@ class Board:
     track: Track = field(default_factory=lambda: Track(""))
 
     def __post_init__(self) -> None:
-        self.rank, self.size = self.posts.rank, self.posts.size
-        self.name = self.posts.members[self.rank]
+        self.rank, self.size = self.exchange.rank, self.exchange.size
+        self.name = self.exchange.members[self.rank]
 
     def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
         """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
@@ -600,8 +610,8 @@ class Board:
     def renew(self) -> None:
         """Begin again with nothing posted and no agreement made: after ranks have gone back to the state before a step."""
         self.num_renewals += 1
-        self.posts = replace(
-            self.posts, prefix=f"{self.posts.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}"
+        self.exchange = replace(
+            self.exchange, prefix=f"{self.exchange.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}"
         )
         self.num_agreements = 0
 
@@ -612,13 +622,13 @@ class Board:
         what comes next, so this rank ignores reports of this call from now on.
         """
         if self.has_peers and self.failure() is None:
-            self.posts.store.set(f"{self.posts.prefix}/failure", f"{self.track.count} {text}")
+            self.exchange.store.set(f"{self.exchange.prefix}/failure", f"{self.track.count} {text}")
         if may_be_caught:
             self.count_of_own_error = self.track.count
 
     def failure(self) -> str | None:
         """Return the first reported failure, None if there is none; does not wait."""
-        count, _, text = (self.posts.store.peek(f"{self.posts.prefix}/failure") or "").partition(" ")
+        count, _, text = (self.exchange.store.peek(f"{self.exchange.prefix}/failure") or "").partition(" ")
         return text if count and int(count) > self.count_of_own_error else None
 
     def explain(self, what: str, error: BaseException) -> DesyncError:
@@ -632,29 +642,29 @@ class Board:
         failure = self.failure()
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
-        self.posts.post("stuck", what)
+        self.exchange.post("stuck", what)
         if not isinstance(error, ShardwiseError) and is_gloo(self.group):
             with suppress(RuntimeError):  # a backend's own: nobody may wait for this rank while it asks
-                break_off(self.group)
-        far = self.posts.out_of_reach(self.posts.peers(), str(error))  # they will not say where they are
+                abort_connections(self.group)
+        far = self.exchange.out_of_reach(self.exchange.peers(), str(error))  # they will not say where they are
         found = self._collect("stuck", LOOK_S if far else GRACE_S)
         failure = self.failure()  # one that was reported meanwhile knows more than this rank
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
-        absent = self.posts.absent(found)
+        absent = self.exchange.absent(found)
         elsewhere = {rank: place for rank, place in found.items() if place != what}
-        cause = "; ".join(f"rank {self.posts.members[rank]} was in {place}" for rank, place in elsewhere.items())
+        cause = "; ".join(f"rank {self.exchange.members[rank]} was in {place}" for rank, place in elsewhere.items())
         lost = [rank for rank in absent if rank in far]
         if lost:
             cause = "; ".join(
-                part for part in (out_of_reach_in_words([self.posts.members[rank] for rank in lost]), cause) if part
+                part for part in (out_of_reach_in_words([self.exchange.members[rank] for rank in lost]), cause) if part
             )
         elif absent:
             others = f"{self._names(absent)} did not take part"
             cause = "; ".join(part for part in (self._lost(absent), others, cause) if part)
-        status = status_in_words(self.posts.members)
+        status = status_in_words(self.exchange.members)
         text = (
-            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.posts.timeout_s:g} s). "
+            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.exchange.timeout_s:g} s). "
             f"{f'{status}. ' * bool(status)}Every rank must make the same calls in the same order; first error: "
             f"{in_short(error)}"
         )
@@ -663,14 +673,16 @@ class Board:
 
     def _lost(self, ranks: Sequence[int]) -> str:
         """Say which of ``ranks`` were processes of this host that have ended, and what they or the others said last."""
-        names = [self.posts.members[rank] for rank in ranks]
-        gone = [self.posts.members[rank] for rank in self.posts.gone(ranks)]
-        return gone_in_words(self.posts.notes, gone) if gone else cited(self.posts.notes, names).removeprefix("; ")
+        names = [self.exchange.members[rank] for rank in ranks]
+        gone = [self.exchange.members[rank] for rank in self.exchange.gone(ranks)]
+        return (
+            gone_in_words(self.exchange.notes, gone) if gone else cited(self.exchange.notes, names).removeprefix("; ")
+        )
 
     def _names(self, ranks: Sequence[int]) -> str:
-        members = self.posts.members
+        members = self.exchange.members
         whole = self.size if members == tuple(range(self.size)) else f"the group of {format_ranks(members)}"
-        return f"{self.posts.named(ranks)} of {whole}"
+        return f"{self.exchange.named(ranks)} of {whole}"
 
     def _compare(
         self, what: str, facts: Sequence[str], error: BaseException | None, said: str | None = None
@@ -679,7 +691,7 @@ class Board:
         self.track.note("agreement", what)
         text = f"{type(error).__name__}: {error}" if error is not None else ""
         note, number = json.dumps([what, _digest(facts), text, said]), self.num_agreements - 1
-        verdict = self.posts.decide(
+        verdict = self.exchange.decide(
             "agree", number, note, lambda notes: self._judge(what, notes), self._has_failure, range(self.size)
         )
         place = f"agree/{number}"
@@ -705,16 +717,16 @@ class Board:
         failed = [(rank, text) for rank, _, _, text in rows if text]
         if failed:
             causes = "; ".join(
-                f"rank {self.posts.members[int(rank)]} raised {_short(str(text))}" for rank, text in failed
+                f"rank {self.exchange.members[int(rank)]} raised {_short(str(text))}" for rank, text in failed
             )
             raise DesyncError(f"{what} stopped on rank {self.name} because {causes}")
-        members = self.posts.members
+        members = self.exchange.members
         calls = ranks_by_text((members[int(rank)], str(call)) for rank, call, _, _ in rows)
         if len(calls) > 1:
             elsewhere = self._names([int(rank) for rank, call, _, _ in rows if call != rows[0][1]])
             raise DesyncError(f"{rows[0][1]}: {elsewhere} are in another call: {_listing(calls)}")
-        self.posts.post(f"{place}/detail", json.dumps(list(facts)))
-        found = self._collect(f"{place}/detail", GRACE_S + self.posts.timeout_s)
+        self.exchange.post(f"{place}/detail", json.dumps(list(facts)))
+        found = self._collect(f"{place}/detail", GRACE_S + self.exchange.timeout_s)
         raise DesyncError(
             f"{what}: ranks disagree. "
             + first_difference(
@@ -726,14 +738,14 @@ class Board:
         failure = self.failure()
         if failure is not None:
             raise DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
-        absent = self.posts.absent(notes) or [0]
+        absent = self.exchange.absent(notes) or [0]
         late = (
-            f"{self._names(absent)} did not make this call within {self.posts.timeout_s:g} s. Every rank must make the same "
+            f"{self._names(absent)} did not make this call within {self.exchange.timeout_s:g} s. Every rank must make the same "
             "calls in the same order"
         )
-        text = f"{what}: {self.posts.absence(absent, late)}"
+        text = f"{what}: {self.exchange.absence(absent, late)}"
         self.report_failure(f"rank {self.name} made a call alone: {text}")
-        self.posts.post("stuck", what)
+        self.exchange.post("stuck", what)
         raise DesyncError(text)
 
     def _has_failure(self, _: Mapping[int, str]) -> bool:
@@ -741,11 +753,11 @@ class Board:
 
     def _collect(self, what: str, limit_s: float) -> dict[int, str]:
         """Return what has come once a rank has reported a failure, too, or one of any rank is gone."""
-        return self.posts.collect(what, range(self.size), limit_s, self._has_failure, range(self.size))
+        return self.exchange.collect(what, range(self.size), limit_s, self._has_failure, range(self.size))
 
 
-def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
-    """Return the board of the next object about ``topic`` in ``group``: the n-th call on each rank opens the same.
+def open_agreement(group: dist.ProcessGroup | None, topic: str) -> GroupAgreement:
+    """Return the agreement about the next object about ``topic`` in ``group``: the n-th call on each rank opens the same.
 
     None stands for the default group.  Raises: StateError without a process group, or outside of ``group``.
     """
@@ -755,8 +767,8 @@ def open_board(group: dist.ProcessGroup | None, topic: str) -> Board:
     if dist.get_rank(group) < 0:
         raise StateError(f"this process is not a member of the process group given to {topic}")
     has_peers = dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
-    posts = open_posts(group, topic)
-    return Board(group, posts, has_peers, track=Track(posts.prefix))
+    exchange = open_exchange(group, topic)
+    return GroupAgreement(group, exchange, has_peers, track=Track(exchange.prefix))
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:

@@ -33,12 +33,12 @@ from shardwise.consistency.liveness import (
     say_left,
     tells_of_lost_host,
 )
-from shardwise.consistency.process_groups import break_off_all
+from shardwise.consistency.process_groups import abort_all_connections
 from shardwise.consistency.recorder import DefaultRecorder, innermost, lines_of, lines_of_trace, place_of_records
 from shardwise.consistency.store import BRIEF_S, SILENCE, JobStore, keeps_store
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.observe import ERROR, WAITS, Entry, entries, explainers, groups_of, live_tracks, witnesses
+from shardwise.observe import ERROR, WAITS, Entry, entries, explainers, groups_of, live_tracks, observers
 from shardwise.torch_private import are_threads, default_store, timeout_s_of
 from shardwise.waiting import LOOK_S, wait_until
 
@@ -100,7 +100,7 @@ def store_of_job() -> dist.Store | None:
     return default_store() if dist.is_available() and dist.is_initialized() else None
 
 
-def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> str:
+def report_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> str:
     """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known.
 
     ``patience_s``: for one that is asking the others for the reason, because it will know more.
@@ -117,7 +117,7 @@ def words_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> st
     return text.removesuffix(ASKS)
 
 
-def has_said_all(store: dist.Store, rank: int) -> bool:
+def has_reported_all(store: dist.Store, rank: int) -> bool:
     """Return True if global ``rank`` has left words and does not ask the others any more, or if no words can come."""
     with suppress(TransportError):
         text = JobStore(store, BRIEF_S).peek(_report_key(rank)) or ""
@@ -128,7 +128,7 @@ def has_said_all(store: dist.Store, rank: int) -> bool:
 def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = ASKING_S) -> str:
     """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
     end = time.monotonic() + patience_s
-    found = {rank: words_of(store, rank, end - time.monotonic()) for rank in ranks[:8]}
+    found = {rank: report_of(store, rank, end - time.monotonic()) for rank in ranks[:8]}
     return cited_texts({rank: text for rank, text in found.items() if text})
 
 
@@ -177,7 +177,7 @@ def out_of_reach(store: dist.Store | None, ranks: Sequence[int], error: str) -> 
     """
     if store is None:
         return []
-    heard = tells_of_lost_host(error) or any(tells_of_lost_host(words_of(store, rank)) for rank in ranks)
+    heard = tells_of_lost_host(error) or any(tells_of_lost_host(report_of(store, rank)) for rank in ranks)
     return [rank for rank in ranks if is_elsewhere(store, rank)] if heard else []
 
 
@@ -230,7 +230,7 @@ _MOST_ASKED = 64
 _STAY_S = 6.0  # for the others to have ended, too
 _LINGER_S = 2.0  # for those that have said why they failed, and live on
 
-farewells: list[Callable[[], None]] = []  # called when this process leaves; appended to where they are defined
+exit_hooks: list[Callable[[], None]] = []  # called when this process leaves; appended to where they are defined
 # Of this process: the store of its job, and whether an error has left the program (with the process that it was in).
 _stores: dict[int, dist.Store] = {}
 _is_leaving: list[int] = []
@@ -264,9 +264,9 @@ def leave_job() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     with suppress(TransportError):
         say_left(store, rank)
-    for farewell in farewells:
-        farewell()
-    break_off_all(range(num_ranks))
+    for exit_hook in exit_hooks:
+        exit_hook()
+    abort_all_connections(range(num_ranks))
     if keeps_store(store):
         others = [other for other in range(num_ranks) if other != rank][:_MOST_ASKED]
         far = out_of_reach(store, others, str(error))
@@ -277,7 +277,7 @@ def _stay_for(others: list[int], store: dist.Store) -> None:
     start = time.monotonic()
 
     def may_leave(rank: int) -> bool:
-        return is_gone(store, rank) or (time.monotonic() - start > _LINGER_S and has_said_all(store, rank))
+        return is_gone(store, rank) or (time.monotonic() - start > _LINGER_S and has_reported_all(store, rank))
 
     wait_until(lambda: all(may_leave(rank) for rank in others), _STAY_S)
 
@@ -647,7 +647,7 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
             who = f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
         else:
             leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
-            break_off_all(members)  # nobody may wait for this rank while it asks
+            abort_all_connections(members)  # nobody may wait for this rank while it asks
             status = status_in_words(members)
             who = found_among(others, store, str(error)) + (f"; {status}" if status else "")
         raise TransportError(
@@ -701,7 +701,7 @@ def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> st
         gone = [rank for rank in others if is_gone(store, rank)]
         if gone:
             return gone_in_words(store, gone)
-        silent = [rank for rank in others if not words_of(store, rank)]
+        silent = [rank for rank in others if not report_of(store, rank)]
         waited = time.monotonic() - begin
         lost = [rank for rank in out_of_reach(store, others, error) if rank in silent] if waited >= LOOK_S else []
         if lost:
@@ -716,5 +716,5 @@ def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> st
 
 
 # From the first import on: errors of this process are there for the others to read, and a backend's own says who is gone.
-witnesses.append(leave)
+observers.append(leave)
 explainers.append(_explain)

@@ -66,7 +66,7 @@ def post_addresses(store: JobStore, host: str) -> None:
             store.append(_ADDRESSES, " ".join(own_addresses()) + "\n")
 
 
-def watch_cables(store: dist.Store) -> int:
+def enable_keepalive(store: dist.Store) -> int:
     """Let connections of this process to other hosts of the job break when the host does; return how many lead there.
 
     To be called whenever connections may have been made; costs one question to the store and a look at each socket.

@@ -282,14 +282,14 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     batches: list[list[torch.Tensor]] = []
-    room = 0
+    remaining = 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
-        if not batches or num_bytes > room:
+        if not batches or num_bytes > remaining:
             batches.append([])
-            room = _MAX_BYTES
+            remaining = _MAX_BYTES
         batches[-1].append(tensor)
-        room -= num_bytes
+        remaining -= num_bytes
     return batches
 
 
@@ -305,11 +305,11 @@ def all_have_come(group: dist.ProcessGroup) -> None:
 # same object.
 # Whoever holds the group (a mesh, torch's DistributedDataParallel, user code) goes on with it: what lies under it is exchanged.
 
-_MENDING_TAG = 0x5AFF  # of messages that nobody sends
+_RECONNECT_TAG = 0x5AFF  # of messages that nobody sends
 _FIRST_KIND, _LAST_KIND = 8, 255  # numbers of backends that torch does not use, in one byte
 _CPU = torch.device("cpu")
 
-_num_mended: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_num_reconnected: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def groups_within(members: Collection[int]) -> list[dist.ProcessGroup]:
@@ -324,7 +324,7 @@ def groups_within(members: Collection[int]) -> list[dist.ProcessGroup]:
     return sorted(found, key=lambda group: group.group_name)
 
 
-def break_off(group: dist.ProcessGroup) -> None:
+def abort_connections(group: dist.ProcessGroup) -> None:
     """Close this rank's connections in ``group``: collectives that wait for it, here and on other ranks, fail at once.
 
     Who fails breaks off, too: so all learn it that wait for a rank which waits for this one.  Cost: a few milliseconds.
@@ -333,29 +333,29 @@ def break_off(group: dist.ProcessGroup) -> None:
     for step in range(1, group.size()):
         # Of a message that does not come gloo closes all pairs that are open; asked of each, since one may be closed before.
         with contextlib.suppress(RuntimeError):
-            backend.recv([torch.empty(1, device="cpu")], (group.rank() + step) % group.size(), _MENDING_TAG).wait(
+            backend.recv([torch.empty(1, device="cpu")], (group.rank() + step) % group.size(), _RECONNECT_TAG).wait(
                 timedelta(milliseconds=1)
             )
 
 
-def break_off_all(members: Collection[int]) -> None:
+def abort_all_connections(members: Collection[int]) -> None:
     """Close this rank's connections in all gloo groups that are within global ranks ``members``."""
     for group in groups_within(members) if dist.is_initialized() else ():
         with contextlib.suppress(RuntimeError):
-            break_off(group)
+            abort_connections(group)
 
 
-def mend(group: dist.ProcessGroup) -> None:
+def reconnect_group(group: dist.ProcessGroup) -> None:
     """Connect the ranks of ``group`` anew.  Collective over them; a few milliseconds, and two threads until it is destroyed.
 
     Raises: StateError after 248 times.
     """
-    number = _num_mended.get(group, 0)
+    number = _num_reconnected.get(group, 0)
     if _FIRST_KIND + number > _LAST_KIND:
         raise StateError(
             f"group {group.group_name} was reconnected {number} times; start the job again from a checkpoint"
         )
-    _num_mended[group] = number + 1
+    _num_reconnected[group] = number + 1
     torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)
     forget_closed(group)
     all_have_come(group)  # one that breaks off at once would take those along that are still connecting

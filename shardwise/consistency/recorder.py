@@ -441,7 +441,7 @@ class Recorder:
     def _hear_errors(self) -> None:
         _open.append(self)
         self._stack.callback(_open.remove, self)
-        self._stack.enter_context(observe.witnessing(self._on_error))
+        self._stack.enter_context(observe.observing(self._on_error))
         self._stack.enter_context(_excepthook(self._write_raised))
 
     def _on_error(self, text: str) -> None:

@@ -31,7 +31,7 @@ from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
 from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, names_of
 from shardwise.fsdp.module import FSDPModule, mix_in
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
-from shardwise.fsdp.roots import Attachment, attachment_of, is_managed_by_torch, provisional_engine, share_lanes
+from shardwise.fsdp.roots import Attachment, attachment_of, is_managed_by_torch, provisional_engine, share_streams
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import UnitRow, UnitTable, compress_paths
 
@@ -65,7 +65,7 @@ def describe_units(model: nn.Module) -> UnitTable:
         )
     rows = tuple(_row(unit, compress_paths(names)) for unit, names in paths.items())
     engine = engine_of(next(iter(paths)))
-    plan = None if engine is None else engine.journal.plan
+    plan = None if engine is None else engine.exec_order.plan
     return UnitTable(rows, None if plan is None else plan.ahead_bytes)
 
 
@@ -81,7 +81,7 @@ def _row(unit: Unit, name: str) -> UnitRow:
     return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)
 
 
-# ---- Meshes as the doors take them, checked and turned into axes.
+# ---- Meshes as the APIs take them, checked and turned into axes.
 
 logger = logging.getLogger("shardwise")
 
@@ -283,8 +283,8 @@ def fully_shard(
     return cast("FSDPModule | list[FSDPModule]", module)
 
 
-def modules_in(given: object, door: str) -> list[nn.Module]:
-    """Return what was given to ``door``, a module or several, as a list.
+def modules_in(given: object, api: str) -> list[nn.Module]:
+    """Return what was given to ``api``, a module or several, as a list.
 
     Raises: ConfigError if it is anything else.
     """
@@ -292,49 +292,49 @@ def modules_in(given: object, door: str) -> list[nn.Module]:
         return [given]
     if isinstance(given, type):
         raise ConfigError(
-            f"{door} takes a module, found the class {given.__name__}. Make an instance and call {door} on it, or on each of "
-            f"its blocks: for block in model.modules(): if isinstance(block, {given.__name__}): {door}(block)"
+            f"{api} takes a module, found the class {given.__name__}. Make an instance and call {api} on it, or on each of "
+            f"its blocks: for block in model.modules(): if isinstance(block, {given.__name__}): {api}(block)"
         )
     modules = list(cast(Iterable[object], given)) if isinstance(given, Iterable) else [given]
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ConfigError(
-                f"{door} takes a module or a list of modules, found {each!r} of type {type(each).__name__}"
+                f"{api} takes a module or a list of modules, found {each!r} of type {type(each).__name__}"
             )
     if not modules:
-        raise ConfigError(f"{door} takes a module or a list of modules, found an empty {type(given).__name__}")
+        raise ConfigError(f"{api} takes a module or a list of modules, found an empty {type(given).__name__}")
     return cast(list[nn.Module], modules)
 
 
-def check_modules(modules: Sequence[nn.Module], door: str) -> None:
-    """Raise unless every module can be given to ``door``."""
+def check_modules(modules: Sequence[nn.Module], api: str) -> None:
+    """Raise unless every module can be given to ``api``."""
     for module in modules:
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if is_container and type(module).forward is nn.Module.forward:
             raise ConfigError(
-                f"{door} does not support containers that do not implement forward: {module}\n"
-                f"Call {door} on its children instead."
+                f"{api} does not support containers that do not implement forward: {module}\n"
+                f"Call {api} on its children instead."
             )
         if is_managed_by_torch(module):
             raise ConfigError(
-                f"{door}: torch's own {' and '.join(torch_private.composable_apis_of(module))} manages the parameters of this "
+                f"{api}: torch's own {' and '.join(torch_private.composable_apis_of(module))} manages the parameters of this "
                 f"{type(module).__name__} already; call one of the two, not both"
             )
         if attachment_of(module) is not None:
             raise UsageError(
                 "Each distinct composable distributed API can only be applied to a module once. "
-                f"{type(module).__name__} was given to {door} before: leave out one of the calls; shardwise.policy(...) and "
+                f"{type(module).__name__} was given to {api} before: leave out one of the calls; shardwise.policy(...) and "
                 "the set_* methods change settings afterwards"
             )
 
 
-def check_compression(policy: object, axes: MeshAxes, door: str) -> None:
+def check_compression(policy: object, axes: MeshAxes, api: str) -> None:
     """Raise ConfigError unless ``policy`` is a CompressionPolicy, or None, for parameters on ``axes``."""
     if policy is not None and not isinstance(policy, CompressionPolicy):
-        raise ConfigError(f"{door}: compression is {policy!r}, expected a CompressionPolicy or None")
+        raise ConfigError(f"{api}: compression is {policy!r}, expected a CompressionPolicy or None")
     if policy is not None and policy.gather is not None and axes.replicate_mesh_dim is not None:
         raise ConfigError(
-            f"{door}: CompressionPolicy(gather={policy.gather!r}) on a mesh with replicas, between which parameters are not "
+            f"{api}: CompressionPolicy(gather={policy.gather!r}) on a mesh with replicas, between which parameters are not "
             "gathered; leave gather=None: reduce is for what goes between replicas"
         )
 
@@ -370,7 +370,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         if attachment is None:
             raise ConfigError(f"Expects list of FSDPModules but got {module}")
     engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
-    share_lanes(engines)
+    share_streams(engines)
 
 
 # ---- ``replicate``: data parallelism with whole parameters on every rank (DDP), by the engine that shards.

@@ -24,8 +24,8 @@ from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
 from shardwise.fsdp.initial_values import sync_buffers, values_of_first
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, place, smaller_axes
-from shardwise.fsdp.param import Beginning, Slot, UnitParam
-from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.param import Beginning, Registration, ShardedParam
+from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.fsdp.roots import (
     ATTACHMENT,
@@ -39,7 +39,7 @@ from shardwise.fsdp.roots import (
     is_managed_by_torch,
     is_used_elsewhere,
     leave,
-    managed_by_slot,
+    managed_by_registration,
     may_share_memory,
     owner_in,
     provisional_engine,
@@ -128,7 +128,7 @@ def _gather(sharded: DTensor, gather: Any) -> DTensor | None:
     )
 
 
-def _managed(tensor: torch.Tensor) -> tuple[Unit, UnitParam] | None:
+def _managed(tensor: torch.Tensor) -> tuple[Unit, ShardedParam] | None:
     return next(((unit, param) for unit in all_units() for param in unit.params if param.sharded is tensor), None)
 
 
@@ -147,7 +147,7 @@ def _comes_from_shards(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _full_form(unit: Unit, param: UnitParam) -> torch.Tensor:
+def _full_form(unit: Unit, param: ShardedParam) -> torch.Tensor:
     """Return the unsharded parameter of ``param``, whose gradient ``unit`` reduces; the first time an all-gather makes it."""
     attachment = attachment_of(unit.modules[0])
     assert attachment is not None
@@ -170,14 +170,14 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     Full parameters are given back first.  Gradients are not copied, as ``nn.Parameter`` does not copy its own: neither those
     that are set nor those that earlier backwards hold back.  What the user has set (sync, prefetching, ends of steps) is.
     """
-    for member in (attachment.unit, *attachment.unit.borrows):
+    for member in (attachment.unit, *attachment.unit.tied_units):
         member.reshard()
     is_outermost = PENDING not in memo
     pending: list[tuple[Attachment, Attachment]] = memo.setdefault(PENDING, [])
     result = object.__new__(type(module))
     memo[id(module)] = result
     # torch copies gradients of DTensors with them, unlike those of other parameters.
-    owners = (attachment.unit, *attachment.unit.borrows)
+    owners = (attachment.unit, *attachment.unit.tied_units)
     apart = [(each.sharded, each.sharded.grad) for owner in owners for each in owner.params]
     for sharded, _ in apart:
         sharded.grad = None
@@ -213,26 +213,32 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     unit.forward_prefetch = _copied(source.forward_prefetch, memo)
     unit.backward_prefetch = _copied(source.backward_prefetch, memo)
     new.ignored = tuple((memo[id(table)], name) for table, name in old.ignored if id(table) in memo)
-    for lender in source.borrows:
-        copied = _copy_of(lender, memo)
+    for tied in source.tied_units:
+        copied = _copy_of(tied, memo)
         if copied is not None:
-            unit.borrow(copied)
+            unit.use_tied(copied)
     for name in old.forward_methods:
         for module in unit.modules:
             module.__dict__.pop(name, None)
             wrap_forward_method(module, new, name)
 
 
-def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
-    params: list[UnitParam] = []
+def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
+    params: list[ShardedParam] = []
     for param in group.params:
-        slots = [_copy_slot(slot, memo) for slot in param.slots if id(slot.parameters) in memo]
-        sharded = slots[0].parameters[slots[0].name]
+        registrations = [
+            _copy_registration(registration, memo)
+            for registration in param.registrations
+            if id(registration.parameters) in memo
+        ]
+        sharded = registrations[0].parameters[registrations[0].name]
         assert sharded is not None
         attributes = copy.deepcopy(param.attributes, memo)
         if attributes is not vars(sharded):  # copies of plain parameters lack them
             torch_private.give_attributes(attributes, sharded)
-        copied = UnitParam(param.fqn, slots, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape)
+        copied = ShardedParam(
+            param.fqn, registrations, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape
+        )
         copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
         copied.follow_grad_dtype()
         copied.beginning = param.beginning
@@ -240,7 +246,7 @@ def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
         if module is not None and id(module) in memo:
             copied.module = weakref.ref(memo[id(module)])
         params.append(copied)
-    result = ShardGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
+    result = ParamGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
     result.sub_axes = group.sub_axes
     result.custom = replace(group.custom)
     if group.compression is not None:
@@ -251,10 +257,10 @@ def _copy_group(group: ShardGroup, memo: dict[Any, Any]) -> ShardGroup:
     return result
 
 
-def _copy_slot(slot: Slot, memo: dict[Any, Any]) -> Slot:
-    module = slot.follower() if slot.follower is not None else None
-    follower = weakref.ref(memo[id(module)]) if module is not None and id(module) in memo else None
-    return Slot(memo[id(slot.parameters)], slot.name, follower)
+def _copy_registration(registration: Registration, memo: dict[Any, Any]) -> Registration:
+    module = registration.setattr_module() if registration.setattr_module is not None else None
+    setattr_module = weakref.ref(memo[id(module)]) if module is not None and id(module) in memo else None
+    return Registration(memo[id(registration.parameters)], registration.name, setattr_module)
 
 
 def _copied(named: list[weakref.ref[Unit]] | None, memo: dict[Any, Any]) -> list[weakref.ref[Unit]] | None:
@@ -282,12 +288,12 @@ ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None
 # who has sharded it must be remembered from one call to the next, for as long as someone holds the original.
 _sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Parameters that stay what they are, by id: a weak reference to them would keep torch from swapping their contents.
-_managed_plain: weakref.WeakValueDictionary[int, UnitParam] = weakref.WeakValueDictionary()
+_managed_plain: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What a door asks for: the arguments of ``fully_shard``, checked.
+    """What an API asks for: the arguments of ``fully_shard``, checked.
 
     Attributes:
         keeps_plain: parameters stay plain tensors.
@@ -307,14 +313,14 @@ class Preset:
 
 @dataclass(slots=True)
 class _FoundParam:
-    """A parameter and the places it hangs in; ``owned``: what the unit of an outer module has made of it,
+    """A parameter and the places where it is registered; ``owned``: what the unit of an outer module has made of it,
     and on which mesh; ``values``: what to shard instead of its own values."""
 
     param: nn.Parameter
     fqn: str
     module: nn.Module
-    slots: list[Slot] = field(default_factory=list)
-    owned: UnitParam | None = None
+    registrations: list[Registration] = field(default_factory=list)
+    owned: ShardedParam | None = None
     owned_on: MeshAxes | None = None
     values: torch.Tensor | None = None
 
@@ -345,9 +351,9 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     unit.uses_default_reshard = preset.reshard_after_forward is None
     own: list[_FoundParam] = []
     for item in found:
-        lender = _manager_of(item.param) if item.owned is None else item.owned
-        is_taken = item.owned is not None and not is_used_elsewhere(item.owned, item.slots)
-        if is_taken or lender is None or not _lend(lender, item, unit):
+        tied = _manager_of(item.param) if item.owned is None else item.owned
+        is_taken = item.owned is not None and not is_used_elsewhere(item.owned, item.registrations)
+        if is_taken or tied is None or not _register_tied(tied, item, unit):
             own.append(item)
     taken = [item.owned for item in own if item.owned is not None]
     _check_not_run(taken)
@@ -369,7 +375,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     return attachment
 
 
-def _manager_of(param: nn.Parameter) -> UnitParam | None:
+def _manager_of(param: nn.Parameter) -> ShardedParam | None:
     """Return what an earlier call has made of ``param``, None if it is in no unit."""
     owner = _sharded_from.get(param)
     if owner is not None:
@@ -429,7 +435,7 @@ def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozense
             item = found.get(id(param))
             if item is None:
                 item = found[id(param)] = _FoundParam(param, f"{path}.{name}" if path else name, module)
-            item.slots.append(Slot.of(module, name))
+            item.registrations.append(Registration.of(module, name))
     return list(found.values())
 
 
@@ -451,9 +457,9 @@ def _find_owned(found: Iterable[_FoundParam]) -> None:
     """Note which parameters belong to the unit of an outer module already."""
     candidates = [item for item in found if isinstance(item.param, DTensor) or id(item.param) in _managed_plain]
     if candidates:
-        places = managed_by_slot()
+        places = managed_by_registration()
         for item in candidates:
-            item.owned = owner_in(places, item.slots)
+            item.owned = owner_in(places, item.registrations)
             item.owned_on = None if item.owned is None else axes_of_plan(item.owned)
 
 
@@ -481,26 +487,26 @@ def _move_parameter(item: _FoundParam, device: torch.device) -> None:
         _hand_on(param, item.param)
 
 
-def _lend(lender: UnitParam, item: _FoundParam, unit: Unit) -> bool:
-    """Hang the parameter that another unit owns in the slots of ``item``; False if that unit is gone."""
-    owner = unit_of(lender)
+def _register_tied(tied: ShardedParam, item: _FoundParam, unit: Unit) -> bool:
+    """Register the parameter that another unit owns at the places of ``item``; False if that unit is gone."""
+    owner = unit_of(tied)
     if owner is None:
         return False
     if item.owned is None:
-        lender.slots += item.slots
-        for slot in item.slots:
-            slot.put(lender.sharded)
+        tied.registrations += item.registrations
+        for registration in item.registrations:
+            registration.put(tied.sharded)
         for group in owner.groups:
             group.note_ties()
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         Hooks(lending).reshard_for_state_dict(item.module)
-    unit.borrow(owner)
+    unit.use_tied(owner)
     return True
 
 
-def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device) -> list[ShardGroup]:
-    by_mesh: dict[int, tuple[MeshAxes, list[UnitParam]]] = {}
+def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device) -> list[ParamGroup]:
+    by_mesh: dict[int, tuple[MeshAxes, list[ShardedParam]]] = {}
     infos: dict[int, tuple[object, MeshAxes]] = {}
     resolved = [(item, *_resolve_placement(item, preset, infos)) for item in found]
     if preset.syncs:
@@ -509,9 +515,9 @@ def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device)
         make = _shard_parameter if item.owned is None else _take_over
         by_mesh.setdefault(id(axes), (axes, []))[1].append(make(item, axes, shard, preset))
     _check_shared_groups([axes for axes, _ in by_mesh.values()])
-    groups: list[ShardGroup] = []
+    groups: list[ParamGroup] = []
     for axes, params in by_mesh.values():
-        group = ShardGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
+        group = ParamGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
         if preset.compression is not None:
             group.compression = Compression(preset.compression)
         group.place = replace(group.place, is_shared=may_share_memory(group))
@@ -572,7 +578,7 @@ def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
     torch_private.give_attributes({k: v for k, v in attributes if not k.startswith("shardwise_")}, target)
 
 
-def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
+def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
     placed = place(item.param, item.fqn, axes, shard)
     if item.values is not None:
         placed = replace(placed, local=item.values)
@@ -587,7 +593,9 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
                 local = local.cpu()
             sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
         _hand_on(item.param, sharded)
-    result = UnitParam(item.fqn, item.slots, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain)
+    result = ShardedParam(
+        item.fqn, item.registrations, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain
+    )
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
     if torch_private.has_chosen_grad_dtype(item.param):
@@ -604,7 +612,7 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
     return result
 
 
-def _check_not_run(params: Iterable[UnitParam]) -> None:
+def _check_not_run(params: Iterable[ShardedParam]) -> None:
     for param in params:
         owner = unit_of(param)
         attachments = [attachment_of(module) for module in owner.modules] if owner is not None else []
@@ -615,7 +623,7 @@ def _check_not_run(params: Iterable[UnitParam]) -> None:
             )
 
 
-def _take_over(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> UnitParam:
+def _take_over(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
     """Return the parameter that an outer unit has given up, cut as this unit wants it; a collective if that is otherwise."""
     old = item.owned
     assert old is not None

@@ -14,8 +14,8 @@ from shardwise.collectives.compressed import Compression, Meter, own_part, sum_a
 from shardwise.errors import StateError
 from shardwise.fsdp.flat_buffer import as_gradient
 from shardwise.fsdp.mesh import cut_shard
-from shardwise.fsdp.param import UnitParam
-from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import attachment_of
 
 
@@ -55,7 +55,7 @@ class _Coded(NamedTuple):
     """A group with a policy, and the path of its unit's first module."""
 
     path: str
-    group: ShardGroup
+    group: ParamGroup
     compression: Compression
 
 
@@ -148,24 +148,24 @@ class CompressionState:
                 yield found
 
 
-def _named(model: nn.Module, path: str, group: ShardGroup) -> Iterator[tuple[str, UnitParam]]:
+def _named(model: nn.Module, path: str, group: ParamGroup) -> Iterator[tuple[str, ShardedParam]]:
     """Yield the coded parameters of ``group`` under their names in ``model``."""
     paths = {id(torch_private.parameters_of(module)): where for where, module in model.named_modules()}
     for param in group.params:
-        slot = param.slots[0]
-        where = paths.get(id(slot.parameters), path)
+        registration = param.registrations[0]
+        where = paths.get(id(registration.parameters), path)
         if group.is_coded(param):
-            yield f"{where}.{slot.name}" if where else slot.name, param
+            yield f"{where}.{registration.name}" if where else registration.name, param
 
 
-def _group_of(group: ShardGroup) -> torch.distributed.ProcessGroup:
+def _group_of(group: ParamGroup) -> torch.distributed.ProcessGroup:
     axes = group.axes
     dim = axes.replicate_mesh_dim if axes.num_replicas > 1 else axes.shard_mesh_dim
     assert dim is not None
     return axes.mesh.get_group(dim)
 
 
-def _rows(group: ShardGroup, compression: Compression, param: UnitParam) -> torch.Tensor:
+def _rows(group: ParamGroup, compression: Compression, param: ShardedParam) -> torch.Tensor:
     residual = compression.residuals.get(param)
     num_rows = 1 if group.axes.num_replicas > 1 else group.axes.num_shards
     if residual is not None:
@@ -173,7 +173,7 @@ def _rows(group: ShardGroup, compression: Compression, param: UnitParam) -> torc
     return torch.zeros(num_rows, param.shard.section_numel, dtype=torch.float32, device=group.device)
 
 
-def _place(group: ShardGroup, compression: Compression, param: UnitParam, total: torch.Tensor) -> None:
+def _place(group: ParamGroup, compression: Compression, param: ShardedParam, total: torch.Tensor) -> None:
     """Let this rank bring its part of ``total``, which is that of its section, and no rank anything else."""
     axes = group.axes
     rows = torch.zeros_like(_rows(group, compression, param))

@@ -1,4 +1,4 @@
-"""One engine per root module: what happens at each edge of forward and backward."""
+"""One engine per root module: what happens at each event of forward and backward."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.collectives.routes import SpanKind
+from shardwise.collectives.routes import PassKind
 from shardwise.consistency.failure_report import in_short, leave
 from shardwise.errors import ShardwiseError, StateError
-from shardwise.fsdp.execution_order import Converted, Journal, WrittenAlike
+from shardwise.fsdp.execution_order import Converted, ExecOrderTracker, WrittenAlike
 from shardwise.fsdp.initial_values import compare_replicas, have_replicas
 from shardwise.fsdp.local_gradients import run_gradient_hooks
-from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions, hold_assigned
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Gathering, Stage, Subsharded, Unit
 from shardwise.fsdp.user_writes import Written
 from shardwise.observe import Op, logger, unit_in_words
-from shardwise.plan.schedule import Edge
+from shardwise.plan.schedule import StepEvent
 from shardwise.torch_private import innermost_transform
 
 # ---- Backward whose end the user says (``set_manual_backward_finalization``): what may be called when.
@@ -230,7 +230,7 @@ _READ_ELSEWHERE = (
     "a sharded parameter was read outside of its unit's forward, and it is unsharded only there. Put the module that reads it "
     "and the one that has it into one unit, fully_shard([outer, inner]), or call fully_shard only on the outer one"
 )
-_GIVEN_BACK = (
+_RESHARDED = (
     "a tensor that shared memory with a full parameter was read after that was given back. "
     "Keep clone() of it, or read the parameter from its module inside its forward"
 )
@@ -248,8 +248,8 @@ def explain_torchs(error: BaseException | None) -> None:
     """Add advice to ``error`` of a forward if it is torch's about freed memory, or about mixed plain tensors and DTensors."""
     if type(error) is RuntimeError and len(error.args) == 1:
         text = str(error)
-        if _GIVEN_BACK not in text and any(words in text for words in _NO_MEMORY):
-            error.args = (f"{text}\n{_GIVEN_BACK}",)
+        if _RESHARDED not in text and any(words in text for words in _NO_MEMORY):
+            error.args = (f"{text}\n{_RESHARDED}",)
         elif _MIXED in text and _READ_ELSEWHERE not in text:
             error.args = (f"{text}\n{_READ_ELSEWHERE}",)
 
@@ -331,8 +331,8 @@ class Engine:
 
     Attributes:
         units: the units of the root's module tree, root first; ``units[i]`` is number i of every plan.
-        means: where collectives run, and the ways to other ranks.
-        journal: the order of the running step, and the plan made from an earlier one.
+        comm_ctx: where collectives run, and the ways to other ranks.
+        exec_order: the order of the running step, and the plan made from an earlier one.
         forwards: those that have begun, outermost first.
         watch: knows whether a backward runs.
         reductions: gradients on their way.
@@ -346,21 +346,21 @@ class Engine:
         post_optim_event: what the next step waits for instead of all that was done before; used once.
     """
 
-    def __init__(self, means: CommContext) -> None:
+    def __init__(self, comm_ctx: CommContext) -> None:
         self.units: list[Unit] = []
-        self.means = means
-        self.journal = Journal()
+        self.comm_ctx = comm_ctx
+        self.exec_order = ExecOrderTracker()
         self.forwards = Forwards()
         self.watch = BackwardWatch(self.finish, self.abort_backward)
-        self.reductions = Reductions(self.journal, means)
+        self.reductions = Reductions(self.exec_order, comm_ctx)
         self.manual = ManualFinalization()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self.outside: ExternalChecks | None = None
         self.written = WrittenAlike()
-        self._borrowers: dict[Unit, list[Unit]] = {}  # of units that lend parameters
+        self._tied_users: dict[Unit, list[Unit]] = {}  # of units whose parameters other units use too
         self._plain: list[Unit] = []  # those of which parameters may be their own full form
-        self._late: list[Unit] = []  # to be resharded when the span is over
+        self._late: list[Unit] = []  # to be resharded when the pass is over
         self._num_forwards = 0
         self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
@@ -371,36 +371,36 @@ class Engine:
     def adopt(self, units: Iterable[Unit]) -> None:
         """Carry out the steps of ``units`` from here on."""
         self.units = list(units)
-        self.journal.adopt(self.units)
+        self.exec_order.adopt(self.units)
         self.compares_replicas = have_replicas(self.units)
         self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
-        self._borrowers = {
-            lender: [u for u in self.units if lender in u.borrows] for u in self.units for lender in u.borrows
+        self._tied_users = {
+            owner: [u for u in self.units if owner in u.tied_units] for u in self.units for owner in u.tied_units
         }
         for unit in self.units:
             unit.host_ref = weakref.ref(self)
-            heard = self.journal.instruments
+            heard = self.exec_order.instruments
             heard += [each for each in unit.log.instruments if each not in heard]
-            unit.log = self.journal.log
+            unit.log = self.exec_order.log
             unit.backward.on_gradients = _hearing(weakref.ref(self), weakref.ref(unit))
 
     # ---- what units ask for ----
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error`` with the position of every rank, as far as they can be known."""
-        return self.journal.explain(error, where)
+        return self.exec_order.explain(error, where)
 
     def before_gather(self) -> None:
         """Order the next all-gather after what has been done to shards."""
-        self.means.lanes.gather.wait_current()
+        self.comm_ctx.streams.gather.wait_current()
 
     # ---- forward ----
 
     def before_forward(self, unit: Unit) -> None:
         """Make the full parameters of ``unit`` readable and start what the plan wants ahead."""
         if torch_private.graph_task_id() != -1:  # in backward
-            self.journal.visit(unit, Edge.ENTER_RECOMPUTE)
-            unit.wait_with_lenders(self.means.spans.number)
+            self.exec_order.record(unit, StepEvent.PRE_RECOMPUTE)
+            unit.wait_with_tied(self.comm_ctx.pass_tracker.number)
             return
         if self.forwards and unit is self.forwards[0].unit and self.forwards.were_left:
             self.reset()
@@ -409,10 +409,10 @@ class Engine:
             self.forwards.remember_call()
         self.forwards.append(Forward(unit, sys.exc_info()[1]))
         starts = not unit.awaited and not unit.holders
-        ahead = self.journal.visit(unit, Edge.ENTER_FORWARD) if starts else []
-        unit.begin_forward(self.means.spans.number)
+        prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else []
+        unit.begin_forward(self.comm_ctx.pass_tracker.number)
         if starts:
-            self._run_ahead(ahead, unit.forward_prefetch)
+            self._prefetch(prefetches, unit.forward_prefetch)
 
     def after_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Reshard ``unit`` if its policy says so and all its modules have run.
@@ -420,9 +420,9 @@ class Engine:
         Returns: True if the output of this forward needs :meth:`before_backward` hooks, False if forward has raised.
         """
         if torch_private.graph_task_id() != -1:  # in backward
-            if unit.backward.stage is not Stage.RUNNING and not self._is_lending(unit):
+            if unit.backward.stage is not Stage.RUNNING and not self._is_read_by_others(unit):
                 self.reshard_in_step(unit, after_forward=True)
-            self.journal.visit(unit, Edge.EXIT_RECOMPUTE)
+            self.exec_order.record(unit, StepEvent.POST_RECOMPUTE)
             return True
         if not self.forwards or self.forwards[-1].unit is not unit:
             return True
@@ -436,8 +436,8 @@ class Engine:
             return False
         if unit.end_forward(module):
             if not unit.holders:
-                self.journal.visit(unit, Edge.EXIT_FORWARD)
-            for member in (unit, *unit.borrows):
+                self.exec_order.record(unit, StepEvent.POST_FORWARD)
+            for member in (unit, *unit.tied_units):
                 if not member.holders:
                     self.reshard_in_step(member, after_forward=True)
         if not self.forwards:
@@ -473,36 +473,36 @@ class Engine:
         self._num_forwards += 1
         if self.outside is not None:
             self.outside.check()
-        is_aside = not (self.journal.gathers or torch.is_grad_enabled())
+        is_aside = not (self.exec_order.gathers or torch.is_grad_enabled())
         if not is_aside:  # one rank may run those alone: they are not compared
-            track = self.journal.log.track
+            track = self.exec_order.log.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
-        self.journal.begin(is_aside)
+        self.exec_order.begin(is_aside)
         if self._is_graphless:
             # Nothing needs what an evaluation has left unsharded, and what has been written to shards since may not show.
             for unit in self.units:
                 if unit.uses_default_reshard:
                     unit.reshard()
         if self.converted.before:
-            self.converted.settle(self.journal, is_backward=False)
-        self.enter_span("forward")
+            self.converted.settle(self.exec_order, is_backward=False)
+        self.enter_pass("forward")
         event, self.post_optim_event = self.post_optim_event, None
-        lanes = self.means.lanes
-        if lanes.are_concurrent and event is None:
-            lanes.gather.wait_current()
+        streams = self.comm_ctx.streams
+        if streams.are_concurrent and event is None:
+            streams.gather.wait_current()
         elif event is not None:
-            lanes.gather.wait_event(event)
+            streams.gather.wait_event(event)
 
-    def enter_span(self, kind: SpanKind) -> None:
+    def enter_pass(self, kind: PassKind) -> None:
         """Begin a forward or backward: what was written to full parameters goes to the shards, which are put together."""
         for unit in self.units:
-            if unit.is_full and self.means.spans.number is None:
+            if unit.is_full and self.comm_ctx.pass_tracker.number is None:
                 unit.take_writes()
                 if kind == "forward" and unit.has_shards_registered:
                     unit.reshard()
             for group in unit.groups:
                 group.ensure_packed()
-        self.means.spans.begin(kind)
+        self.comm_ctx.pass_tracker.begin(kind)
 
     def _end_forward(self, outermost: Unit) -> None:
         self.forwards.frame = None
@@ -517,26 +517,30 @@ class Engine:
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
         self.awaits_backward = not self._is_graphless
-        if self._is_graphless and self.means.lanes.are_concurrent:  # else backward ends it
-            self.means.lanes.host_waits_for_copies()  # whoever has the shards on the host may write to them next
-        self._leave_span()
+        if self._is_graphless and self.comm_ctx.streams.are_concurrent:  # else backward ends it
+            self.comm_ctx.streams.host_waits_for_copies()  # whoever has the shards on the host may write to them next
+        self._leave_pass()
         if self.forwards.has_told:
             self.forwards.take_back()
-        journal = self.journal
-        if self._is_graphless and (journal.gathers or journal.bulletin is None) and not journal.has_planned_forward():
-            journal.replan()
-        if self._is_graphless and not journal.gathers:
-            journal.go_on()
-        journal.log.track.running = ""
+        exec_order = self.exec_order
+        if (
+            self._is_graphless
+            and (exec_order.gathers or exec_order.mismatch_check is None)
+            and not exec_order.has_planned_forward()
+        ):
+            exec_order.replan()
+        if self._is_graphless and not exec_order.gathers:
+            exec_order.go_on()
+        exec_order.log.track.running = ""
 
-    def _leave_span(self) -> None:
+    def _leave_pass(self) -> None:
         try:
-            self.means.spans.end()
+            self.comm_ctx.pass_tracker.end()
         except RuntimeError as error:
-            self.means.spans.abort()
-            raise self.journal.explain(error, "the other ranks at the end of forward or backward") from error
-        if self.means.spans.number is None:
-            # In a span others read the shards: what modules have written to full parameters goes there only now.
+            self.comm_ctx.pass_tracker.abort()
+            raise self.exec_order.explain(error, "the other ranks at the end of forward or backward") from error
+        if self.comm_ctx.pass_tracker.number is None:
+            # In a pass others read the shards: what modules have written to full parameters goes there only now.
             late, self._late = self._late, []
             for unit in late:
                 unit.take_writes(self._post_writes)
@@ -547,10 +551,10 @@ class Engine:
 
     def _post_writes(self, unit: Unit, written: Written) -> None:
         place = f"{self._num_forwards}/{self.units.index(unit)}/{unit.writes.num_compared}"
-        self.written.post(unit, written, place, self.journal.bulletin)
+        self.written.post(unit, written, place, self.exec_order.mismatch_check)
 
     def reshard_in_step(self, unit: Unit, after_forward: bool = False) -> None:
-        """Give the full parameters of ``unit`` back, at the end of the span if somebody has written to them."""
+        """Give the full parameters of ``unit`` back, at the end of the pass if somebody has written to them."""
         if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
             return  # their backward takes the parameters where they are registered
         if after_forward and (unit.backward.keeps_for_graph or (unit.backward.is_unseen and torch.is_grad_enabled())):
@@ -558,7 +562,7 @@ class Engine:
         has_hooks = torch_private.saved_tensor_hooks(True) is not None and torch.is_grad_enabled()
         if after_forward and has_hooks and unit.count_aliases() > unit.num_aliases:
             return
-        is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_span=True)
+        is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_pass=True)
         if not is_done:
             self._late.append(unit)
 
@@ -571,7 +575,7 @@ class Engine:
         often its groups had been put together in that forward.
         """
         self._begin_backward()
-        heap = self.means.heap
+        heap = self.comm_ctx.heap
         if heap.find_end() > heap.limit:
             heap.keep()
         if [group.num_packs for group in unit.groups] != made_of:
@@ -587,15 +591,15 @@ class Engine:
                 backward.enter(task)
                 torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
             return
-        ahead = self.journal.visit(unit, Edge.ENTER_BACKWARD)
+        prefetches = self.exec_order.record(unit, StepEvent.PRE_BACKWARD)
         backward.enter(task, unit.is_full, self.watch.task)
         if is_nested:
             torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
         if len(self.units) == 1 and not self.manual.is_on:
             backward.send_early(self.reductions.early_buckets(unit))
         if unit.policy.unshard_in_backward:
-            unit.wait_with_lenders(self.means.spans.number)
-        self._run_ahead(ahead, unit.backward_prefetch)
+            unit.wait_with_tied(self.comm_ctx.pass_tracker.number)
+        self._prefetch(prefetches, unit.backward_prefetch)
 
     def gradient_arrived(self, unit: Unit) -> None:
         """Hear that a gradient is there which is the last one, or of a unit whose backward has not begun."""
@@ -604,8 +608,8 @@ class Engine:
         if backward.stage is not Stage.RUNNING and is_nested:
             backward.note_nested()
         if backward.is_complete and not unit.policy.reduces_unused:
-            # A borrower's uses are the outer graph's: they may be yet to come.
-            if not (is_nested and self._is_lending(unit)):
+            # Uses by another unit are the outer graph's: they may be yet to come.
+            if not (is_nested and self._is_read_by_others(unit)):
                 self.after_backward(unit)
         elif backward.early is not None:
             self.reductions.launch_early(unit, backward.early)
@@ -614,13 +618,13 @@ class Engine:
         """End the backward of ``unit`` as far as gradients have come: autograd has left the pass ``through`` its modules.
 
         A unit that was called more than once may be in another pass still, have trainable parameters without any gradient
-        yet, or lend parameters to a unit whose backward goes on: it ends later.
+        yet, or own parameters of a unit whose backward goes on: it ends later.
         """
         backward = unit.backward
         backward.open_passes.discard(through)
         if backward.stage is not Stage.RUNNING or backward.open_passes:
             return
-        if self._is_lending(unit):
+        if self._is_read_by_others(unit):
             return
         if backward.arrived or not backward.expects_any:
             self.after_backward(unit)
@@ -631,15 +635,15 @@ class Engine:
         Not if an earlier backward used the unit again later: then it is reduced once, with the other gradients.
         """
         backward = unit.backward
-        if not self.watch.is_running or self._is_lending(unit):
+        if not self.watch.is_running or self._is_read_by_others(unit):
             return
         if backward.ends_with(task, is_one_module=len(unit.modules) == 1):
             backward.ended_in = self.watch.task
             self.after_backward(unit)
 
-    def _is_lending(self, unit: Unit) -> bool:
+    def _is_read_by_others(self, unit: Unit) -> bool:
         """Return True while the backward of a unit runs that uses parameters of ``unit`` too."""
-        return any(each.backward.stage is Stage.RUNNING for each in self._borrowers.get(unit, ()))
+        return any(each.backward.stage is Stage.RUNNING for each in self._tied_users.get(unit, ()))
 
     def after_backward(self, unit: Unit, reduces: bool = True, is_late: bool = False) -> None:
         """Give the full parameters back and reduce, or hold, the gradients that have come.
@@ -656,13 +660,13 @@ class Engine:
                 self.reductions.hold(unit, gradients)
                 unit.note(Op.HOLD)
             is_as_planned = gradients and not unit.policy.sync
-            self.journal.visit(unit, Edge.EXIT_BACKWARD if is_as_planned else Edge.RELEASE_BACKWARD)
+            self.exec_order.record(unit, StepEvent.POST_BACKWARD if is_as_planned else StepEvent.RELEASE_IN_BACKWARD)
             return
         if gradients or unit.earlier.held or self.reductions.has_early:
-            self.journal.visit(unit, Edge.EXIT_BACKWARD)
+            self.exec_order.record(unit, StepEvent.POST_BACKWARD)
             self.reductions.launch(unit, gradients)
         else:
-            self.journal.visit(unit, Edge.RELEASE_BACKWARD)
+            self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
             self.reductions.skip(unit)
 
     def _begin_backward(self) -> None:
@@ -673,15 +677,15 @@ class Engine:
             self.abort_backward()
         self.awaits_backward = False
         if self.converted.before:
-            self.converted.settle(self.journal, is_backward=True)
+            self.converted.settle(self.exec_order, is_backward=True)
         self.manual.check_completed("a backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()
-        track = self.journal.log.track
+        track = self.exec_order.log.track
         track.num_backwards, track.running = track.num_backwards + 1, "backward"
         try:
-            self.hide_gradients()
-            self.enter_span("backward")
+            self.stash_gradients()
+            self.enter_pass("backward")
             torch_private.call_after_backward(new_end)
         finally:
             del new_end  # the frames of an exception that somebody keeps would keep it, and with it the backward
@@ -702,15 +706,15 @@ class Engine:
                     unit.discard()
                 elif unit.is_full and not unit.holders and self._may_go(unit):
                     self.reshard_in_step(unit)
-                    self.journal.visit(unit, Edge.RELEASE_BACKWARD)
+                    self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
             self.watch.stop()
-            is_joint = self.journal.gathers or self.reductions.has_launched
+            is_joint = self.exec_order.gathers or self.reductions.has_launched
             params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
             if self.written.posted:  # at places that all ranks have left behind, now that their gradients have come
-                self.written.check(self.journal)
+                self.written.check(self.exec_order)
             if is_joint:
-                self.journal.replan()
-            self.journal.log.track.running = ""
+                self.exec_order.replan()
+            self.exec_order.log.track.running = ""
         except BaseException:
             self.abort_backward()
             raise
@@ -719,7 +723,7 @@ class Engine:
             self.outside.check_originals()
         self.run_hooks(params)
 
-    def run_hooks(self, params: list[UnitParam]) -> None:
+    def run_hooks(self, params: list[ShardedParam]) -> None:
         """Run what users have registered to follow the accumulation of gradients."""
         reductions = self.reductions
         failed, reductions.failed_hook = reductions.failed_hook, None  # kept, it would keep the model for ever
@@ -739,45 +743,45 @@ class Engine:
             return False
         return not self.reductions.have_come(unit, since_commit=is_manual)
 
-    def defer(self) -> list[UnitParam]:
+    def defer(self) -> list[ShardedParam]:
         """End a backward whose gradients are to be set with those of a later one."""
         self.reductions.wait_for_inputs()
-        self._leave_span()
+        self._leave_pass()
         self.reductions.defer()
-        self.show_gradients()
+        self.unstash_gradients()
         return []
 
-    def commit(self) -> list[UnitParam]:
+    def commit(self) -> list[ShardedParam]:
         """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
         self.reductions.wait()
-        self._leave_span()
+        self._leave_pass()
         params = self.reductions.commit()
-        self.show_gradients()
+        self.unstash_gradients()
         if params and self.compares_replicas:
-            if self.journal.bulletin is not None:
-                compare_replicas(self.units, self.journal.bulletin, self.journal.position())
+            if self.exec_order.mismatch_check is not None:
+                compare_replicas(self.units, self.exec_order.mismatch_check, self.exec_order.position())
             self.compares_replicas = False
         return params
 
-    def hide_gradients(self) -> None:
+    def stash_gradients(self) -> None:
         """Take away what parameters that stay registered have of earlier backwards: what follows accumulates anew."""
         for unit in self._plain:
-            unit.hide_gradients()
+            unit.stash_gradients()
 
-    def show_gradients(self) -> None:
+    def unstash_gradients(self) -> None:
         """Put it back, with what has been added."""
         for unit in self._plain:
-            unit.show_gradients()
+            unit.unstash_gradients()
 
     def abort_backward(self) -> None:
         """Forget a backward that raised: its gradients, its reductions, its full parameters."""
         self.watch.stop()
         self.manual.abort_backward()
-        self.means.spans.abort()
+        self.comm_ctx.pass_tracker.abort()
         self.reductions.cancel()
         for unit in self.units:
             unit.drop_gradients()
-        self.show_gradients()
+        self.unstash_gradients()
         if not self.forwards:
             self.reset()
 
@@ -788,11 +792,11 @@ class Engine:
         if not self.is_in_step:
             hold_assigned([unit for unit in self.units if unit not in self._plain])
 
-    def _run_ahead(self, planned: Iterable[Unit], explicit: list[weakref.ref[Unit]] | None) -> None:
+    def _prefetch(self, planned: Iterable[Unit], explicit: list[weakref.ref[Unit]] | None) -> None:
         targets = planned if explicit is None else [ref() for ref in explicit]
         for target in targets:
             if target is not None:
-                target.unshard(self.means.spans.number)
+                target.unshard(self.comm_ctx.pass_tracker.number)
 
     # ---- recovery ----
 
@@ -807,12 +811,12 @@ class Engine:
 
     def reset(self) -> None:
         """Bring every unit back to its shards; gradients held from earlier backwards stay."""
-        self.journal.log.track.running = ""
+        self.exec_order.log.track.running = ""
         self.forwards.clear()
-        self.means.spans.abort()
+        self.comm_ctx.pass_tracker.abort()
         for unit in self.units:
             unit.abandon()
-        self.journal.forget()
+        self.exec_order.forget()
 
 
 def _hearing(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Callable[[], None]:

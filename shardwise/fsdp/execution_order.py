@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from shardwise.consistency.agreement import Bulletin, Position
+from shardwise.consistency.agreement import MismatchCheck, Position
 from shardwise.consistency.store import digest_of
 from shardwise.errors import DesyncError, StateError
-from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.user_writes import Written
 from shardwise.observe import (
@@ -30,14 +30,14 @@ from shardwise.observe import (
     unit_in_words,
 )
 from shardwise.plan.schedule import (
-    Edge,
     ExecutionOrder,
+    OrderEntry,
     PrefetchBudget,
+    StepEvent,
     StepPlan,
     UnitBucket,
     UnitFacts,
     UnitPolicy,
-    Visit,
     form_buckets,
     plan_step,
 )
@@ -53,14 +53,14 @@ _IN_WORDS = {
 }
 
 
-class Journal:
-    """The visits of the running step beside the plan that was made from an earlier one.
+class ExecOrderTracker:
+    """The execution order of the running step beside the plan that was made from an earlier one.
 
     Attributes:
         plan: the prediction made from the last step's order; None until a step has shown one.
-        room: how far ahead of their use units may be unsharded.
+        budget: how far ahead of their use units may be unsharded.
         log: what units have done last; its instruments hear every event.
-        bulletin: where ranks compare plans and say where they are when a collective fails; None without other ranks.
+        mismatch_check: where ranks compare plans and say where they are when a collective fails; None without other ranks.
         agreed: which parameters' gradients may be reduced together: the ranks have agreed on each of these sets.
         numbers: of units, in plans.
         gathers: forward needs other ranks.  Else one may go forward, or backward without sync, alone: ranks compare where
@@ -70,22 +70,22 @@ class Journal:
 
     def __init__(self) -> None:
         self.plan: StepPlan | None = None
-        self.room = PrefetchBudget()
+        self.budget = PrefetchBudget()
         self.log = EventLog(next_track("engine"))
         self.instruments = self.log.instruments
-        self.bulletin: Bulletin | None = None
-        self.agreed: set[frozenset[UnitParam]] = set()
+        self.mismatch_check: MismatchCheck | None = None
+        self.agreed: set[frozenset[ShardedParam]] = set()
         self._units: Sequence[Unit] = ()
         self.numbers: dict[Unit, int] = {}
         self.gathers = True
         self.unsaid = ""
         self._agreed_buckets: set[tuple[tuple[int, ...], ...]] = set()
-        self._ahead: list[list[Unit]] = []  # as in the plan
-        self._visits: list[Visit] = []
+        self._prefetches: list[list[Unit]] = []  # as in the plan
+        self._entries: list[OrderEntry] = []
         self._follows_plan = False
-        self._planned_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]] = self.room, ()
+        self._planned_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]] = self.budget, ()
         self._left_order = ""
-        self._aside: tuple[list[Visit], bool, str, str] | None = None  # the step that an evaluation has come into
+        self._aside: tuple[list[OrderEntry], bool, str, str] | None = None  # the step that an evaluation has come into
 
     def adopt(self, units: Sequence[Unit]) -> None:
         """Write down what ``units`` do from here on; ``units[i]`` is number i."""
@@ -105,34 +105,34 @@ class Journal:
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error`` with the position of every rank, as far as they can be known."""
-        if self.bulletin is None or isinstance(error, DesyncError):
+        if self.mismatch_check is None or isinstance(error, DesyncError):
             return error
-        return self.bulletin.explain(error, self.position(f"waiting for {where}"))
+        return self.mismatch_check.explain(error, self.position(f"waiting for {where}"))
 
     # ---- order ----
 
     def begin(self, aside: bool = False) -> None:
         """Start a step; ``aside``: an evaluation that may be this rank's alone, after which the step before goes on."""
-        self._aside = (self._visits, self._follows_plan, self.unsaid, self._left_order) if aside else None
-        self._visits = []
+        self._aside = (self._entries, self._follows_plan, self.unsaid, self._left_order) if aside else None
+        self._entries = []
         self._follows_plan = self.plan is not None
         self.unsaid = ""
 
     def go_on(self) -> None:
         """Come back to the step that an evaluation has come into."""
         if self._aside is not None:
-            self._visits, self._follows_plan, self.unsaid, self._left_order = self._aside
+            self._entries, self._follows_plan, self.unsaid, self._left_order = self._aside
             self._aside = None
 
     def forget(self) -> None:
-        """Drop the visits of a step that has failed."""
+        """Drop the order of a step that has failed."""
         self._aside = None
-        self._visits = []
+        self._entries = []
         self._follows_plan = False
         self.unsaid = ""
 
-    def visit(self, unit: Unit, edge: Edge) -> Sequence[Unit]:
-        """Write down that ``unit`` passes ``edge``, before anything is done about it.
+    def record(self, unit: Unit, event: StepEvent) -> Sequence[Unit]:
+        """Write down that ``unit`` reaches ``event``, before anything is done about it.
 
         Returns: the units that the plan wants unsharded right after.
         Raises: DesyncError if this leaves the plan and other ranks do not leave it so.
@@ -142,28 +142,28 @@ class Journal:
             return ()
         track = self.log.track
         track.count += 1
-        remember((now(), thread(), track.name, track.count, edge, unit.name))
+        remember((now(), thread(), track.name, track.count, event, unit.name))
         if hearers:
-            tell(edge, unit.name)
+            tell(event, unit.name)
         if listeners:
-            _tell_computation(track.name, unit.name, edge)
-        position = len(self._visits)
+            _tell_computation(track.name, unit.name, event)
+        position = len(self._entries)
         if not self._follows_plan or self.plan is None:
-            self._visits.append(Visit(number, edge))
+            self._entries.append(OrderEntry(number, event))
             return ()
-        expected = self.plan.order.visits
+        expected = self.plan.order.entries
         if position < len(expected):
             planned = expected[position]
-            if planned.unit == number and planned.edge is edge:
-                self._visits.append(planned)
-                return self._ahead[position]
-        self._visits.append(Visit(number, edge))
+            if planned.unit == number and planned.event is event:
+                self._entries.append(planned)
+                return self._prefetches[position]
+        self._entries.append(OrderEntry(number, event))
         self._follows_plan = False
         name = self._units[expected[position].unit].name if position < len(expected) else "end of step"
         self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
         for instrument in self.instruments:
             instrument.on_event(OrderChanged(name, unit.name))
-        self.unsaid = f"{self._left_order} to {edge.value}"
+        self.unsaid = f"{self._left_order} to {event.value}"
         if self.gathers:
             self.compare_deviation()
         return ()
@@ -171,17 +171,17 @@ class Journal:
     def compare_deviation(self) -> None:
         """Let the ranks compare how they have left the plan.  Raises: DesyncError if other ranks do not leave it so."""
         unsaid, self.unsaid = self.unsaid, ""
-        if self.bulletin is not None:
-            self.bulletin.check_deviation(unsaid, self.position())
+        if self.mismatch_check is not None:
+            self.mismatch_check.check_deviation(unsaid, self.position())
 
-    def agree_on_gradients(self, unit: Unit, params: frozenset[UnitParam]) -> None:
+    def agree_on_gradients(self, unit: Unit, params: frozenset[ShardedParam]) -> None:
         """Let the ranks compare what they are about to reduce, unless the way there compares it in every message.
 
         The first time that is all that can be trained, so that most runs never come here again.
 
         Raises: DesyncError on every rank if ranks differ.
         """
-        if self.bulletin is not None and any(not group.compares_reductions for group in unit.groups):
+        if self.mismatch_check is not None and any(not group.compares_reductions for group in unit.groups):
             if not self.agreed:
                 self.compare_parameters()
                 for each in self._units:
@@ -189,7 +189,7 @@ class Journal:
             if params not in self.agreed:
                 what = f"gradients of {unit_in_words(unit.name)}"
                 facts = [_fact_of(param) for param in unit.params if param in params]
-                self.bulletin.check_facts(what, facts, self.position())
+                self.mismatch_check.check_facts(what, facts, self.position())
         self.agreed.add(params)
 
     def compare_parameters(self) -> None:
@@ -197,9 +197,9 @@ class Journal:
 
         Raises: DesyncError on every rank if ranks differ.
         """
-        if self.bulletin is not None:
+        if self.mismatch_check is not None:
             facts = [_fact_of(param) for each in self._units for param in each.params]
-            self.bulletin.check_facts("parameters", facts, self.position())
+            self.mismatch_check.check_facts("parameters", facts, self.position())
 
     def buckets(self) -> tuple[UnitBucket, ...]:
         """Return which units' gradients are reduced together in this backward: as planned, or after the forward that has run.
@@ -209,11 +209,11 @@ class Journal:
         if self._follows_plan and self.plan is not None:
             return self.plan.buckets
         sharing = [unit.sharing for unit in self._units]
-        buckets = form_buckets(ExecutionOrder(ExecutionOrder(tuple(self._visits)).forward), sharing)
+        buckets = form_buckets(ExecutionOrder(ExecutionOrder(tuple(self._entries)).forward), sharing)
         key = tuple([bucket.units for bucket in buckets if len(bucket.units) > 1])
         if key and key not in self._agreed_buckets:
-            if self.bulletin is not None:
-                self.bulletin.check_facts(
+            if self.mismatch_check is not None:
+                self.mismatch_check.check_facts(
                     "units whose gradients travel together", self._shown(buckets), self.position()
                 )
             self._agree_on_buckets(key)
@@ -230,20 +230,20 @@ class Journal:
         return [f"one reduction of units {', '.join(each)}" for each in names if len(each) > 1]
 
     def has_planned_forward(self) -> bool:
-        """True if the visits so far are the forward part of the plan."""
-        return self.plan is not None and self.plan.order.forward == tuple(self._visits)
+        """True if the entries so far are the forward part of the plan."""
+        return self.plan is not None and self.plan.order.forward == tuple(self._entries)
 
     def replan(self) -> None:
-        """Plan the next step from the visits of this one, unless the plan is that already.
+        """Plan the next step from the order of this one, unless the plan is that already.
 
         Raises: DesyncError if ranks would plan different collectives.
         """
-        order = ExecutionOrder(tuple(self._visits))
-        made_from = self.room, tuple([unit.policy for unit in self._units])
+        order = ExecutionOrder(tuple(self._entries))
+        made_from = self.budget, tuple([unit.policy for unit in self._units])
         if self.plan is not None and self.plan.order == order and made_from == self._planned_from:
             return
-        plan = plan_step(order, self.facts(), self.room)
-        if self.bulletin is not None:
+        plan = plan_step(order, self.facts(), self.budget)
+        if self.mismatch_check is not None:
             apart = {unit.name for unit in self._units if unit.keeps_sums}
             calls = [
                 f"{c.op.value} of {unit_in_words(c.unit)}{' without its replicas' * (c.op is Op.REDUCE and c.unit in apart)}"
@@ -252,10 +252,10 @@ class Journal:
             ]
             if plan.ahead_bytes is not None:
                 calls.append(f"gathers ahead within {plan.ahead_bytes} bytes")
-            self.bulletin.check_plan([*calls, *self._shown(plan.buckets)], self.position())
+            self.mismatch_check.check_plan([*calls, *self._shown(plan.buckets)], self.position())
         self._agree_on_buckets(tuple([bucket.units for bucket in plan.buckets if len(bucket.units) > 1]))
         self.plan, self._planned_from, self._left_order = plan, made_from, ""
-        self._ahead = [[self._units[number] for number in numbers] for numbers in plan.ahead]
+        self._prefetches = [[self._units[number] for number in numbers] for numbers in plan.prefetches]
 
     def facts(self) -> tuple[UnitFacts, ...]:
         """Return what planning needs to know of every unit."""
@@ -272,23 +272,27 @@ class Journal:
             reduce_bytes=unit.reduce_bytes,
             route=unit.route,
             sharing=unit.sharing,
-            borrows=tuple(self.numbers[other] for other in unit.borrows),
+            tied_units=tuple(self.numbers[other] for other in unit.tied_units),
             forward_prefetch=_numbers_of(unit.forward_prefetch, self.numbers),
             backward_prefetch=_numbers_of(unit.backward_prefetch, self.numbers),
         )
 
 
-def _tell_computation(track: str, unit: str, edge: Edge) -> None:
-    word = {Edge.ENTER_FORWARD: "forward", Edge.ENTER_BACKWARD: "backward", Edge.ENTER_RECOMPUTE: "recompute"}.get(edge)
+def _tell_computation(track: str, unit: str, event: StepEvent) -> None:
+    word = {
+        StepEvent.PRE_FORWARD: "forward",
+        StepEvent.PRE_BACKWARD: "backward",
+        StepEvent.PRE_RECOMPUTE: "recompute",
+    }.get(event)
     if word is not None:
         begin(track, word, unit)
-    elif edge is Edge.EXIT_FORWARD:
+    elif event is StepEvent.POST_FORWARD:
         end("forward", unit)
     else:
-        end("recompute" if edge is Edge.EXIT_RECOMPUTE else "backward", unit)
+        end("recompute" if event is StepEvent.POST_RECOMPUTE else "backward", unit)
 
 
-def _fact_of(param: UnitParam) -> str:
+def _fact_of(param: ShardedParam) -> str:
     """Return what must be the same on all ranks of a parameter whose gradient is reduced."""
     kind = "" if param.sharded.requires_grad else ", frozen"
     return f"{param.fqn} of shape {tuple(param.sharded.shape)}, {param.dtype}{kind}"
@@ -320,21 +324,21 @@ class WrittenAlike:
     def __init__(self) -> None:
         self.posted: list[tuple[str, list[str]]] = []
 
-    def post(self, unit: Unit, written: Written, place: str, bulletin: Bulletin | None) -> None:
+    def post(self, unit: Unit, written: Written, place: str, mismatch_check: MismatchCheck | None) -> None:
         """Leave what a forward has written to the full parameters of ``unit`` for the other ranks to read."""
-        if bulletin is not None and unit.writes.num_compared < _MAX_COMPARED:
+        if mismatch_check is not None and unit.writes.num_compared < _MAX_COMPARED:
             values = unit.writes.values(written)
             if values:
                 unit.writes.num_compared += 1
-                bulletin.post_writes(place, values)
+                mismatch_check.post_writes(place, values)
                 self.posted.append((place, values))
 
-    def check(self, journal: Journal) -> None:
+    def check(self, exec_order: ExecOrderTracker) -> None:
         """Raise DesyncError if another rank has written something else."""
         posted, self.posted = self.posted, []
         for place, values in posted:
-            assert journal.bulletin is not None
-            journal.bulletin.check_writes(place, values, journal.position())
+            assert exec_order.mismatch_check is not None
+            exec_order.mismatch_check.check_writes(place, values, exec_order.position())
 
 
 # ---- Conversions of shards that forwards have gathered: what has other values after them, on any rank.
@@ -356,10 +360,10 @@ class Converted:
     """
 
     def __init__(self) -> None:
-        self.before: dict[UnitParam, tuple[torch.dtype, int]] = {}
+        self.before: dict[ShardedParam, tuple[torch.dtype, int]] = {}
         self.awaits_backward = False
 
-    def note(self, params: Iterable[UnitParam], awaits_backward: bool) -> None:
+    def note(self, params: Iterable[ShardedParam], awaits_backward: bool) -> None:
         """Remember what ``params`` are: they are about to be converted.
 
         Those that nobody gathers stay in the graph.  What was replaced is named where its gradient comes.  Tensors of users'
@@ -371,7 +375,7 @@ class Converted:
             if is_gathered and param.is_registered and param not in self.before and _has_bits(param.local):
                 self.before[param] = param.local.dtype, digest_of(param.local)
 
-    def settle(self, journal: Journal, is_backward: bool) -> None:
+    def settle(self, exec_order: ExecOrderTracker, is_backward: bool) -> None:
         """Tell what has kept its values on all ranks from what is to count as written.
 
         Ranks ask each other about what is cut over them alone: of the rest each has all, and one may run a forward alone.
@@ -380,8 +384,10 @@ class Converted:
         """
         before, self.before = self.before, {}
         changed = {param.fqn for param, was in before.items() if was != (param.local.dtype, digest_of(param.local))}
-        if journal.bulletin is not None and any(param.shard.num_shards > 1 for param in before):
-            changed = journal.bulletin.union("conversions of parameters", sorted(changed), journal.position())
+        if exec_order.mismatch_check is not None and any(param.shard.num_shards > 1 for param in before):
+            changed = exec_order.mismatch_check.union(
+                "conversions of parameters", sorted(changed), exec_order.position()
+            )
         for param, (dtype, _) in before.items():
             if param.fqn not in changed:
                 param.count.has_kept_values = param.local is not param.count.local()

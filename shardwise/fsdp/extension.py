@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, Lease
-from shardwise.collectives.protocol import BucketEnds, Communicator, GatherEnds, Pending
+from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
+from shardwise.collectives.protocol import BucketEnds, Communicator, GatherEnds, Handle
 from shardwise.collectives.streams import device_of
 from shardwise.consistency.process_groups import mesh_of_one
 from shardwise.errors import LayoutError
 from shardwise.fsdp.mesh import MeshAxes
-from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.layout import align, row_major
 
@@ -35,17 +35,17 @@ class _Output:
     """One gathered tensor: its storage stays, the memory under it comes and goes."""
 
     tensor: torch.Tensor
-    lease: Lease | None = None
+    buffer: PooledBuffer | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Extended:
-    param: UnitParam
+    param: ShardedParam
     outputs: list[_Output] = field(default_factory=list)
     inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
 
-def has_extension(param: UnitParam) -> bool:
+def has_extension(param: ShardedParam) -> bool:
     """True if the shard brings both extension methods.  Raises: LayoutError if it has one of the two."""
     local = torch_private.local_of(param.sharded)
     before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
@@ -82,20 +82,20 @@ class ExtensionParams:
         self._device = device
         self._on = device_of(device)
         self._entries: list[_Extended] = []
-        self.params: list[UnitParam] = []
+        self.params: list[ShardedParam] = []
 
     @staticmethod
-    def wants(param: UnitParam) -> bool:
+    def wants(param: ShardedParam) -> bool:
         """True if ``param`` is to be kept out of flat memory."""
         return has_extension(param) or is_wrapper(torch_private.local_of(param.sharded))
 
-    def is_current(self, params: Sequence[UnitParam]) -> bool:
+    def is_current(self, params: Sequence[ShardedParam]) -> bool:
         """True while the same parameters have extensions (they may be patched on after ``fully_shard``)."""
         return sum(hasattr(torch_private.local_of(p.sharded), "fsdp_pre_all_gather") for p in params) == sum(
             hasattr(torch_private.local_of(entry.param.sharded), "fsdp_pre_all_gather") for entry in self._entries
         )
 
-    def adopt(self, params: list[UnitParam]) -> None:
+    def adopt(self, params: list[ShardedParam]) -> None:
         """Manage ``params`` from here on."""
         self._entries = [_Extended(param) for param in params]
         self.params = params
@@ -103,15 +103,15 @@ class ExtensionParams:
             param.full = None
             param.is_hooked = False
 
-    def gather(self, plain: GatherEnds | None, comm: Communicator | None, pool: BufferPool) -> Pending | None:
+    def gather(self, plain: GatherEnds | None, comm: Communicator | None, pool: BufferPool) -> Handle | None:
         """Launch one all-gather of the plain shards and the extensions' inputs, without ``comm`` a copy."""
-        pieces = _MixedPieces(self, plain, pool)
+        ends = _MixedEnds(self, plain, pool)
         if comm is None:
-            pieces.deliver(pieces.shard())
+            ends.deliver(ends.shard())
             return None
-        return comm.all_gather(pieces)
+        return comm.all_gather(ends)
 
-    def inputs_of(self, param: UnitParam) -> tuple[list[torch.Tensor], Any]:
+    def inputs_of(self, param: ShardedParam) -> tuple[list[torch.Tensor], Any]:
         """Return the tensors of ``param`` to gather, on the device, and what its class wants back with the results."""
         local = torch_private.local_of(param.sharded)
         if not hasattr(local, "fsdp_pre_all_gather"):
@@ -170,10 +170,10 @@ class ExtensionParams:
             for _, dtype in shapes:
                 entry.outputs.append(_Output(torch.empty(0, dtype=dtype, device=self._device)))
         for output, (shape, dtype) in zip(entry.outputs, shapes, strict=True):
-            if output.lease is None:
-                output.lease = pool.lease(math.prod(shape) * dtype.itemsize)
+            if output.buffer is None:
+                output.buffer = pool.acquire(math.prod(shape) * dtype.itemsize)
                 storage = output.tensor.untyped_storage()
-                torch_private.swap_storage(storage, output.lease.storage)
+                torch_private.swap_storage(storage, output.buffer.storage)
                 if tuple(output.tensor.shape) != shape:
                     stride = torch.empty(shape, device="meta").stride()
                     output.tensor.set_(storage, 0, shape, stride)
@@ -185,10 +185,10 @@ class ExtensionParams:
             return
         for entry in self._entries:
             for output in entry.outputs:
-                if output.lease is not None:
-                    lease, output.lease = output.lease, None
-                    torch_private.swap_storage(output.tensor.untyped_storage(), lease.storage)
-                    lease.release()
+                if output.buffer is not None:
+                    buffer, output.buffer = output.buffer, None
+                    torch_private.swap_storage(output.tensor.untyped_storage(), buffer.storage)
+                    buffer.release()
             for storage, _ in entry.inner:
                 storage.resize_(0)
 
@@ -198,7 +198,7 @@ class ExtensionParams:
         return self._entries
 
 
-class _MixedPieces:
+class _MixedEnds:
     """Plain shards and extension inputs in one section of bytes."""
 
     def __init__(self, owner: ExtensionParams, plain: GatherEnds | None, pool: BufferPool) -> None:
@@ -254,7 +254,7 @@ class _MixedPieces:
         return packed.numel() // section
 
 
-def _filled_up(tensor: torch.Tensor, param: UnitParam) -> torch.Tensor:
+def _filled_up(tensor: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """Return ``tensor`` with as many rows as on the rank with most, if it has one for each of this rank's: all send alike.
 
     A class that is told the mesh alone cannot do so itself; what comes out is cut to the shape of the parameter.

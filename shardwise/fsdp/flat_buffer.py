@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, Lease, carve, carve_all, is_own
+from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer, is_own, suballocate, suballocate_all
 from shardwise.collectives.protocol import BucketEnds
 from shardwise.collectives.routes import Link, link_providers, section_parts
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
-from shardwise.fsdp.param import FreedParameter, Slot, UnitParam, mark_freed
+from shardwise.fsdp.param import FreedParameter, Registration, ShardedParam, mark_freed
 from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
 from shardwise.layout import Bucket, Move, align, build_bucket, row_major
 
@@ -66,7 +66,7 @@ class Allocator:
 class SubBucket:
     """This rank's shards on the smaller mesh that parameters go to after forward; attributes as of a FlatBucket."""
 
-    params: list[UnitParam]
+    params: list[ShardedParam]
     layout: Bucket
     full_dtype: torch.dtype
     local: torch.Tensor
@@ -75,7 +75,9 @@ class SubBucket:
     def windows(self, rank: int) -> list[torch.Tensor]:
         """Return the shards of ``rank``, each with a storage of its own."""
         shapes = [shard.shard_shape(rank) for shard in self.layout.shards]
-        return [carve(self.local, offset, shape) for offset, shape in zip(self.layout.offsets, shapes, strict=True)]
+        return [
+            suballocate(self.local, offset, shape) for offset, shape in zip(self.layout.offsets, shapes, strict=True)
+        ]
 
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -103,9 +105,9 @@ class _Seen:
 class FlatBucket:
     """This rank's shards of parameters of one dtype, side by side in one allocation.
 
-    Every shard has a storage of its own there, its *home*.  Memory that somebody else may hold is never replaced: when user
+    Every shard has a storage of its own there: it is *packed*.  Memory that somebody else may hold is never replaced: when user
     code has put other memory under a parameter (``to_empty``, ``load_state_dict(assign=True)``, ``share_memory_``), the
-    parameter comes home once nothing but itself holds that memory.  Until then it is *loose*: what travels is a copy.
+    parameter is moved back once nothing but itself holds that memory.  Until then it is *unpacked*: what travels is a copy.
 
     Attributes:
         params: the parameters, in layout order.
@@ -116,7 +118,7 @@ class FlatBucket:
         travels: full parameters are copies; else they are the shards themselves, wherever these lie.
         byte_offset: where the bucket starts in a section that several buckets share.
         number: which of the sections that the ranks of a host read from each other this is.
-        loose: indices of the parameters that are not at home.
+        unpacked: indices of the parameters that are not in their packed place.
         has_moved: the last :meth:`settle` has copied shards to where they travel from.
         registered: the full parameters that were registered last, what torch had counted of writes to them, and where they lay.
         has_touched: one of them was written to in a way that torch does not count.
@@ -125,7 +127,7 @@ class FlatBucket:
 
     def __init__(
         self,
-        params: list[UnitParam],
+        params: list[ShardedParam],
         layout: Bucket,
         full_dtype: torch.dtype,
         allocate: Allocator,
@@ -150,28 +152,30 @@ class FlatBucket:
     def _take_memory(self) -> None:
         memory = self._allocate(self.layout.section_numel, self.dtype)
         self.place, self.local = memory.place, memory.flat
-        self._homes: list[torch.UntypedStorage] = []
-        # For each parameter its first slot, and the address of its home; None: the shard is empty.
-        self._places: list[tuple[UnitParam, Slot, int | None]] = []
-        self.loose: list[int] = []
+        self._packed: list[torch.UntypedStorage] = []
+        # For each parameter where it is registered first, and the address of its packed memory; None: the shard is empty.
+        self._places: list[tuple[ShardedParam, Registration, int | None]] = []
+        self.unpacked: list[int] = []
         for param, offset in zip(self.params, self.layout.offsets, strict=True):
-            home = carve(self.local, offset, param.shard_shape)
-            self._homes.append(home.untyped_storage())
-            self._places.append((param, param.slots[0], home.data_ptr() if home.numel() else None))
+            packed_shard = suballocate(self.local, offset, param.shard_shape)
+            self._packed.append(packed_shard.untyped_storage())
+            self._places.append(
+                (param, param.registrations[0], packed_shard.data_ptr() if packed_shard.numel() else None)
+            )
 
     def move_in(self) -> None:
-        """Bring every parameter home that nobody else holds; note that the others are loose."""
+        """Move every parameter that nobody else holds into its packed place; note that the others are unpacked."""
         for param in self.params:
             if param.local is not param.count.local():
                 param.count.go_on(param.sharded, param.local)
-        self.loose = [
+        self.unpacked = [
             index
             for index, (param, _, address) in enumerate(self._places)
-            if (address is not None or not param.is_handed_out) and not self._come_home(index)
+            if (address is not None or not param.is_handed_out) and not self._move_back(index)
         ]
 
     def settle(self, host_waits: Callable[[], None] | None = None) -> bool:
-        """Find parameters that are not at home; bring them home or note that they are loose.
+        """Find parameters that are not packed; move them back or note that they are unpacked.
 
         ``host_waits``: is called before the host writes to the section, which copies may be reading.
 
@@ -181,8 +185,8 @@ class FlatBucket:
         dtype, device = self.dtype, self.local.device
         self.has_attributes = False
         away: list[int] = []
-        for param, slot, _ in self._places:
-            if slot.parameters.get(slot.name) is not param.sharded and not param.is_registered:
+        for param, registration, _ in self._places:
+            if registration.parameters.get(registration.name) is not param.sharded and not param.is_registered:
                 param.adopt_registered()
                 self.num_replaced += 1
         locals_ = torch_private.locals_of([param.sharded for param in self.params])
@@ -201,9 +205,9 @@ class FlatBucket:
         self.has_moved = bool(away)
         if away and host_waits is not None:
             host_waits()
-        self.loose = [index for index in away if not self._come_home(index)] if away else away
-        if self.loose and any(torch_private.storage_use_count(self._homes[index]) for index in self.loose):
-            self.relocate()  # somebody holds a home that its parameter has left
+        self.unpacked = [index for index in away if not self._move_back(index)] if away else away
+        if self.unpacked and any(torch_private.storage_use_count(self._packed[index]) for index in self.unpacked):
+            self.relocate()  # somebody holds packed memory that its parameter has left
         if not (away or self.has_attributes):
             self._remember(locals_)
         return True
@@ -232,8 +236,8 @@ class FlatBucket:
         if all(type(ref) is weakref.ref for ref in refs):  # of DTensors, that is
             self._seen = _Seen(
                 [param.sharded for param in self.params],
-                [slot.parameters for _, slot, _ in self._places],
-                [slot.name for _, slot, _ in self._places],
+                [registration.parameters for _, registration, _ in self._places],
+                [registration.name for _, registration, _ in self._places],
                 refs,
                 [*map(_FACTS, locals_)],
                 [*map(_ADDRESS, locals_)],
@@ -241,8 +245,8 @@ class FlatBucket:
             )
 
     def stage(self) -> None:
-        """Copy loose parameters to where they travel from."""
-        for index in self.loose:
+        """Copy unpacked parameters to where they travel from."""
+        for index in self.unpacked:
             param = self.params[index]
             with torch.no_grad():
                 view_of(self.local, param.shard_shape, row_major(param.shard_shape), self.layout.offsets[index]).copy_(
@@ -261,8 +265,8 @@ class FlatBucket:
         self.stage()
 
     @torch.inference_mode(False)
-    def _come_home(self, index: int) -> bool:
-        param, storage = self.params[index], self._homes[index]
+    def _move_back(self, index: int) -> bool:
+        param, storage = self.params[index], self._packed[index]
         local = param.local
         if tuple(local.shape) != param.shard_shape:
             raise LayoutError(
@@ -271,18 +275,18 @@ class FlatBucket:
             )
         if torch_private.storage_use_count(storage) or (param.is_handed_out and is_held(local)):
             return False
-        home = torch.empty(0, dtype=self.dtype, device=self.local.device)
-        home.set_(storage, 0, local.shape, row_major(local.shape))
+        packed_shard = torch.empty(0, dtype=self.dtype, device=self.local.device)
+        packed_shard.set_(storage, 0, local.shape, row_major(local.shape))
         if local.device.type != "meta":
             with torch.no_grad():
-                home.copy_(local)
+                packed_shard.copy_(local)
         if param.is_handed_out and is_own(local) and local.is_contiguous():
             # The tensor object stays as well, and whoever holds it: only the memory under it is another.
             old = local.untyped_storage()
             torch_private.swap_storage(old, storage)
-            self._homes[index] = old
+            self._packed[index] = old
         else:
-            param.replace_local(home.requires_grad_(local.requires_grad))
+            param.replace_local(packed_shard.requires_grad_(local.requires_grad))
             param.is_handed_out = True
         return True
 
@@ -323,7 +327,7 @@ class ParamStorage:
     @functools.cached_property
     def is_offloaded(self) -> bool:
         """True if shards and gradients live on the host, and full parameters elsewhere."""
-        return isinstance(self.offload, CPUOffloadPolicy) and self.on.has_lanes
+        return isinstance(self.offload, CPUOffloadPolicy) and self.on.has_streams
 
     @functools.cached_property
     def storage_device(self) -> torch.device:
@@ -338,9 +342,9 @@ class ParamStorage:
     def alignment(self, dtype: torch.dtype) -> int:
         """Return to how many elements tensors of ``dtype`` are aligned in a section."""
         # 16 bytes keep vector loads of an accelerator's kernels possible; on CPU gaps would only cost.
-        return max(16 // dtype.itemsize, 1) if self.on.has_lanes else 1
+        return max(16 // dtype.itemsize, 1) if self.on.has_streams else 1
 
-    def bucket(self, params: list[UnitParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
+    def bucket(self, params: list[ShardedParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
         """Return a bucket that ``params``, all of one dtype, have moved into.
 
         It travels unless it has no elements, or, without collectives, is its own full form.
@@ -372,7 +376,7 @@ class GradientPlaces:
     ``num_spare``: elements behind the section, for a mark.
     """
 
-    params: tuple[UnitParam, ...]
+    params: tuple[ShardedParam, ...]
     places: tuple[tuple[int, tuple[int, ...]], ...]
     numel: int
     num_spare: int = 0
@@ -383,7 +387,7 @@ class GradientPlaces:
 
 
 class GradientSection:
-    """A section and the gradients carved out of it.
+    """A section and the gradients sub-allocated from it.
 
     Attributes:
         flat: 1-D, the whole section.
@@ -394,7 +398,7 @@ class GradientSection:
     def __init__(self, places: GradientPlaces, flat: torch.Tensor) -> None:
         self.flat = flat
         self._params = places.params
-        self.windows = carve_all(flat, places.places)
+        self.windows = suballocate_all(flat, places.places)
         self.gradients = [as_gradient(param, window) for param, window in zip(places.params, self.windows, strict=True)]
         self._storages = [window.untyped_storage() for window in self.windows]
         self._addresses = [window.data_ptr() for window in self.windows]
@@ -453,7 +457,7 @@ class GradientMemory:
         return section
 
 
-def as_gradient(param: UnitParam, window: torch.Tensor) -> torch.Tensor:
+def as_gradient(param: ShardedParam, window: torch.Tensor) -> torch.Tensor:
     """Return ``window`` as users see the gradient of ``param``: a DTensor if the parameter is one."""
     if not isinstance(param.sharded, DTensor):
         return window
@@ -464,7 +468,7 @@ def as_gradient(param: UnitParam, window: torch.Tensor) -> torch.Tensor:
 # ---- The shards of a unit's parameters on their way into the full parameters: sections, moves, and the memory they
 # arrive in.
 
-_GIVEN_BACK = (
+_RESHARDED = (
     "This tensor shared memory with a full parameter, which shardwise has given back since: keep clone() of it, or read the "
     "parameter where it is unsharded."
 )
@@ -522,21 +526,21 @@ class FullBuffer:
 
     def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:
         """``is_shared``: the full parameters are the shards themselves (one shard per tensor); else own memory."""
-        self._lease: Lease | None = None
+        self._pooled: PooledBuffer | None = None
         self.is_shared = self.is_held = is_shared
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         if not is_shared:  # a kernel that reads a storage without memory ends the process
-            torch_private.refuse_reads(self._storage, _GIVEN_BACK)
+            torch_private.refuse_reads(self._storage, _RESHARDED)
         self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
         self._dtype = dtype
         self._flat: torch.Tensor | None = None
 
     def hold(self, pool: BufferPool) -> torch.Tensor:
         """Take memory from ``pool`` unless held; return the 1-D buffer."""
-        if self._lease is None:
-            self._lease = pool.lease(self.num_bytes)
+        if self._pooled is None:
+            self._pooled = pool.acquire(self.num_bytes)
             self.is_held = True
-            torch_private.swap_storage(self._storage, self._lease.storage)
+            torch_private.swap_storage(self._storage, self._pooled.storage)
             if self._flat is None:
                 with torch.inference_mode(False):
                     empty = torch.empty(0, dtype=self._dtype, device=self._storage.device)
@@ -546,11 +550,11 @@ class FullBuffer:
 
     def drop(self) -> None:
         """Give the memory back; tensors on it must not be read until the next :meth:`hold`."""
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
+        if self._pooled is not None:
+            pooled, self._pooled = self._pooled, None
             self.is_held = self.is_shared
-            torch_private.swap_storage(self._storage, lease.storage)
-            lease.release()
+            torch_private.swap_storage(self._storage, pooled.storage)
+            pooled.release()
 
     @property
     def num_holders(self) -> int:
@@ -559,16 +563,16 @@ class FullBuffer:
 
     def lose(self) -> object:
         """Do as :meth:`drop` does, but keep the memory from its pool: somebody may still write to it.  Returns its keeper."""
-        if self._lease is None:
+        if self._pooled is None:
             return None
-        lease, self._lease = self._lease, None
+        pooled, self._pooled = self._pooled, None
         self.is_held = self.is_shared
-        torch_private.swap_storage(self._storage, lease.storage)
-        return lease.lose()
+        torch_private.swap_storage(self._storage, pooled.storage)
+        return pooled.lose()
 
 
 def make_full_parameter(
-    memory: torch.Tensor, offset: int, param: UnitParam, stride: tuple[int, ...] | None = None
+    memory: torch.Tensor, offset: int, param: ShardedParam, stride: tuple[int, ...] | None = None
 ) -> nn.Parameter:
     """Return the parameter that modules compute with: a window of ``memory`` with a version counter of its own.
 
@@ -709,7 +713,7 @@ class ShardEnds:
         self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
 
     @property
-    def params(self) -> Sequence[UnitParam]:
+    def params(self) -> Sequence[ShardedParam]:
         return self._bucket.params
 
     @property
@@ -791,7 +795,7 @@ class Packing:
         """Return the 1-D full buffers of the buckets that travel, with memory under them."""
         return [full.hold(pool) for full in self.travelling]
 
-    def make_full(self, param: UnitParam, pool: BufferPool) -> nn.Parameter:
+    def make_full(self, param: ShardedParam, pool: BufferPool) -> nn.Parameter:
         """Return what modules compute with for ``param``: a window of its full buffer, or of the shard if that is whole."""
         buffer, offset = self._windows[param]
         if buffer.is_shared:
@@ -836,7 +840,7 @@ class ReduceLayout:
     """
 
     def __init__(
-        self, params: list[UnitParam], alignment: int, rank: int, num_spare: int = 0, kept_bytes: int = KEPT_BYTES
+        self, params: list[ShardedParam], alignment: int, rank: int, num_spare: int = 0, kept_bytes: int = KEPT_BYTES
     ) -> None:
         self.params = params
         self.bucket = build_bucket([param.shard for param in params], alignment)

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import layout, torch_private
 from shardwise.collectives.buffer_pool import is_own
-from shardwise.collectives.protocol import MOST_RANKS, Pending, ReductionChecksum, Scale
-from shardwise.collectives.streams import Lane, Lanes
+from shardwise.collectives.protocol import MOST_RANKS, Handle, ReductionChecksum, Scale
+from shardwise.collectives.streams import CommStreams, SideStream
 from shardwise.fsdp.flat_buffer import KEPT_BYTES, GradientSection, ParamStorage, ReduceLayout, as_gradient
 from shardwise.fsdp.local_gradients import Gradients, change_by_hooks
-from shardwise.fsdp.param import UnitParam
-from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param_group import ParamGroup
 from shardwise.layout import Bucket
 from shardwise.plan.schedule import LEAST_BYTES, Sharing, UnitPolicy, bucket_bytes, split_unit
 
@@ -34,14 +34,14 @@ class EarlyBuckets:
         buckets: the parameters of each, in the order in which they are sent.
     """
 
-    def __init__(self, buckets: Sequence[Sequence[UnitParam]]) -> None:
+    def __init__(self, buckets: Sequence[Sequence[ShardedParam]]) -> None:
         self.buckets = buckets
         self._of = {param.ordinal: number for number, bucket in enumerate(buckets) for param in bucket}
         self._sizes = [len(bucket) for bucket in buckets]
         self.begin()
 
     @property
-    def params(self) -> frozenset[UnitParam]:
+    def params(self) -> frozenset[ShardedParam]:
         """The parameters of all."""
         return frozenset([param for bucket in self.buckets for param in bucket])
 
@@ -58,7 +58,7 @@ class EarlyBuckets:
         self._missing[number] -= 1
         return number == self._next and self._missing[number] == 0
 
-    def take(self) -> list[Sequence[UnitParam]]:
+    def take(self) -> list[Sequence[ShardedParam]]:
         """Return what is complete and next, to be sent."""
         first = self._next
         while self._next < len(self._missing) and self._missing[self._next] == 0:
@@ -66,7 +66,7 @@ class EarlyBuckets:
         return list(self.buckets[first : self._next])
 
 
-def layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) -> ReduceLayout:
+def layout_of(group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype) -> ReduceLayout:
     """Return where gradients of ``params``, all of ``group``, lie while they are reduced in ``dtype``."""
     key = (dtype,) if params is group.by_size else (dtype, *[param.ordinal for param in params])
     layout = group.reduce_layouts.get(key)
@@ -77,14 +77,14 @@ def layout_of(group: ShardGroup, params: list[UnitParam], dtype: torch.dtype) ->
     return layout
 
 
-def num_spare_of(group: ShardGroup, dtype: torch.dtype) -> int:
+def num_spare_of(group: ParamGroup, dtype: torch.dtype) -> int:
     """Return 1 if sums over replicas have a mark behind them: where the host may look, and it is exact."""
     is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
-    return int(is_exact and not group.place.on.has_lanes)
+    return int(is_exact and not group.place.on.has_streams)
 
 
-def _dtypes_of_gradients(params: Sequence[UnitParam]) -> set[torch.dtype | None]:
-    """Return UnitParam.dtype_of_gradient of all, in as few calls as can be."""
+def _dtypes_of_gradients(params: Sequence[ShardedParam]) -> set[torch.dtype | None]:
+    """Return ShardedParam.dtype_of_gradient of all, in as few calls as can be."""
     found: set[torch.dtype | None] = set()
     for param, local in zip(params, torch_private.locals_of([param.sharded for param in params]), strict=True):
         found.add(local.dtype if param.grad_dtype is None else param.grad_dtype.dtype)
@@ -117,7 +117,7 @@ class _Packing:
         return self.reduced.names
 
     @property
-    def params(self) -> Sequence[UnitParam]:
+    def params(self) -> Sequence[ShardedParam]:
         return self.reduced.params
 
     def fill(self, packed: torch.Tensor) -> None:
@@ -170,12 +170,12 @@ class ReductionTerms:
 
     Attributes:
         policy: of the unit.
-        lanes: where it happens.
+        streams: where it happens.
         hook: what a user wants called with the flat result.
     """
 
     policy: UnitPolicy
-    lanes: Lanes
+    streams: CommStreams
     hook: Callable[[torch.Tensor], None] | None = None
 
 
@@ -183,13 +183,13 @@ class Reduction:
     """Gradients of one dtype of one group on their way through the ranks.
 
     Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.  On an accelerator
-    all of them are given to lanes at once, with the copy to the host if gradients live there; what is left is to give the
+    all of them are given to streams at once, with the copy to the host if gradients live there; what is left is to give the
     memory of the reduce-scatter's input back.
 
     Attributes:
-        is_stored: the result is on its way to the host: :meth:`Lanes.host_waits_for_copies` comes before it is read.
+        is_stored: the result is on its way to the host: :meth:`CommStreams.host_waits_for_copies` comes before it is read.
         params: whose gradients these are.
-        awaits_follower: :meth:`advance` is to launch the sum over replicas.
+        awaits_all_reduce: :meth:`advance` is to launch the sum over replicas.
         is_marked: its sum over replicas has a mark behind it, where there is room.
         is_partial: replicas are not summed: the result is kept for a later backward.
         has_elements: False when all parameters are of size zero: there is nothing to send.
@@ -197,7 +197,7 @@ class Reduction:
 
     def __init__(
         self,
-        group: ShardGroup,
+        group: ParamGroup,
         layout: ReduceLayout,
         gradients: list[torch.Tensor],
         dtype: torch.dtype,
@@ -213,10 +213,10 @@ class Reduction:
         self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
         self._scale = scale_of(group, dtype, terms.policy)
-        self._scattered: Pending | None = None
-        self._replicated: Pending | None = None
-        self._has_followed = False
-        self.awaits_follower = self.has_elements and self._comm.replicas is not None and not self.is_partial
+        self._scattered: Handle | None = None
+        self._replicated: Handle | None = None
+        self._has_all_reduced = False
+        self.awaits_all_reduce = self.has_elements and self._comm.replicas is not None and not self.is_partial
         self.is_stored = False
         self.is_marked = True
         is_final = not self.is_partial and not group.place.is_offloaded
@@ -230,9 +230,9 @@ class Reduction:
         """Launch the reduce-scatter."""
         assert self._comm.reduce is not None
         self._scattered = self._comm.reduce.reduce_scatter(self._packing, self._scale)
-        reduce = self._terms.lanes.reduce
+        reduce = self._terms.streams.reduce
         if reduce.is_concurrent:  # what follows need not wait for other ranks
-            self._follow_on_lanes(reduce)
+            self._follow_on_streams(reduce)
 
     def reduce_here(self, in_place: bool) -> None:
         """Go on without a reduce-scatter: this rank has all shards.  ``in_place``: in the memory of the one gradient."""
@@ -243,26 +243,26 @@ class Reduction:
         self._packing.drop()
         if self._comm.replicas is None and self._scale.divisor is not None:
             self._packing.target().div_(self._scale.divisor)
-        if self._terms.lanes.reduce.is_concurrent:
-            self._follow_on_lanes(None)
+        if self._terms.streams.reduce.is_concurrent:
+            self._follow_on_streams(None)
         else:
             self.advance()
 
-    def _follow_on_lanes(self, lane: Lane | None) -> None:
-        """Launch what follows on the lane where the section is summed, None: the current stream, and on those after it."""
-        self._has_followed, self.awaits_follower = True, False
-        with nullcontext() if lane is None else lane.run():
-            self._launch_followers()
-        lanes, hook = self._terms.lanes, self._terms.hook
+    def _follow_on_streams(self, stream: SideStream | None) -> None:
+        """Launch what follows on the stream where the section is summed, None: the current stream, and on those after it."""
+        self._has_all_reduced, self.awaits_all_reduce = True, False
+        with nullcontext() if stream is None else stream.run():
+            self._launch_all_reduce()
+        streams, hook = self._terms.streams, self._terms.hook
         if self._replicated is not None:
-            lane, self._replicated = lanes.replicas, None
+            stream, self._replicated = streams.replicas, None
             if hook is not None:
-                with lane.run():
+                with stream.run():
                     hook(self._packing.target())
         if not self.is_partial and self.group.place.is_offloaded:
-            with nullcontext() if lane is None else lane.run():
-                lanes.store.wait_current()
-            with lanes.store.run():
+            with nullcontext() if stream is None else stream.run():
+                streams.store.wait_current()
+            with streams.store.run():
                 self._store()
             self.is_stored = True
 
@@ -284,16 +284,16 @@ class Reduction:
     def advance(self) -> None:
         """Wait for the reduce-scatter and launch what follows it; does nothing the second time.
 
-        On lanes that was launched before: here the current stream waits, and the reduce-scatter's input is free again.
+        On streams that was launched before: here the current stream waits, and the reduce-scatter's input is free again.
         """
         if self._scattered is not None:
             self._scattered.wait()
             self._scattered = None
-        if not self._has_followed:
-            self._has_followed, self.awaits_follower = True, False
-            self._launch_followers()
+        if not self._has_all_reduced:
+            self._has_all_reduced, self.awaits_all_reduce = True, False
+            self._launch_all_reduce()
 
-    def _launch_followers(self) -> None:
+    def _launch_all_reduce(self) -> None:
         section = self._packing.target()
         if self._partial:
             for param, window in zip(self.params, self._layout.windows(section), strict=True):
@@ -311,7 +311,7 @@ class Reduction:
         self.group.num_replica_sums += replicas is not None
 
     def finish(self) -> None:
-        """Wait for the end; on lanes :meth:`Lanes.current_waits_for_reductions` comes before the result is read."""
+        """Wait for the end; on streams :meth:`CommStreams.current_waits_for_reductions` comes before the result is read."""
         self.advance()
         if self._replicated is not None:
             self._replicated.wait()
@@ -321,10 +321,10 @@ class Reduction:
 
     def cancel(self) -> None:
         """Let the collective end, if it can, and forget its result."""
-        pendings, self._scattered, self._replicated = (self._scattered, self._replicated), None, None
-        for pending in pendings:
-            if pending is not None:
-                pending.cancel()
+        handles, self._scattered, self._replicated = (self._scattered, self._replicated), None, None
+        for handle in handles:
+            if handle is not None:
+                handle.cancel()
         self._give_back()
 
     # ---- the result ----
@@ -412,7 +412,11 @@ class Reduction:
 
 
 def launch_reductions(
-    group: ShardGroup, gradients: Gradients, terms: ReductionTerms, partial: Gradients, kept: Collection[UnitParam] = ()
+    group: ParamGroup,
+    gradients: Gradients,
+    terms: ReductionTerms,
+    partial: Gradients,
+    kept: Collection[ShardedParam] = (),
 ) -> list[Reduction]:
     """Start the reduction of ``gradients``: one per dtype, parameters in the same order on every rank.
 
@@ -421,7 +425,9 @@ def launch_reductions(
     """
     launched: list[Reduction] = []
     comm = group.bound_comm or group.comm
-    may_stay = comm.reduce is None and comm.replicas is not None and not group.place.on.has_lanes and terms.hook is None
+    may_stay = (
+        comm.reduce is None and comm.replicas is not None and not group.place.on.has_streams and terms.hook is None
+    )
     if not (partial or may_stay) and len(gradients) == len(group.by_size) and comm.reduce is not None:
         own = [gradients[param] for param in group.by_size]
         if len({*map(_DTYPE, own)}) == 1:  # as in most steps
@@ -433,7 +439,7 @@ def launch_reductions(
     if partial:
         gradients = {param: widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
     for dtype, params in by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
-        large: list[UnitParam] = []
+        large: list[ShardedParam] = []
         if may_stay:
             # By size alone: what is held, or whose memory it is, is each rank's own affair, and sums pair by their sizes.
             large = [param for param in params if param.shard.numel >= layout.LARGE_NUMEL]
@@ -459,7 +465,7 @@ def widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tenso
     return gradient.to(torch.promote_types(gradient.dtype, partial.dtype))
 
 
-def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
+def planned_scatter_bytes(group: ParamGroup, policy: UnitPolicy) -> int:
     """Return the bytes that the reduction of all trainable parameters stages."""
     if not group.is_collective:
         return 0
@@ -471,7 +477,7 @@ def planned_scatter_bytes(group: ShardGroup, policy: UnitPolicy) -> int:
     return total
 
 
-def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
+def _staging(group: ParamGroup, packing: _Packing, scale: Scale) -> int:
     itemsize = packing.dtype.itemsize
     comm = group.bound_comm
     link = comm.reduce.planned_link if comm is not None and comm.reduce is not None else None
@@ -481,20 +487,20 @@ def _staging(group: ShardGroup, packing: _Packing, scale: Scale) -> int:
 
 
 def by_reduce_dtype(
-    group: ShardGroup, dtypes: Mapping[UnitParam, torch.dtype]
-) -> list[tuple[torch.dtype, list[UnitParam]]]:
+    group: ParamGroup, dtypes: Mapping[ShardedParam, torch.dtype]
+) -> list[tuple[torch.dtype, list[ShardedParam]]]:
     """Return the parameters of each of ``dtypes``, in the group's order."""
     found = {*dtypes.values()}
     if len(found) == 1 and len(dtypes) == len(group.by_size):  # all of them, as in most steps
         return [(found.pop(), group.by_size)]
-    by_dtype: dict[torch.dtype, list[UnitParam]] = {}
+    by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
     for param in group.by_size:
         if param in dtypes:
             by_dtype.setdefault(dtypes[param], []).append(param)
     return list(by_dtype.items())
 
 
-def scale_of(group: ShardGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
+def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
     """Return the scale of the reduce-scatter; the all-reduce after it takes :func:`_replica_scale`."""
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
     size = group.axes.num_shards * group.axes.num_replicas
@@ -515,7 +521,7 @@ def _replica_scale(scale: Scale) -> Scale:
 # Of the device, not measured: sums over more than two ranks depend on where an element lies, so that buckets must be the
 # same in every run.  Between processes of a host, and of accelerators of one host or more.
 FULL_BYTES_ON_HOST = bucket_bytes(latency_s=150e-6, bytes_per_s=1.5e9)
-FULL_BYTES_ON_LANES = bucket_bytes(latency_s=25e-6, bytes_per_s=1e11)
+FULL_BYTES_ON_STREAMS = bucket_bytes(latency_s=25e-6, bytes_per_s=1e11)
 LARGE_BYTES = LEAST_BYTES  # of a gradient on the host: it is a bucket of its own, in its own memory
 _MOST_LAYOUTS = 64
 
@@ -529,19 +535,19 @@ class Brought:
         terms: of the unit.
     """
 
-    group: ShardGroup
+    group: ParamGroup
     gradients: Gradients
     partial: Gradients
     terms: ReductionTerms
 
 
-def shares(group: ShardGroup) -> bool:
+def shares(group: ParamGroup) -> bool:
     """Return True if gradients of ``group`` take nothing but an all-reduce of what they are."""
     comm = group.bound_comm
     return comm is not None and comm.reduce is None and comm.replicas is not None and group.compression is None
 
 
-def sharing_of(group: ShardGroup) -> Sharing | None:
+def sharing_of(group: ParamGroup) -> Sharing | None:
     """Return by what the gradients of ``group`` share a bucket with those of others; None: by nothing."""
     comm = group.bound_comm
     if comm is None or comm.replicas is None or not shares(group):
@@ -555,23 +561,23 @@ def sharing_of(group: ShardGroup) -> Sharing | None:
         return None
     place = group.place
     key = (comm.replicas.packed.group.group_name, str(place.device), place.is_offloaded, place.pins)
-    return Sharing(key, num_bytes, FULL_BYTES_ON_LANES if place.on.has_lanes else FULL_BYTES_ON_HOST)
+    return Sharing(key, num_bytes, FULL_BYTES_ON_STREAMS if place.on.has_streams else FULL_BYTES_ON_HOST)
 
 
-def split(group: ShardGroup) -> EarlyBuckets:
+def split(group: ParamGroup) -> EarlyBuckets:
     """Return the buckets of a group whose gradients share none with others."""
     params = [param for param in group.params if param.sharded.requires_grad]
     num_bytes = [param.shard.numel * group.dtypes.of_reduction(param).itemsize for param in params]
-    limit = FULL_BYTES_ON_LANES if group.place.on.has_lanes else FULL_BYTES_ON_HOST
+    limit = FULL_BYTES_ON_STREAMS if group.place.on.has_streams else FULL_BYTES_ON_HOST
     return EarlyBuckets([[params[index] for index in bucket] for bucket in split_unit(num_bytes, limit)])
 
 
-def _is_large(group: ShardGroup, param: UnitParam, dtype: torch.dtype) -> bool:
+def _is_large(group: ParamGroup, param: ShardedParam, dtype: torch.dtype) -> bool:
     """True for what is reduced where it is: within a host copying it costs as much as sending it."""
-    return not group.place.on.has_lanes and param.shard.numel * dtype.itemsize >= LARGE_BYTES
+    return not group.place.on.has_streams and param.shard.numel * dtype.itemsize >= LARGE_BYTES
 
 
-def launch_large(brought: Brought, kept: Collection[UnitParam]) -> list[Reduction]:
+def launch_large(brought: Brought, kept: Collection[ShardedParam]) -> list[Reduction]:
     """Start the reduction of the large gradients, and take them out of ``brought``; in memory of their own if ``kept``."""
     group, launched = brought.group, list[Reduction]()
     for param in group.by_size:
@@ -591,7 +597,7 @@ class _Lot:
     """What travels in one all-reduce."""
 
     first: Brought
-    params: list[UnitParam] = field(default_factory=list[UnitParam])
+    params: list[ShardedParam] = field(default_factory=list[ShardedParam])
     gradients: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     partial: Gradients = field(default_factory=Gradients)
 
@@ -631,7 +637,7 @@ class BucketLayouts:
                 self._known.clear()
             group = lot.first.group
             # On the host what is small is kept, as it was unit by unit: there are more gradients to make in a bucket.
-            kept_bytes = KEPT_BYTES if group.place.on.has_lanes else 2 * FULL_BYTES_ON_HOST
+            kept_bytes = KEPT_BYTES if group.place.on.has_streams else 2 * FULL_BYTES_ON_HOST
             alignment, num_spare = group.place.alignment(dtype), num_spare_of(group, dtype)
             layout = ReduceLayout(lot.params, alignment, group.axes.shard_rank, num_spare, kept_bytes)
             self._known[key] = layout

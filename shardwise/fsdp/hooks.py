@@ -87,8 +87,8 @@ def launch_rest(engine: Engine) -> object | None:
 
 
 def _reduce_rest(engine: Engine) -> None:
-    engine.hide_gradients()
-    engine.enter_span("backward")
+    engine.stash_gradients()
+    engine.enter_pass("backward")
     for unit in reversed(engine.units):
         check_weights(unit)
         gradients = unit.take_gradients()
@@ -103,11 +103,11 @@ def _reduce_rest(engine: Engine) -> None:
 def complete(engine: Engine, completion: object) -> None:
     """Wait for reductions and set gradients.  Raises: StateError if ``completion`` has been forgotten."""
     engine.manual.check_completion(completion)
-    engine.hide_gradients()
+    engine.stash_gradients()
     try:
         params = engine.commit()
     except BaseException:
-        engine.show_gradients()
+        engine.unstash_gradients()
         raise
     engine.manual.complete()
     engine.run_hooks(params)
@@ -401,8 +401,8 @@ class Hooks:
         if engine is None:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine = live_engine(self._attachment)
-        if engine.means.device.type != "cpu" and not engine.forwards:
-            args, kwargs = to_device(args, engine.means.device), to_device(kwargs, engine.means.device)
+        if engine.comm_ctx.device.type != "cpu" and not engine.forwards:
+            args, kwargs = to_device(args, engine.comm_ctx.device), to_device(kwargs, engine.comm_ctx.device)
         seen = _range("pre_forward", self._unit.name)
         if seen is None:
             engine.before_forward(self._unit)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise import torch_private
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError
-from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import attachment_of, materializing, unwritten_in
 from shardwise.fsdp.unit import Unit
 
@@ -109,13 +109,13 @@ def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device 
         wanted = of_params if isinstance(tensor, DTensor) else of_others
         return torch.empty_like(tensor, device=wanted) if tensor.is_meta else tensor
 
-    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    registrations: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, param in torch_private.parameters_of(owner).items():
             if param is not None and param.is_meta:
-                slots.setdefault(id(param), []).append((owner, name))
+                registrations.setdefault(id(param), []).append((owner, name))
     torch_private.apply_to_tensors(module, materializing(convert))
-    for (first, name), *others in slots.values():
+    for (first, name), *others in registrations.values():
         for owner, other in others:
             setattr(owner, other, getattr(first, name))
     for group in (group for unit in units for group in unit.groups):
@@ -159,7 +159,7 @@ class _WholeParameters(TorchFunctionMode):
     def __init__(self, units: Iterable[Unit], fresh: set[int]) -> None:
         super().__init__()
         pairs = [(unit, param) for unit in units for param in unit.params if isinstance(param.sharded, DTensor)]
-        self._owners: dict[int, tuple[Unit, UnitParam]] = {id(param.sharded): (unit, param) for unit, param in pairs}
+        self._owners: dict[int, tuple[Unit, ShardedParam]] = {id(param.sharded): (unit, param) for unit, param in pairs}
         self._fresh = fresh
         self._whole: dict[int, nn.Parameter] = {}  # by the id of the sharded parameter
 
@@ -172,7 +172,7 @@ class _WholeParameters(TorchFunctionMode):
         used = [each for each in torch_private.leaves_of((args, kwargs)) if id(each) in self._owners]
         if not used:
             return func(*args, **kwargs)
-        self._make_room({self._owners[id(each)][0] for each in used})
+        self._allocate({self._owners[id(each)][0] for each in used})
         for sharded in used:
             if id(sharded) not in self._whole:
                 self._whole[id(sharded)] = self._make(sharded)
@@ -190,7 +190,7 @@ class _WholeParameters(TorchFunctionMode):
             whole = sharded.full_tensor().clone()
         return nn.Parameter(whole, sharded.requires_grad)
 
-    def _make_room(self, wanted: set[Unit]) -> None:
+    def _allocate(self, wanted: set[Unit]) -> None:
         """Shard the whole parameters of other units again, except those that the user's function still references."""
         for key in [key for key in self._whole if self._owners[key][0] not in wanted]:
             whole = self._whole[key]

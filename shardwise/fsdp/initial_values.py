@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.consistency.agreement import Bulletin, Position, open_board
+from shardwise.consistency.agreement import MismatchCheck, Position, open_agreement
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.consistency.store import Sketch, digest_of, sample_of
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError
@@ -38,7 +38,7 @@ def have_replicas(units: Iterable[Unit]) -> bool:
     return any(group.axes.num_replicas > 1 for unit in units for group in unit.groups)
 
 
-def compare_replicas(units: Iterable[Unit], bulletin: Bulletin, position: Position) -> None:
+def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck, position: Position) -> None:
     """Let all ranks compare what they hold of ``units``; of a large parameter, a sample.  Collective.
 
     Not where ranks are threads, whom one generator of random numbers serves: no two begin alike.  What differs by rounding
@@ -51,7 +51,7 @@ def compare_replicas(units: Iterable[Unit], bulletin: Bulletin, position: Positi
     mine = _replicated(units)
     digests = {key: digest_of(sample_of(local)) for key, local in mine.items()}
     topic = "values that replicas begin with"
-    unlike = _find_unlike(topic, digests, {}, lambda key: Sketch.of(mine[key]), bulletin, position)
+    unlike = _find_unlike(topic, digests, {}, lambda key: Sketch.of(mine[key]), mismatch_check, position)
     _judge(
         unlike,
         "replicas",
@@ -61,7 +61,7 @@ def compare_replicas(units: Iterable[Unit], bulletin: Bulletin, position: Positi
     )
 
 
-def compare_beginnings(units: Iterable[Unit], bulletin: Bulletin, position: Position) -> None:
+def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck, position: Position) -> None:
     """Compare the values that ranks had of the parameters of ``units`` when these were sharded.  Collective.
 
     Parameters that any rank has overwritten since (initialized, loaded) are skipped, and so are ranks whose shard is empty,
@@ -87,7 +87,7 @@ def compare_beginnings(units: Iterable[Unit], bulletin: Bulletin, position: Posi
     digests = {key: begun[key].digest if key in begun else None for key in cut}
     holders = {key: param.shard.num_holders for key, param in cut.items()}
     topic = "values that were sharded"
-    unlike = _find_unlike(topic, digests, holders, lambda key: begun[key].sketch, bulletin, position)
+    unlike = _find_unlike(topic, digests, holders, lambda key: begun[key].sketch, mismatch_check, position)
     _judge(
         unlike,
         "ranks",
@@ -104,7 +104,7 @@ def _find_unlike(
     digests: Mapping[Key, int | None],
     holders: Mapping[Key, int],
     sketch_of: Callable[[Key], Sketch],
-    bulletin: Bulletin,
+    mismatch_check: MismatchCheck,
     position: Position,
 ) -> dict[Key, list[Any]]:
     """Return the sketches of all ranks for the parameters whose digests differ.
@@ -115,7 +115,7 @@ def _find_unlike(
     def unlike(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
         said = [json.dumps([*key, value]) for key, value in values.items()]
         found: dict[Key, list[Any]] = defaultdict(list)
-        for track, name, value in map(json.loads, sorted(bulletin.union(topic, said, position))):
+        for track, name, value in map(json.loads, sorted(mismatch_check.union(topic, said, position))):
             found[track, name].append(value)
         return {key: others for key, others in found.items() if len(others) > 1}
 
@@ -203,7 +203,7 @@ def _agree(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes, groups: Se
     try:
         for group in groups:  # ranks carry an error from one group into the next
             try:
-                open_board(group, "sync_module_states").agree("sync_module_states", facts, error)
+                open_agreement(group, "sync_module_states").agree("sync_module_states", facts, error)
             except ShardwiseError as found:
                 error = found
         if error is not None:

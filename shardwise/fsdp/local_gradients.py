@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.errors import StateError
 from shardwise.fsdp.mesh import names_of
-from shardwise.fsdp.param import UnitParam
-from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param_group import ParamGroup
 
-Gradients = dict[UnitParam, torch.Tensor]
+Gradients = dict[ShardedParam, torch.Tensor]
 
 
-def take_gradients(group: ShardGroup, some: Iterable[UnitParam] | None = None) -> Gradients:
+def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None) -> Gradients:
     """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there.
 
     ``some``: of these parameters of the group; None: of all.
@@ -55,7 +55,7 @@ def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
     return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
 
 
-def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup) -> torch.Tensor:
+def _local_gradient(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -> torch.Tensor:
     gradient = torch_private.wait_tensor(gradient)
     if not isinstance(gradient, DTensor):
         return gradient
@@ -71,7 +71,7 @@ def _local_gradient(gradient: torch.Tensor, param: UnitParam, group: ShardGroup)
     return torch_private.wait_tensor(torch_private.local_of(gradient))
 
 
-def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam, torch.Tensor]) -> Gradients:
+def add_gradients(old: Mapping[ShardedParam, torch.Tensor], new: Mapping[ShardedParam, torch.Tensor]) -> Gradients:
     """Return the sum per parameter; tensors of one side alone are taken over, neither side is changed."""
     total: Gradients = dict(old)
     for param, gradient in new.items():
@@ -79,7 +79,7 @@ def add_gradients(old: Mapping[UnitParam, torch.Tensor], new: Mapping[UnitParam,
     return total
 
 
-def change_by_hooks(params: Sequence[UnitParam], gradients: Sequence[torch.Tensor]) -> BaseException | None:
+def change_by_hooks(params: Sequence[ShardedParam], gradients: Sequence[torch.Tensor]) -> BaseException | None:
     """Let the hooks that users registered on sharded parameters see, and change, what is about to be accumulated.
 
     Of parameters that are their own full form autograd has run them.
@@ -98,7 +98,7 @@ def change_by_hooks(params: Sequence[UnitParam], gradients: Sequence[torch.Tenso
     return None
 
 
-def _take_changed(param: UnitParam, gradient: torch.Tensor, changed: torch.Tensor) -> None:
+def _take_changed(param: ShardedParam, gradient: torch.Tensor, changed: torch.Tensor) -> None:
     is_alike = isinstance(changed, DTensor) is isinstance(gradient, DTensor) and changed.shape == gradient.shape
     if not is_alike:
         raise StateError(
@@ -111,7 +111,7 @@ def _take_changed(param: UnitParam, gradient: torch.Tensor, changed: torch.Tenso
     torch_private.local_of(gradient).copy_(torch_private.wait_tensor(torch_private.local_of(changed)))
 
 
-def run_gradient_hooks(params: Iterable[UnitParam], failed: BaseException | None = None) -> None:
+def run_gradient_hooks(params: Iterable[ShardedParam], failed: BaseException | None = None) -> None:
     """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients.
 
     ``failed``: what an earlier hook has raised; it is raised here, when all else of the backward is done.
@@ -133,20 +133,20 @@ class EarlierGradients:
     Attributes:
         held: of backwards without sync, per parameter, in the reduce dtype.
         partial: sums over the shard axis that replicas have not been summed into.
-        hidden: of plain parameters that stay registered, taken away while a backward adds new ones.
+        stashed: of plain parameters that stay registered, taken away while a backward adds new ones.
         unsynced: plain parameters whose gradients, which users see, are of this rank alone.
-        followers: hooks of users that are to follow the accumulation of plain parameters' gradients, put off until it is done,
-            with the parameter that has them.
+        deferred_hooks: hooks of users that are to follow the accumulation of plain parameters' gradients, put off
+            until it is done, with the parameter that has them.
         apart: of those that hold sums of ranks, too: what users see, and both parts of it.
     """
 
     def __init__(self) -> None:
         self.held: Gradients = {}
         self.partial: Gradients = {}
-        self.hidden: Gradients = {}
-        self.unsynced: set[UnitParam] = set()
-        self.followers: dict[UnitParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
-        self.apart: dict[UnitParam, _Apart] = {}
+        self.stashed: Gradients = {}
+        self.unsynced: set[ShardedParam] = set()
+        self.deferred_hooks: dict[ShardedParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
+        self.apart: dict[ShardedParam, _Apart] = {}
 
     def hold(self, gradients: Gradients) -> None:
         """Keep ``gradients`` for a later backward."""
@@ -156,7 +156,7 @@ class EarlierGradients:
         """Keep ``sums`` over the shard axis for a later backward; they hold what was kept before."""
         self.partial.update(sums)
 
-    def take(self, params: Iterable[UnitParam]) -> tuple[Gradients, Gradients]:
+    def take(self, params: Iterable[ShardedParam]) -> tuple[Gradients, Gradients]:
         """Give up all that is held, and the partial sums of ``params`` and of what is held: return both."""
         held, self.held = self.held, {}
         if not self.partial:
@@ -172,7 +172,7 @@ class EarlierGradients:
         """Drop what no user can see."""
         self.held, self.partial = {}, {}
 
-    def hide(self, params: Sequence[UnitParam], is_exact: bool, first: int | None = None) -> None:
+    def stash(self, params: Sequence[ShardedParam], is_exact: bool, first: int | None = None) -> None:
         """Take the gradients of plain ``params`` from where a backward is about to accumulate new ones.
 
         ``first``: number of the parameter whose new gradient is there already, since nobody saw backward begin.  What was
@@ -188,18 +188,18 @@ class EarlierGradients:
                 self._keep_first(param, is_exact)
                 continue
             # Autograd would run them on this backward's own gradient alone, or when it has been taken already.
-            if found := torch_private.set_aside_followers(param.sharded, param.hook_id):
-                self.followers[param] = param.sharded, found
+            if found := torch_private.remove_later_hooks(param.sharded, param.hook_id):
+                self.deferred_hooks[param] = param.sharded, found
             gradient, param.sharded.grad = param.sharded.grad, None
             apart = self.apart.pop(param, None)
             if gradient is None:
                 self.unsynced.discard(param)
             elif param not in self.unsynced:
-                self.hidden[param] = gradient
+                self.stashed[param] = gradient
             elif apart is not None and apart.is_as_shown(gradient):
-                self.hidden[param], self.held[param] = gradient.copy_(apart.synced), apart.held
+                self.stashed[param], self.held[param] = gradient.copy_(apart.synced), apart.held
             elif apart is not None and is_exact and gradient.any():
-                self.hidden[param], self.apart[param] = gradient, apart  # as it was, once that is shown
+                self.stashed[param], self.apart[param] = gradient, apart  # as it was, once that is shown
                 changed.append(param.fqn)
             else:
                 self.held[param] = gradient
@@ -210,12 +210,12 @@ class EarlierGradients:
                 "after a backward with sync, or set them to None"
             )
 
-    def _keep_first(self, param: UnitParam, is_exact: bool) -> None:
+    def _keep_first(self, param: ShardedParam, is_exact: bool) -> None:
         gradient = param.sharded.grad
         self.unsynced.discard(param)
         self.apart.pop(param, None)
-        found = torch_private.set_aside_followers(param.sharded, param.hook_id)
-        torch_private.put_followers_back(param.sharded, found)
+        found = torch_private.remove_later_hooks(param.sharded, param.hook_id)
+        torch_private.restore_hooks(param.sharded, found)
         if found or (is_exact and gradient is not None and gradient._version):
             raise StateError(
                 f"a backward began with the gradient of {param.fqn} before it came to an output of the replicated module, as "
@@ -224,12 +224,12 @@ class EarlierGradients:
                 "earlier ones: call the module, and return the tensors that losses are made of"
             )
 
-    def show(self, params: Sequence[UnitParam]) -> None:
+    def unstash(self, params: Sequence[ShardedParam]) -> None:
         """Put them back, with what a backward has added."""
-        for param in [param for param in params if param in self.followers] if self.followers else ():
-            torch_private.put_followers_back(*self.followers.pop(param))
+        for param in [param for param in params if param in self.deferred_hooks] if self.deferred_hooks else ():
+            torch_private.restore_hooks(*self.deferred_hooks.pop(param))
         for param in params:
-            synced, held = _sum_of(self.hidden.pop(param, None), param.sharded.grad), self.held.pop(param, None)
+            synced, held = _sum_of(self.stashed.pop(param, None), param.sharded.grad), self.held.pop(param, None)
             if held is None:
                 if param not in self.apart:
                     self.unsynced.discard(param)

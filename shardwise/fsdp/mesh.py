@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError, UsageError
-from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.param import ShardedParam
 from shardwise.layout import ChunkShard
 from shardwise.torch_private import DTensorSpec
 
@@ -310,7 +310,7 @@ def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], plac
     return torch_private.make_spec(joined, flat, param.shape, param.stride(), param.dtype)
 
 
-def sub_parameter(param: UnitParam, cut: ChunkShard, local: torch.Tensor, axes: MeshAxes) -> nn.Parameter:
+def sub_parameter(param: ShardedParam, cut: ChunkShard, local: torch.Tensor, axes: MeshAxes) -> nn.Parameter:
     """Return ``local`` as the parameter on the smaller mesh that the unit is resharded to after forward."""
     # Beside tensor parallelism the two meshes need not come from one parent mesh and cannot be joined: the parameter
     # then shows its data-parallel cut alone, with the local tensor-parallel shape as its global one.

@@ -24,8 +24,8 @@ from shardwise.fsdp.clip import clip_grad_norm_
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.hooks import complete, end_step, launch_rest, set_manual
-from shardwise.fsdp.param import UnitParam
-from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (
     Attachment,
     attachment_of,
@@ -156,7 +156,7 @@ def wait_by_hand(unit: Unit) -> None:
     """Make the full parameters of ``unit`` readable, as the user's own call of ``unshard`` does outside of a forward."""
     unit.wait()
     engine = engine_of(unit)
-    if engine is None or engine.means.spans.number is None:
+    if engine is None or engine.comm_ctx.pass_tracker.number is None:
         unit.keep()  # what user code now does with parameters is to hold for the shards
 
 
@@ -239,31 +239,31 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def converting(
-    groups: Sequence[ShardGroup], units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
+    groups: Sequence[ParamGroup], units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
     """Yield what to apply to the tensors of a module in place of ``fn``.
 
     Args:
         groups: of the unit that begins at the module.  units: those whose parameters its tree uses.
     """
-    with _settings_kept(groups), without_weak_references(_followers(units), shares_locals(fn)) as convert:
+    with _settings_kept(groups), without_weak_references(_setattr_modules(units), shares_locals(fn)) as convert:
         yield convert
 
 
-def _followers(units: Iterable[Unit]) -> list[nn.Module]:
+def _setattr_modules(units: Iterable[Unit]) -> list[nn.Module]:
     """Return the modules that follow parameters of ``units`` (as LSTMs do), wherever they are."""
-    slots = [slot for unit in units for param in unit.params for slot in param.slots]
-    found = [slot.follower() for slot in slots if slot.follower is not None]
+    registrations = [registration for unit in units for param in unit.params for registration in param.registrations]
+    found = [registration.setattr_module() for registration in registrations if registration.setattr_module is not None]
     return list({id(module): module for module in found if module is not None}.values())
 
 
 @contextmanager
-def _settings_kept(groups: Sequence[ShardGroup]) -> Generator[None, None, None]:
+def _settings_kept(groups: Sequence[ParamGroup]) -> Generator[None, None, None]:
     """Restore users' attributes and ``grad_dtype`` after a conversion.
 
     torch registers new parameters, which have neither, and converts gradients together with them.
     """
-    kept: list[tuple[UnitParam, torch.Tensor | None]] = []
+    kept: list[tuple[ShardedParam, torch.Tensor | None]] = []
     for group in groups:
         group.adopt_registered()
     for param in (param for group in groups for param in group.params):
@@ -410,7 +410,7 @@ class FSDPModule(_Base):
         """
         engine = engine_of(self._attachment().unit)
         if engine is not None:
-            engine.means.pool.trim()
+            engine.comm_ctx.pool.trim()
 
     # ---- compression ----
 
@@ -605,7 +605,7 @@ class FSDPModule(_Base):
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accept torch's switch: all-gathers are always asynchronous here, and their memory belongs to one lane."""
+        """Accept torch's switch: all-gathers are always asynchronous here, and their memory belongs to one stream."""
         del async_op
 
     # ---- communication ----
@@ -710,7 +710,7 @@ class FSDPModule(_Base):
         for unit in self._units(recurse):
             unit.policy = replace(unit.policy, **changes)
 
-    def _single_group(self, method: str) -> ShardGroup | None:
+    def _single_group(self, method: str) -> ParamGroup | None:
         groups = self._unit().groups
         if len(groups) > 1:
             raise ConfigError(
@@ -722,7 +722,7 @@ class FSDPModule(_Base):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Module.to and its kin must meet the shards; flat memory is rebuilt at the next unshard.
         self.reshard()
-        units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.borrows)}
+        units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.tied_units)}
         engine = engine_of(self._unit())
         if engine is not None:
             engine.converted.note((param for unit in units for param in unit.params), engine.awaits_backward)

@@ -1,4 +1,4 @@
-"""One parameter of a unit: its sharded and its full form, and where it hangs on its modules."""
+"""One parameter of a unit: its sharded and its full form, and where its modules register it."""
 
 from __future__ import annotations
 
@@ -113,32 +113,32 @@ class VersionCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A place where a parameter hangs: a module's dict of parameters (which does not keep the module alive) and a name.
+class Registration:
+    """A place where a parameter is registered: a module's dict of parameters (which does not keep the module alive) and a name.
 
     Attributes:
-        follower: the module, if its class has a ``__setattr__`` of its own to follow its parameters (as LSTMs do).
+        setattr_module: the module, if its class has a ``__setattr__`` of its own to follow its parameters (as LSTMs do).
     """
 
     parameters: dict[str, nn.Parameter | None]
     name: str
-    follower: Callable[[], nn.Module | None] | None = None
+    setattr_module: Callable[[], nn.Module | None] | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, name: str) -> Slot:
-        """Return the slot of parameter ``name`` of ``module``."""
+    def of(cls, module: nn.Module, name: str) -> Registration:
+        """Return the registration of parameter ``name`` of ``module``."""
         follows = type(module).__setattr__ is not nn.Module.__setattr__
         return cls(torch_private.parameters_of(module), name, weakref.ref(module) if follows else None)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Hang ``parameter`` here.  What runs at every step does so itself and calls :meth:`tell`: calls cost."""
+        """Register ``parameter`` here.  What runs at every step does so itself and calls :meth:`tell`: calls cost."""
         self.parameters[self.name] = parameter
-        if self.follower is not None:
+        if self.setattr_module is not None:
             self.tell(parameter)
 
     def tell(self, parameter: nn.Parameter) -> None:
-        """Let a module that follows its parameters know that ``parameter`` hangs here now."""
-        module = self.follower() if self.follower is not None else None
+        """Let a module that follows its parameters know that ``parameter`` is registered here now."""
+        module = self.setattr_module() if self.setattr_module is not None else None
         if module is not None:
             setattr(module, self.name, parameter)
 
@@ -152,12 +152,12 @@ def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class UnitParam:
+class ShardedParam:
     """A parameter that a unit manages.
 
     Attributes:
         fqn: its path; from the module it was found in until the first forward, from the root after.
-        slots: every place that uses it; tied weights have several.
+        registrations: every place that uses it; tied weights have several.
         shard: how the local tensor is cut over the shard axis.
         spec: the DTensor description of the sharded parameter and its gradients.
         inner_spec: that of the full parameter if it is itself a DTensor (tensor parallelism), else None.
@@ -165,7 +165,8 @@ class UnitParam:
         full: the registered parameter while unsharded; made at the first unshard and then kept, because autograd's
             saved tensors and accumulators belong to it.
         subsharded: the registered parameter while resharded to a smaller mesh.
-        hung: which of these forms hangs in the slots; None: the sharded one.  What is there besides, user code has put there.
+        registered_form: which of these forms is registered; None: the sharded one.  What is there besides, user code
+            has put there.
         shard_shape: of this rank's shard.
         is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
         full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
@@ -174,7 +175,7 @@ class UnitParam:
         is_hooked: the full parameter reports its gradients.  hook_id: of the hook that does so.
         keeps_dtype: it is used in its own dtype whatever the precision of its unit.
         grad_dtype: what was assigned to ``grad_dtype`` of the sharded parameter, or of the one it was made from; None: nothing.
-        module: weak reference to the module of the first slot.
+        module: weak reference to the module of the first place.
         original: weak reference to the parameter it was made from, while someone holds that.
         is_touched: the full form has been written to in a way that torch does not count.  is_touchy: that has happened before.
         attributes: what users have set on it, one dict for all its forms; conversions and loading register one without.
@@ -183,7 +184,7 @@ class UnitParam:
     """
 
     fqn: str
-    slots: list[Slot]
+    registrations: list[Registration]
     shard: ChunkShard
     spec: DTensorSpec
     inner_spec: DTensorSpec | None
@@ -192,7 +193,7 @@ class UnitParam:
     is_handed_out: bool = True
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
-    hung: nn.Parameter | None = None
+    registered_form: nn.Parameter | None = None
     full_version: int = 0
     full_address: int = 0
     count: VersionCount = field(default_factory=VersionCount)
@@ -258,26 +259,26 @@ class UnitParam:
         self.count.keep(before, self.sharded, self.local)
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Hang ``parameter``, one of its forms, in every slot."""
-        self.hung = parameter
-        for slot in self.slots:
-            slot.put(parameter)
+        """Register ``parameter``, one of its forms, at every place."""
+        self.registered_form = parameter
+        for registration in self.registrations:
+            registration.put(parameter)
 
     @property
     def is_registered(self) -> bool:
-        """True if one of this parameter's own forms hangs in its first slot."""
-        return self.is_own(self.slots[0].parameters.get(self.slots[0].name))
+        """True if one of this parameter's own forms is registered at its first place."""
+        return self.is_own(self.registrations[0].parameters.get(self.registrations[0].name))
 
     def is_own(self, current: nn.Parameter | None) -> bool:
         """True if ``current`` is one of this parameter's forms, not what user code has put in its place."""
         return current is not None and any(
-            current is form for form in (self.sharded, self.full, self.subsharded, self.hung)
+            current is form for form in (self.sharded, self.full, self.subsharded, self.registered_form)
         )
 
     def check_places(self, is_in_tree: Callable[[dict[str, nn.Parameter | None]], bool] = lambda _: True) -> None:
         """Raise StateError if a module, of those whose dict ``is_in_tree``, has no parameter of this name any more."""
-        for slot in self.slots:
-            if slot.parameters.get(slot.name) is None and is_in_tree(slot.parameters):
+        for registration in self.registrations:
+            if registration.parameters.get(registration.name) is None and is_in_tree(registration.parameters):
                 raise StateError(
                     f"{self.fqn} was taken off its module after that was sharded, as torch.nn.utils.parametrize, weight_norm "
                     "and prune do, or set to None. Call them before fully_shard (or replicate), which then shards what they "
@@ -285,22 +286,22 @@ class UnitParam:
                 )
 
     def check_ties(self) -> None:
-        """Hang what user code has put in place of a shared parameter in all its slots.
+        """Register what user code has put in place of a shared parameter at all its places.
 
         Loading with ``assign=True`` and ``to_empty`` from meta leave one parameter per module, of one value as a rule.
 
         Raises: StateError if some of the modules have got another parameter and others have not.
         """
-        first, *others = [slot.parameters.get(slot.name) for slot in self.slots]
+        first, *others = [registration.parameters.get(registration.name) for registration in self.registrations]
         if all(other is first for other in others):
             return
         mine = (self.sharded, self.full, self.subsharded)
         is_old = [any(each is form for form in mine) for each in (first, *others)]
         if any(is_old) and not all(is_old):
             raise StateError(
-                f"{self.fqn} is shared by {len(self.slots)} places, of which only some have got another parameter since it "
-                "was sharded. Put the same one in all of them (module.weight = other.weight), or build the model with two "
-                "parameters before it is sharded"
+                f"{self.fqn} is shared by {len(self.registrations)} places, of which only some have got another parameter "
+                "since it was sharded. Put the same one in all of them (module.weight = other.weight), or build the model "
+                "with two parameters before it is sharded"
             )
         if first is not None and not any(is_old):
             others = [other for other in others if other is not None and other is not first]
@@ -310,18 +311,18 @@ class UnitParam:
                     "shared, with the values of the first. Tie them again yourself (module.weight = other.weight) after "
                     "to_empty() or load_state_dict(assign=True)",
                     self.fqn,
-                    len(self.slots),
+                    len(self.registrations),
                 )
-            for slot in self.slots[1:]:
-                slot.put(first)
+            for registration in self.registrations[1:]:
+                registration.put(first)
 
     def adopt_registered(self) -> None:
-        """Take the parameter that hangs in the first slot as the sharded one: user code may have replaced it.
+        """Take the parameter that is registered at the first place as the sharded one: user code may have replaced it.
 
         Raises: ConfigError if it is no parameter but a tensor, as ``torch.func.functional_call`` puts one there, StateError
         if there is none any more.
         """
-        current = self.slots[0].parameters.get(self.slots[0].name)
+        current = self.registrations[0].parameters.get(self.registrations[0].name)
         if current is None:
             self.check_places()
         elif current is not self.full and current is not self.subsharded:
@@ -337,8 +338,8 @@ class UnitParam:
 
     def hand_on_attributes(self) -> None:
         """Give the registered parameters the attributes that users have set on this one."""
-        for slot in self.slots:
-            current = slot.parameters.get(slot.name)
+        for registration in self.registrations:
+            current = registration.parameters.get(registration.name)
             if current is not None and vars(current) is not self.attributes:
                 torch_private.give_attributes(self.attributes, current)
 
@@ -351,7 +352,7 @@ class UnitParam:
 
 
 # ---- What a full parameter is while nothing computes with it.
-# While its memory is lent to others, reading it is an error that names it, not a crash.  While it stays registered between
+# While its memory serves others, reading it is an error that names it, not a crash.  While it stays registered between
 # calls, user code finds it where it expects the parameter: its gradient is the shard's, what is written to it is noticed,
 # and what has become stale cannot be read.
 
@@ -410,7 +411,7 @@ class FreedParameter(nn.Parameter):
 
 
 class _Standing(torch.Tensor):
-    """What hangs in the place of a shard: gradients, hooks and freezing are the shard's."""
+    """What is registered in the place of a shard: gradients, hooks and freezing are the shard's."""
 
     __slots__ = ()
 
@@ -601,11 +602,11 @@ class SubShard(_Standing, DTensor):  # pyright: ignore
 
 
 class _StandsFor:
-    """What a tensor stands for that hangs in the place of a shard; ``form``: which form of the parameter it is."""
+    """What a tensor stands for that is registered in the place of a shard; ``form``: which form of the parameter it is."""
 
     __slots__ = ("_param", "form", "fqn")
 
-    def __init__(self, param: UnitParam, form: str) -> None:
+    def __init__(self, param: ShardedParam, form: str) -> None:
         self._param, self.fqn, self.form = weakref.ref(param), param.fqn, form
 
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
@@ -627,11 +628,11 @@ class _Kept(_StandsFor):
 
     __slots__ = ("_before", "_take", "_version", "is_touched")
 
-    def __init__(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+    def __init__(self, param: ShardedParam, take: Callable[[ShardedParam], None]) -> None:
         super().__init__(param, "full")
         self.renew(param, take)
 
-    def renew(self, param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+    def renew(self, param: ShardedParam, take: Callable[[ShardedParam], None]) -> None:
         """Begin to watch: the full form of ``param`` is what its shard is."""
         self._take = take
         self._version = param.version
@@ -681,7 +682,7 @@ def _with_shards(value: Any) -> Any:
     return type(value)(map(_with_shards, value)) if type(value) in (list, tuple) else value
 
 
-def mark_freed(params: Iterable[UnitParam], has_memory: bool = False) -> None:
+def mark_freed(params: Iterable[ShardedParam], has_memory: bool = False) -> None:
     """Refuse the use of the full forms of ``params`` until :func:`mark_full`; ``has_memory``: that stays until then."""
     for param in params:
         full = param.full
@@ -692,7 +693,7 @@ def mark_freed(params: Iterable[UnitParam], has_memory: bool = False) -> None:
             full.shardwise_has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
+def mark_kept(param: ShardedParam, take: Callable[[ShardedParam], None]) -> None:
     """Watch the full form of ``param`` until it is freed or in use again; ``take``: see :class:`_Kept`."""
     full = param.full
     idle = _IDLE.get(type(full))
@@ -705,7 +706,7 @@ def mark_kept(param: UnitParam, take: Callable[[UnitParam], None]) -> None:
         full.__class__ = idle  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def mark_sub(param: UnitParam) -> None:
+def mark_sub(param: ShardedParam) -> None:
     """Let what is done to the form of ``param`` on a smaller mesh be done to its shard."""
     sub = param.subsharded
     assert sub is not None
@@ -720,7 +721,7 @@ def may_be_written(parameter: nn.Parameter) -> bool:
     return not parameter.kept.is_as_before(parameter)
 
 
-def mark_full(params: Iterable[UnitParam]) -> None:
+def mark_full(params: Iterable[ShardedParam]) -> None:
     """Make the full forms of ``params`` ordinary parameters again."""
     for param in params:
         used = _USED.get(type(param.full))

@@ -14,14 +14,14 @@ from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import fetch_alone
 from shardwise.collectives.codec import Coding, takes
 from shardwise.collectives.compressed import Compression
-from shardwise.collectives.protocol import CustomCollectives, Pending
+from shardwise.collectives.protocol import CustomCollectives, Handle
 from shardwise.collectives.routes import Link, RoutedCommunicator
-from shardwise.collectives.streams import Lanes
+from shardwise.collectives.streams import CommStreams
 from shardwise.errors import StateError
 from shardwise.fsdp.extension import ExtensionParams
 from shardwise.fsdp.flat_buffer import Delivery, FlatBucket, Packing, ParamStorage, ReduceLayout, Shards, SubBucket
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
-from shardwise.fsdp.param import UnitParam, mark_full, mark_sub
+from shardwise.fsdp.param import ShardedParam, mark_full, mark_sub
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
 from shardwise.layout import ChunkShard, build_bucket, by_size
 
@@ -33,17 +33,17 @@ class GroupComm:
     """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward.
 
     Attributes:
-        copies: lanes on which shards come from the host; None where they do not live there.
+        copies: streams on which shards come from the host; None where they do not live there.
     """
 
     shards: RoutedCommunicator | None
     reduce: RoutedCommunicator | None
     replicas: RoutedCommunicator | None
     sub: RoutedCommunicator | None = None
-    copies: Lanes | None = None
+    copies: CommStreams | None = None
 
 
-# ---- What a unit keeps between forward and backward where it reshards to a smaller mesh: a piece of each full
+# ---- What a unit keeps between forward and backward where it reshards to a smaller mesh: a slice of each full
 # parameter.
 
 
@@ -83,11 +83,11 @@ class Dtypes:
         self.precision = precision
         self.by_gradient: dict[torch.dtype, torch.dtype] = {}
 
-    def of_full(self, param: UnitParam) -> torch.dtype:
+    def of_full(self, param: ShardedParam) -> torch.dtype:
         """Return the dtype in which ``param`` is all-gathered and used."""
         return param.dtype_of_full(self.precision)
 
-    def of_reduction(self, param: UnitParam, found: torch.dtype | None = None) -> torch.dtype:
+    def of_reduction(self, param: ShardedParam, found: torch.dtype | None = None) -> torch.dtype:
         """Return the dtype in which gradients of ``param`` are reduced and held.
 
         ``found``: of the gradient that has come; it counts where the parameter takes any.
@@ -97,11 +97,11 @@ class Dtypes:
             return param.grad_dtype.dtype or found or full
         return dtype_of_reduction(self.precision, param.dtype, full)
 
-    def takes_any_gradient(self, param: UnitParam) -> bool:
+    def takes_any_gradient(self, param: ShardedParam) -> bool:
         """Return True if gradients of ``param`` are reduced in whatever dtype they come."""
         return self.precision.reduce_dtype is None and param.dtype_of_gradient is None
 
-    def look_at(self, params: Iterable[UnitParam]) -> None:
+    def look_at(self, params: Iterable[ShardedParam]) -> None:
         """Learn :attr:`by_gradient` from ``params`` as they are now."""
         found: dict[torch.dtype, set[torch.dtype]] = {}
         for param in params:
@@ -115,7 +115,7 @@ _REQUIRES_GRAD, _VERSION = operator.attrgetter("requires_grad"), operator.attrge
 _ADDRESS = torch.Tensor.data_ptr
 
 
-class ShardGroup:
+class ParamGroup:
     """Parameters of one unit that share a mesh.
 
     Attributes:
@@ -140,7 +140,7 @@ class ShardGroup:
 
     def __init__(
         self,
-        params: list[UnitParam],
+        params: list[ShardedParam],
         axes: MeshAxes,
         precision: MixedPrecisionPolicy,
         place: ParamStorage,
@@ -149,7 +149,7 @@ class ShardGroup:
         self.params = params
         self.by_size = [params[index] for index in by_size([param.shard for param in params])]
         self.members = set(params)
-        self._tied: list[UnitParam] = []
+        self._tied: list[ShardedParam] = []
         self.note_ties()
         self.axes = axes
         self.sub_axes: MeshAxes | None = None
@@ -168,8 +168,8 @@ class ShardGroup:
         self._has_new_versions = True  # that full forms have not followed
         self._is_as_seen = False  # the last ensure_packed found nothing changed
         self.is_written = False
-        self.in_place: list[UnitParam] = []
-        self._plain_facts: list[tuple[UnitParam, tuple[object, ...]]] = []
+        self.in_place: list[ShardedParam] = []
+        self._plain_facts: list[tuple[ShardedParam, tuple[object, ...]]] = []
         self.extended = ExtensionParams(axes, precision, place.device)
         self.packing: Packing | None = None
         self._sub: Shards | None = None
@@ -180,7 +180,7 @@ class ShardGroup:
         self.bound_comm: GroupComm | None = None
         self.num_replica_sums = 0
 
-    def release(self, params: Sequence[UnitParam]) -> None:
+    def release(self, params: Sequence[ShardedParam]) -> None:
         """Be without those of ``params`` that are members."""
         gone = self.members & set(params)
         if gone:
@@ -234,7 +234,7 @@ class ShardGroup:
     def _has_coded(self) -> bool:
         return any(self.is_coded(param) for param in self.params)
 
-    def is_coded(self, param: UnitParam) -> bool:
+    def is_coded(self, param: ShardedParam) -> bool:
         """True if ``param`` is one of those that travel coded, where anything does."""
         if self.compression is None:
             return False
@@ -263,8 +263,8 @@ class ShardGroup:
         return [(numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
     def note_ties(self) -> None:
-        """Note which parameters hang in several places."""
-        self._tied = [param for param in self.params if len(param.slots) > 1]
+        """Note which parameters are registered in several places."""
+        self._tied = [param for param in self.params if len(param.registrations) > 1]
 
     @property
     def compares_reductions(self) -> bool:
@@ -295,7 +295,7 @@ class ShardGroup:
             self.num_packs += bucket.num_replaced
             self.is_written |= bucket.has_moved
             bucket.num_replaced = 0
-            if bucket.loose:
+            if bucket.unpacked:
                 bucket.stage()
                 self.is_written = True
         if is_settled and self.in_place and not may_be_extended and self._is_plain_as_packed():
@@ -315,8 +315,12 @@ class ShardGroup:
     def _is_plain_as_packed(self) -> bool:
         """Return True if parameters that stay registered are what they were: asked first, at every step, since it is cheap."""
         for param, facts in self._plain_facts:
-            sharded, slot = param.sharded, param.slots[0]
-            if slot.parameters.get(slot.name) is not sharded or sharded.__dict__ or _PLAIN_FACTS(sharded) != facts:
+            sharded, registration = param.sharded, param.registrations[0]
+            if (
+                registration.parameters.get(registration.name) is not sharded
+                or sharded.__dict__
+                or _PLAIN_FACTS(sharded) != facts
+            ):
                 return False
         return not self.extended.params
 
@@ -332,7 +336,7 @@ class ShardGroup:
         self._plain_facts = [(param, _PLAIN_FACTS(param.sharded)) for param in self.in_place]
         self.dtypes.look_at(self.params)
         apart = {*self.extended.params, *self.in_place}
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[UnitParam]] = {}
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ShardedParam]] = {}
         for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
@@ -341,13 +345,13 @@ class ShardGroup:
         self._sub = None
 
     def adopt_registered(self) -> None:
-        """Take what hangs on the modules for the shards, and count what user code has put there."""
+        """Take what is registered on the modules for the shards, and count what user code has put there."""
         for param in self.params:
             self.num_packs += not param.is_registered
             param.adopt_registered()
             param.follow_grad_dtype()
 
-    def _is_in_place(self, param: UnitParam) -> bool:
+    def _is_in_place(self, param: ShardedParam) -> bool:
         if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
             return False
         if param.dtype is not self.dtypes.of_full(param):
@@ -381,7 +385,7 @@ class ShardGroup:
             )
         return self.bound_comm
 
-    def gather(self, from_sub: bool) -> Pending | None:
+    def gather(self, from_sub: bool) -> Handle | None:
         """Launch the all-gather of the full parameters; None if there is nothing to wait for.
 
         Nobody has replaced a parameter since :meth:`ensure_packed`, and the gather is ordered after what that has copied.
@@ -404,8 +408,8 @@ class ShardGroup:
             return None
         return comm.all_gather(delivery)
 
-    def register_full(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
-        """Hang the full parameters on the modules; return how many of them want gradients.
+    def register_full(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
+        """Register the full parameters on the modules; return how many of them want gradients.
 
         ``on_gradient(param)`` makes the hook that a full parameter runs when its gradient has been accumulated.
         """
@@ -429,11 +433,11 @@ class ShardGroup:
                 if not (wanted and param.is_hooked and full.requires_grad):
                     self.sync_requires_grad(param, full, on_gradient)
                 num_trainable += wanted
-                param.hung = full
-                for slot in param.slots:
-                    slot.parameters[slot.name] = full
-                    if slot.follower is not None:
-                        slot.tell(full)
+                param.registered_form = full
+                for registration in param.registrations:
+                    registration.parameters[registration.name] = full
+                    if registration.setattr_module is not None:
+                        registration.tell(full)
         if self.in_place:
             num_trainable += self.listen_in_place(on_gradient)
         for param in self.extended.params:
@@ -447,7 +451,7 @@ class ShardGroup:
             self._drop_sub()
         return num_trainable
 
-    def _full_of(self, param: UnitParam, packing: Packing, is_shared: bool) -> nn.Parameter:
+    def _full_of(self, param: ShardedParam, packing: Packing, is_shared: bool) -> nn.Parameter:
         full = param.full
         if full is None:
             full = param.full = packing.make_full(param, self.pool)
@@ -457,7 +461,7 @@ class ShardGroup:
             torch_private.set_data(full, packing.make_full(param, self.pool).detach())
         return full
 
-    def listen_in_place(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
+    def listen_in_place(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
         """Let parameters that stay registered report their gradients; return how many will."""
         for param in self.in_place:
             if param.full is not param.sharded:
@@ -465,7 +469,7 @@ class ShardGroup:
             self.sync_requires_grad(param, param.sharded, on_gradient)
         return sum(param.sharded.requires_grad for param in self.in_place)
 
-    def _choose_grad_dtype(self, param: UnitParam, full: nn.Parameter) -> None:
+    def _choose_grad_dtype(self, param: ShardedParam, full: nn.Parameter) -> None:
         if param.grad_dtype is not None:
             wanted = None if self.dtypes.takes_any_gradient(param) else self.dtypes.of_reduction(param)
             if full.grad_dtype is not wanted:
@@ -477,12 +481,14 @@ class ShardGroup:
         Raises: StateError if user code has put another parameter in place since the gather was launched or planned.
         """
         params = self.params
-        expected = [param.sharded for param in params for _ in param.slots]
-        found = [slot.parameters.get(slot.name) for param in params for slot in param.slots]
+        expected = [param.sharded for param in params for _ in param.registrations]
+        found = [
+            registration.parameters.get(registration.name) for param in params for registration in param.registrations
+        ]
         if not all(map(operator.is_, found, expected)):
             for param in params:
-                for slot in param.slots:
-                    if not param.is_own(slot.parameters.get(slot.name)):
+                for registration in param.registrations:
+                    if not param.is_own(registration.parameters.get(registration.name)):
                         param.check_places()
                         raise StateError(
                             f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. "
@@ -500,7 +506,7 @@ class ShardGroup:
 
     @staticmethod
     def sync_requires_grad(
-        param: UnitParam, full: nn.Parameter, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]
+        param: ShardedParam, full: nn.Parameter, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
     ) -> None:
         """Set ``requires_grad`` of ``full`` to that of the shard, and hook its gradient with what ``on_gradient`` returns."""
         wanted = param.sharded.requires_grad
@@ -524,7 +530,7 @@ class ShardGroup:
                 self._version += param.count.last
         return self._version
 
-    def mark_in_use(self, on_gradient: Callable[[UnitParam], Callable[[torch.Tensor], None]]) -> int:
+    def mark_in_use(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
         """A forward or backward uses full parameters again that stayed registered; return how many of them want gradients."""
         for bucket in self.main_buckets:
             mark_full(bucket.params)
@@ -537,20 +543,20 @@ class ShardGroup:
         return num_trainable
 
     def register_sharded(self, keeps_memory: bool = False) -> None:
-        """Hang the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``.
+        """Register the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``.
 
         What user code has put in the place of full ones stays, as it would on one process.
         """
         for param in self.params:
             sharded, full = param.sharded, param.full
-            for slot in param.slots:
-                current = slot.parameters.get(slot.name)
+            for registration in param.registrations:
+                current = registration.parameters.get(registration.name)
                 if (current is None or current is not full) and current is not sharded and not param.is_own(current):
                     continue  # user code has put it there in the meantime: it is looked at before the next gather
-                slot.parameters[slot.name] = sharded
-                if slot.follower is not None:
-                    slot.tell(sharded)
-            param.hung = None
+                registration.parameters[registration.name] = sharded
+                if registration.setattr_module is not None:
+                    registration.tell(sharded)
+            param.registered_form = None
         self.drop(keeps_memory)
         if self._sub is not None:
             self._drop_sub()
@@ -569,7 +575,7 @@ class ShardGroup:
             param.subsharded = None
 
     def cut_to_sub(self, keeps_memory: bool = False) -> None:
-        """Keep this rank's shard on the smaller mesh, hang it on the modules, give the full memory back as :meth:`drop`."""
+        """Keep this rank's shard on the smaller mesh, register it on the modules, give the full memory back as :meth:`drop`."""
         packing = self.packing
         assert packing is not None
         assert self.sub_axes is not None

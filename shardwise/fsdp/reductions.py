@@ -10,7 +10,7 @@ from shardwise import torch_private
 from shardwise.collectives.streams import Stream, back_at
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
-from shardwise.fsdp.execution_order import Journal
+from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.gradients import (
     Brought,
     BucketLayouts,
@@ -23,7 +23,7 @@ from shardwise.fsdp.gradients import (
     split,
 )
 from shardwise.fsdp.local_gradients import Gradients, add_gradients, lies_as, take_gradients
-from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, unit_in_words
@@ -43,7 +43,7 @@ def hold_assigned(units: Iterable[Unit]) -> None:
         if unit.is_full and _has_assigned(unit) and (assigned := unit.take_gradients()):
             unit.earlier.hold(assigned)
         if unit.backward.owes_weights:
-            unit.wait_with_lenders(None)
+            unit.wait_with_tied(None)
             unit.keep()
 
 
@@ -153,12 +153,12 @@ class _Launch:
     held: Gradients
     partial: Gradients
     reductions: list[Reduction] = field(default_factory=list[Reduction])
-    absorbed: list[tuple[_Launch, set[UnitParam]]] = field(default_factory=list[tuple["_Launch", set[UnitParam]]])
-    taken: set[UnitParam] = field(default_factory=set[UnitParam])
+    absorbed: list[tuple[_Launch, set[ShardedParam]]] = field(default_factory=list[tuple["_Launch", set[ShardedParam]]])
+    taken: set[ShardedParam] = field(default_factory=set[ShardedParam])
     others: list[Unit] = field(default_factory=list["Unit"])
 
     @property
-    def params(self) -> frozenset[UnitParam]:
+    def params(self) -> frozenset[ShardedParam]:
         """Whose gradients are on their way."""
         return frozenset([param for reduction in self.reductions for param in reduction.params])
 
@@ -191,9 +191,9 @@ class Reductions:
         failed_hook: what a user's hook on a gradient raised in the last commit.
     """
 
-    def __init__(self, journal: Journal, means: CommContext) -> None:
-        self._journal = journal
-        self._means = means
+    def __init__(self, exec_order: ExecOrderTracker, comm_ctx: CommContext) -> None:
+        self._exec_order = exec_order
+        self._comm_ctx = comm_ctx
         self.max_inputs = 1
         self._in_flight: list[Reduction] = []
         self._launched: list[_Launch] = []
@@ -228,7 +228,7 @@ class Reductions:
 
     def skip(self, unit: Unit) -> None:
         """Send the buckets that have waited for ``unit``: it has ended without gradients that are reduced now."""
-        number, buckets = self._journal.numbers.get(unit, -1), self._buckets
+        number, buckets = self._exec_order.numbers.get(unit, -1), self._buckets
         if buckets.unsent:
             self._send(buckets.end(number))
         else:
@@ -238,17 +238,17 @@ class Reductions:
         """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
         while self._in_flight and self._is_next_due(self._in_flight[0]):
             self._advance(self._in_flight.pop(0))
-        if self._journal.unsaid:
-            self._journal.compare_deviation()
+        if self._exec_order.unsaid:
+            self._exec_order.compare_deviation()
         earlier = unit.earlier
         launch, self._early = self._early, None
-        sent, held = (frozenset[UnitParam](), earlier.held) if launch is None else (launch.params, launch.held)
+        sent, held = (frozenset[ShardedParam](), earlier.held) if launch is None else (launch.params, launch.held)
         # A set: in which order gradients that were held have come is each rank's own affair.
         params = frozenset((*held, *fresh, *sent)) if held or sent else frozenset(fresh)
-        if params not in self._journal.agreed:
-            self._journal.agree_on_gradients(unit, params)
+        if params not in self._exec_order.agreed:
+            self._exec_order.agree_on_gradients(unit, params)
         if listeners:
-            begin(self._journal.log.track.name, "reduce", unit.name)
+            begin(self._exec_order.log.track.name, "reduce", unit.name)
         if launch is None:
             launch = _Launch(unit, *(earlier.take(fresh) if earlier.held or earlier.partial else ({}, {})))
             self._launched.append(launch)
@@ -258,12 +258,12 @@ class Reductions:
         added = self._absorb(launch, gradients) if self._deferred else launch.partial
         try:
             self._reduce(launch, gradients, added)
-            if self._means.coded_sums.open:
-                self._means.coded_sums.go_on()
+            if self._comm_ctx.coded_sums.open:
+                self._comm_ctx.coded_sums.go_on()
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
-            raise self._journal.explain(error, launch.whose) from error
+            raise self._exec_order.explain(error, launch.whose) from error
         self.skip(unit)
         unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
         self._in_flight += launch.reductions[before:]
@@ -272,7 +272,7 @@ class Reductions:
 
     def _reduce(self, launch: _Launch, gradients: Gradients, added: Gradients) -> None:
         unit = launch.unit
-        terms = ReductionTerms(unit.policy, self._means.lanes, unit.all_reduce_hook)
+        terms = ReductionTerms(unit.policy, self._comm_ctx.streams, unit.all_reduce_hook)
         split = self._split_of(unit)
         if split is not None:
             for bucket in split.buckets:
@@ -302,16 +302,16 @@ class Reductions:
     def launch_early(self, unit: Unit, early: EarlyBuckets) -> None:
         """Reduce what has come whole.  Raises: as :meth:`launch`."""
         if self._early is None:
-            if self._journal.unsaid:
-                self._journal.compare_deviation()
-            if early.params not in self._journal.agreed:
-                self._journal.agree_on_gradients(unit, early.params)
+            if self._exec_order.unsaid:
+                self._exec_order.compare_deviation()
+            if early.params not in self._exec_order.agreed:
+                self._exec_order.agree_on_gradients(unit, early.params)
             self._early = _Launch(unit, *unit.earlier.take(()))
             self._launched.append(self._early)
         if listeners:
-            begin(self._journal.log.track.name, "reduce", unit.name)
+            begin(self._exec_order.log.track.name, "reduce", unit.name)
         launch, group = self._early, unit.groups[0]
-        terms, before = ReductionTerms(unit.policy, self._means.lanes), len(launch.reductions)
+        terms, before = ReductionTerms(unit.policy, self._comm_ctx.streams), len(launch.reductions)
         try:
             for bucket in early.take():
                 held = {param: launch.held[param] for param in bucket if param in launch.held} if launch.held else {}
@@ -320,13 +320,13 @@ class Reductions:
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
-            raise self._journal.explain(error, launch.whose) from error
+            raise self._exec_order.explain(error, launch.whose) from error
         self._in_flight += launch.reductions[before:]
         if listeners:
             end("reduce", unit.name, 0)
 
     def _split_of(self, unit: Unit) -> EarlyBuckets | None:
-        if len(self._journal.numbers) != 1 or not self._may_share(unit):
+        if len(self._exec_order.numbers) != 1 or not self._may_share(unit):
             return None
         group = unit.groups[0]
         dtypes = [group.dtypes.of_reduction(param) for param in group.params[:1]]
@@ -355,11 +355,11 @@ class Reductions:
         """Start the reduction of large gradients, and leave the others to a bucket; if there is none, start it too."""
         buckets = self._buckets
         if not buckets.is_planned:
-            buckets.plan(self._journal.buckets())
+            buckets.plan(self._exec_order.buckets())
         launch.reductions += launch_large(brought, launch.held)
         if not brought.gradients:
             return
-        number, stream = self._journal.numbers.get(launch.unit, -1), self._means.lanes.replicas.here()
+        number, stream = self._exec_order.numbers.get(launch.unit, -1), self._comm_ctx.streams.replicas.here()
         first = buckets.beside(number)
         # On another stream than the first it may not be packed, nor its memory given back, without an order between both.
         if (first is not None and first.stream != stream) or not buckets.bring(
@@ -378,7 +378,7 @@ class Reductions:
             except RuntimeError as error:
                 if not concerns_others(error):
                     raise
-                raise self._journal.explain(error, launch.whose) from error
+                raise self._exec_order.explain(error, launch.whose) from error
             launch.reductions += reductions
             self._in_flight += reductions
 
@@ -391,7 +391,7 @@ class Reductions:
                     taken = {p for p in reduction.params if p in gradients and p not in earlier.taken}
                     if reduction.is_partial and taken:
                         self._finish(earlier, reduction)
-                        self._means.lanes.current_waits_for_reductions()
+                        self._comm_ctx.streams.current_waits_for_reductions()
                         windows = reduction.windows()
                         added = add_gradients(added, {param: windows[param] for param in taken})
                         launch.absorbed.append((earlier, taken))
@@ -401,7 +401,7 @@ class Reductions:
     def _is_next_due(self, reduction: Reduction) -> bool:
         # What another collective follows is not asked whether it has come: ranks that all leave a backward by an exception must
         # have launched the same ones, or one waits for what the others never begin.
-        if reduction.awaits_follower:
+        if reduction.awaits_all_reduce:
             return len(self._in_flight) >= self.max_inputs
         return reduction.is_due or self._num_inputs() >= self.max_inputs
 
@@ -411,11 +411,11 @@ class Reductions:
     def _advance(self, reduction: Reduction) -> None:
         name = self._unit_of(reduction) if listeners else ""
         if listeners:
-            begin(self._journal.log.track.name, "wait for gradients", name)
+            begin(self._exec_order.log.track.name, "wait for gradients", name)
         try:
             reduction.advance()
         except RuntimeError as error:
-            raise self._journal.explain(error, f"gradients of {reduction.label}") from error
+            raise self._exec_order.explain(error, f"gradients of {reduction.label}") from error
         if listeners:
             end("wait for gradients", name)
 
@@ -425,11 +425,11 @@ class Reductions:
 
     def _finish(self, launch: _Launch, reduction: Reduction) -> None:
         if listeners:
-            begin(self._journal.log.track.name, "wait for gradients", launch.unit.name)
+            begin(self._exec_order.log.track.name, "wait for gradients", launch.unit.name)
         try:
             reduction.finish()
         except RuntimeError as error:
-            raise self._journal.explain(error, launch.whose) from error
+            raise self._exec_order.explain(error, launch.whose) from error
         if listeners:
             end("wait for gradients", launch.unit.name)
 
@@ -463,12 +463,12 @@ class Reductions:
         for launch in (*self._deferred, *self._launched):
             for reduction in launch.reductions:
                 self._finish(launch, reduction)
-        lanes = self._means.lanes
-        if lanes.are_concurrent:
-            lanes.current_waits_for_reductions()
-            lanes.host_waits_for_copies()
+        streams = self._comm_ctx.streams
+        if streams.are_concurrent:
+            streams.current_waits_for_reductions()
+            streams.host_waits_for_copies()
 
-    def commit(self) -> list[UnitParam]:
+    def commit(self) -> list[ShardedParam]:
         """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
         launched = [*self._deferred, *self._launched]
         self._keep_held()
@@ -505,7 +505,7 @@ class Reductions:
         self._buckets = OpenBuckets()
         self._in_flight.clear()
         if launched:
-            self._means.lanes.current_waits_for_results()
+            self._comm_ctx.streams.current_waits_for_results()
         for launch in reversed(launched):
             for reduction in launch.reductions:
                 reduction.cancel()
@@ -516,5 +516,5 @@ class Reductions:
     def forget_deferred(self) -> None:
         """Drop what earlier backwards have left to a last one."""
         if self._deferred:
-            self._means.lanes.current_waits_for_results()
+            self._comm_ctx.streams.current_waits_for_results()
         self._deferred = []

@@ -1,6 +1,6 @@
 """What a step changes in units beside tensors, kept and put back; and engines made anew after a step that has failed.
 
-Ranks that were stopped at different places know different things of each other: plans, counts of posts, spans of links.
+Ranks that were stopped at different places know different things of each other: plans, numbers of exchanges, passes of links.
 All of that belongs to an engine, so after a failure it is made again as at the first forward.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.errors import StateError
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.local_gradients import Gradients
-from shardwise.fsdp.param import UnitParam
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import Attachment, attachment_of
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.schedule import UnitPolicy
@@ -27,7 +27,7 @@ class _Unit:
     unit: Unit
     held: Gradients
     partial: Gradients
-    unsynced: frozenset[UnitParam]
+    unsynced: frozenset[ShardedParam]
     policy: UnitPolicy
     counts: bool
     ended_late: bool

@@ -27,16 +27,16 @@ from shardwise.collectives.routes import (
     default_transport,
     provider_of,
 )
-from shardwise.collectives.streams import Lane, watch_device
-from shardwise.consistency.agreement import Bulletin, Position, number_posts
+from shardwise.collectives.streams import SideStream, watch_device
+from shardwise.consistency.agreement import MismatchCheck, Position, open_numbered_exchange
 from shardwise.consistency.process_groups import patience_s
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.initial_values import compare_beginnings
 from shardwise.fsdp.mesh import MeshAxes
-from shardwise.fsdp.param import Slot, UnitParam
-from shardwise.fsdp.param_group import GroupComm, ShardGroup
+from shardwise.fsdp.param import Registration, ShardedParam
+from shardwise.fsdp.param_group import GroupComm, ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
@@ -48,7 +48,7 @@ from shardwise.plan.schedule import PrefetchBudget
 # Nothing leads from an inner module to the units of those around it.
 # In the order in which they were made, which is the same on all ranks.
 _units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
-_unit_of: weakref.WeakKeyDictionary[UnitParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+_unit_of: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
@@ -63,36 +63,38 @@ def all_units() -> list[Unit]:
     return list(_units)
 
 
-def unit_of(param: UnitParam) -> Unit | None:
+def unit_of(param: ShardedParam) -> Unit | None:
     """Return the unit that manages ``param``, None if it is gone."""
     ref = _unit_of.get(param)
     return None if ref is None else ref()
 
 
-def managed_by_slot() -> dict[tuple[int, str], UnitParam]:
+def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
     """Return what units manage, by place: the id of a module's dict of parameters, and a name."""
     params = (param for unit in all_units() for param in unit.params)
-    return {_place(slot): param for param in params for slot in param.slots}
+    return {_place(registration): param for param in params for registration in param.registrations}
 
 
-def owner_in(places: dict[tuple[int, str], UnitParam], slots: Sequence[Slot]) -> UnitParam | None:
-    """Return what hangs in the first of ``slots``, None if no unit manages it."""
-    return places.get(_place(slots[0]))
+def owner_in(places: dict[tuple[int, str], ShardedParam], registrations: Sequence[Registration]) -> ShardedParam | None:
+    """Return what is registered in the first of ``registrations``, None if no unit manages it."""
+    return places.get(_place(registrations[0]))
 
 
-def is_used_elsewhere(param: UnitParam, slots: Iterable[Slot]) -> bool:
-    """True if ``param`` hangs in other places than ``slots``: then it stays with its unit."""
-    return not {_place(slot) for slot in param.slots} <= {_place(slot) for slot in slots}
+def is_used_elsewhere(param: ShardedParam, registrations: Iterable[Registration]) -> bool:
+    """True if ``param`` is registered in other places than ``registrations``: then it stays with its unit."""
+    return not {_place(registration) for registration in param.registrations} <= {
+        _place(registration) for registration in registrations
+    }
 
 
-def axes_of_plan(param: UnitParam) -> MeshAxes | None:
+def axes_of_plan(param: ShardedParam) -> MeshAxes | None:
     """Return the mesh that ``param`` is sharded on; None: it stayed a plain tensor, or its unit is gone."""
     owner = unit_of(param)
     group = next((each for each in owner.groups if param in each.members), None) if owner is not None else None
     return None if group is None or group.keeps_plain else group.axes
 
 
-def fits(param: UnitParam, old: MeshAxes | None, axes: MeshAxes, dim: int, device: torch.device) -> bool:
+def fits(param: ShardedParam, old: MeshAxes | None, axes: MeshAxes, dim: int, device: torch.device) -> bool:
     """True if ``param``, sharded on ``old``, is what a unit on ``axes`` would make, cut over ``dim``, on ``device``."""
     if old is None or param.local.device != device or param.shard.dim != dim % max(len(param.shard.shape), 1):
         return False
@@ -104,14 +106,14 @@ def fits(param: UnitParam, old: MeshAxes | None, axes: MeshAxes, dim: int, devic
     )
 
 
-def leave(params: Sequence[UnitParam]) -> None:
+def leave(params: Sequence[ShardedParam]) -> None:
     """Take ``params`` out of their units."""
     owners = {id(owner): owner for param in params if (owner := unit_of(param)) is not None}
     for owner in owners.values():
         owner.release([param for param in params if unit_of(param) is owner])
 
 
-def whole(param: UnitParam) -> nn.Parameter:
+def whole(param: ShardedParam) -> nn.Parameter:
     """Return the parameter that ``param`` was made from, as far as it can be told; a collective unless it is plain."""
     sharded = param.sharded
     if not isinstance(sharded, DTensor):
@@ -129,8 +131,8 @@ def whole(param: UnitParam) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=sharded.requires_grad)
 
 
-def _place(slot: Slot) -> tuple[int, str]:
-    return id(slot.parameters), slot.name
+def _place(registration: Registration) -> tuple[int, str]:
+    return id(registration.parameters), registration.name
 
 
 # ---- Give an engine what it talks through: communicators, links and memory for every group of its units.
@@ -141,19 +143,21 @@ def new_engine(units: list[Unit]) -> Engine:
     wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
     engine = Engine(CommContext.on(device, wanted[0] if wanted else default_transport()))
     engine.adopt(units)
-    engine.journal.bulletin = bulletin = _bulletin(units, device)
-    if bulletin is not None:
-        # Not the journal: it has the units, which would hold themselves.
-        engine.means.spans.tell = lambda reason: bulletin.tell(Position(0, (), reason))
-        engine.journal.log.track.name = bulletin.topic  # a count of this process alone may be another on other ranks
+    engine.exec_order.mismatch_check = mismatch_check = _mismatch_check(units, device)
+    if mismatch_check is not None:
+        # Not the execution order: it has the units, which would hold themselves.
+        engine.comm_ctx.pass_tracker.tell = lambda reason: mismatch_check.tell(Position(0, (), reason))
+        engine.exec_order.log.track.name = (
+            mismatch_check.topic
+        )  # a count of this process alone may be another on other ranks
     limit_reductions(engine)
     bind_units(engine)
-    if bulletin is not None and device.type != "cpu":
+    if mismatch_check is not None and device.type != "cpu":
         watch_device(device)
-        engine.journal.compare_parameters()  # a kernel that gathers other sizes than its peers never ends
+        engine.exec_order.compare_parameters()  # a kernel that gathers other sizes than its peers never ends
     policies = _policies(units)
-    if bulletin is not None and policies:
-        bulletin.check_facts("compression policies", policies, engine.journal.position())
+    if mismatch_check is not None and policies:
+        mismatch_check.check_facts("compression policies", policies, engine.exec_order.position())
     return engine
 
 
@@ -175,23 +179,23 @@ def limit_reductions(engine: Engine) -> None:
 def limit_gathers(engine: Engine) -> None:
     """Let gathers start ahead as far as the root asks for; what is in memory then depends on how many reductions live."""
     num_bytes = engine.units[0].ahead_bytes if engine.units else None
-    engine.journal.room = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
+    engine.exec_order.budget = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
 
 
 def use_transport(engine: Engine, transport: Transport) -> None:
     """Let the engine's groups talk over ``transport`` from now on."""
-    engine.means.transport = transport
+    engine.comm_ctx.transport = transport
     bind_units(engine)
 
 
-def share_lanes(engines: Sequence[Engine]) -> None:
-    """Let all engines use the first one's lanes and memory."""
+def share_streams(engines: Sequence[Engine]) -> None:
+    """Let all engines use the first one's streams and memory."""
     for engine in engines[1:]:
-        engine.means.lanes, engine.means.pool = engines[0].means.lanes, engines[0].means.pool
+        engine.comm_ctx.streams, engine.comm_ctx.pool = engines[0].comm_ctx.streams, engines[0].comm_ctx.pool
         bind_units(engine)
 
 
-def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
+def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | None:
     meshes = [group.axes.mesh for unit in units for group in unit.groups]
     store = torch_private.default_store() if meshes else None
     if store is None:
@@ -201,22 +205,27 @@ def _bulletin(units: list[Unit], device: torch.device) -> Bulletin | None:
     if len(ranks) == 1:
         return None
     timeout_s = patience_s(largest.get_group(0), device)
-    bulletin = Bulletin(number_posts(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s))
-    bulletin.groups = list({mesh.get_group(dim): None for mesh in meshes for dim in range(mesh.ndim)})
-    return bulletin
+    mismatch_check = MismatchCheck(
+        open_numbered_exchange(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s)
+    )
+    mismatch_check.groups = list({mesh.get_group(dim): None for mesh in meshes for dim in range(mesh.ndim)})
+    return mismatch_check
 
 
-def communicators(group: ShardGroup, means: CommContext) -> GroupComm:
-    """Return how ``group`` talks, on the lanes and with the memory of ``means``, as its settings say."""
-    axes, lanes = group.axes, means.lanes
+def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
+    """Return how ``group`` talks, on the streams and with the memory of ``comm_ctx``, as its settings say."""
+    axes, streams = group.axes, comm_ctx.streams
 
     def over(
-        process_group: dist.ProcessGroup, lane: Lane, coded: Compression | None = None, fetch: Lane | None = None
+        process_group: dist.ProcessGroup,
+        stream: SideStream,
+        coded: Compression | None = None,
+        fetch: SideStream | None = None,
     ) -> RoutedCommunicator:
-        packed = C10dCommunicator(process_group, lane, means.pool, group.custom, fetch)
+        packed = C10dCommunicator(process_group, stream, comm_ctx.pool, group.custom, fetch)
         if coded is not None:
-            return CompressedCommunicator(packed, means.spans, coded, means.coded_sums)
-        return RoutedCommunicator(packed, means.spans)
+            return CompressedCommunicator(packed, comm_ctx.pass_tracker, coded, comm_ctx.coded_sums)
+        return RoutedCommunicator(packed, comm_ctx.pass_tracker)
 
     custom = group.custom
     reduced = group.compression if group.reduce_coding is not None else None
@@ -225,24 +234,24 @@ def communicators(group: ShardGroup, means: CommContext) -> GroupComm:
     if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
         gathered = group.compression if group.gather_coding is not None else None
-        shards = over(process_group, lanes.gather, gathered, lanes.fetch if group.place.is_offloaded else None)
-        reduce = over(custom.reduce_group or process_group, lanes.reduce, None if has_replicas else reduced)
+        shards = over(process_group, streams.gather, gathered, streams.fetch if group.place.is_offloaded else None)
+        reduce = over(custom.reduce_group or process_group, streams.reduce, None if has_replicas else reduced)
     if axes.replicate_mesh_dim is not None and has_replicas:
-        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), lanes.replicas, reduced)
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, reduced)
     if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
         process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
-        packed = C10dCommunicator(process_group, lanes.gather, means.pool, replace(custom, all_gather=None))
-        sub = RoutedCommunicator(packed, means.spans)
-    return GroupComm(shards, reduce, replicas, sub, lanes if group.place.is_offloaded else None)
+        packed = C10dCommunicator(process_group, streams.gather, comm_ctx.pool, replace(custom, all_gather=None))
+        sub = RoutedCommunicator(packed, comm_ctx.pass_tracker)
+    return GroupComm(shards, reduce, replicas, sub, streams if group.place.is_offloaded else None)
 
 
 def bind_units(engine: Engine) -> None:
     """Give every group of the engine's units its communicators and its memory (again, after a setting has changed)."""
     users: dict[tuple[dist.ProcessGroup, LinkProvider], LinkUsers] = {}
-    means = engine.means
+    comm_ctx = engine.comm_ctx
     for group in (group for unit in engine.units for group in unit.groups):
-        comm = communicators(group, means)
-        group.bind(means.pool, comm)
+        comm = communicators(group, comm_ctx)
+        group.bind(comm_ctx.pool, comm)
         if (found := _linked(group, comm.shards)) is not None:
             users.setdefault(found, LinkUsers()).gathers.append(group)
         if (found := _linked(group, comm.reduce)) is not None:
@@ -251,14 +260,16 @@ def bind_units(engine: Engine) -> None:
             users.setdefault(found, LinkUsers()).sums.append(group)
     for (process_group, provider), its in users.items():
         name = process_group.group_name
-        link = means.links.get(name)
-        if link is None or not link.is_for(its, means.transport):
-            timeout_s = patience_s(process_group, means.device)
-            link = means.links[name] = provider.make(process_group, its, means.transport, means.pool, timeout_s)
-            means.spans.register(process_group, link.prepare)
+        link = comm_ctx.links.get(name)
+        if link is None or not link.is_for(its, comm_ctx.transport):
+            timeout_s = patience_s(process_group, comm_ctx.device)
+            link = comm_ctx.links[name] = provider.make(
+                process_group, its, comm_ctx.transport, comm_ctx.pool, timeout_s
+            )
+            comm_ctx.pass_tracker.register(process_group, link.prepare)
 
 
-def _linked(group: ShardGroup, way: RoutedCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
+def _linked(group: ParamGroup, way: RoutedCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
     """Return the process group of ``way`` and what makes its links, if its ranks may find one for ``group``."""
     if way is None or isinstance(way, CompressedCommunicator):
         return None
@@ -266,7 +277,7 @@ def _linked(group: ShardGroup, way: RoutedCommunicator | None) -> tuple[dist.Pro
     return None if provider is None else (way.packed.group, provider)
 
 
-def may_share_memory(group: ShardGroup) -> bool:
+def may_share_memory(group: ParamGroup) -> bool:
     """Return True if ranks of this host could read the shards of ``group`` where they lie."""
     dim = group.axes.shard_mesh_dim
     if dim is None or not group.is_collective or default_transport() != "auto":
@@ -278,7 +289,7 @@ def may_share_memory(group: ShardGroup) -> bool:
 # ---- Optimizers that were made before the parameters were sharded.
 
 
-def check_optimizers(params: Iterable[UnitParam]) -> None:
+def check_optimizers(params: Iterable[ShardedParam]) -> None:
     """Raise StateError if an optimizer still holds parameters from before they were sharded: it would train nothing."""
     alive = {id(original): param for param in params if (original := param.original()) is not None}
     if not alive or not _held_by_optimizer(alive):
@@ -293,7 +304,7 @@ def check_optimizers(params: Iterable[UnitParam]) -> None:
         )
 
 
-def _held_by_optimizer(alive: dict[int, UnitParam]) -> list[str]:
+def _held_by_optimizer(alive: dict[int, ShardedParam]) -> list[str]:
     originals = [original for param in alive.values() if (original := param.original()) is not None]
     if not originals:
         return []
@@ -385,7 +396,7 @@ def is_managed_by_torch(module: nn.Module) -> bool:
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
-    """Return what a door has attached to ``module``, None if none was applied."""
+    """Return what an API has attached to ``module``, None if none was applied."""
     return module.__dict__.get(ATTACHMENT)
 
 
@@ -436,12 +447,12 @@ def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:
 
 
 def check_values(
-    root: nn.Module, attachments: Sequence[Attachment], bulletin: Bulletin | None, position: Position
+    root: nn.Module, attachments: Sequence[Attachment], mismatch_check: MismatchCheck | None, position: Position
 ) -> None:
     """Check before the first forward that a model from meta has values, and that shards differ between ranks.
 
-    Shards that each rank has initialized with the same seed hold the same random numbers.  Collective, if ``bulletin`` is not
-    None.  Raises: StateError on every rank.
+    Shards that each rank has initialized with the same seed hold the same random numbers.  Collective, if
+    ``mismatch_check`` is not None.  Raises: StateError on every rank.
     """
     if not any(each.is_materialized for each in attachments):
         return
@@ -449,7 +460,7 @@ def check_values(
     for group in (group for each in attachments for group in each.unit.groups):
         starts_here = [(param.fqn, _start_of(param)) for param in group.params]
         told += [json.dumps([name, start, group.axes.shard_rank]) for name, start in starts_here if start is not None]
-    found = map(json.loads, sorted(told if bulletin is None else bulletin.union("values", told, position)))
+    found = map(json.loads, sorted(told if mismatch_check is None else mismatch_check.union("values", told, position)))
     unwritten: list[str] = []
     starts: dict[str, list[int]] = defaultdict(list)
     for name, value, *_ in found:
@@ -476,7 +487,7 @@ def check_values(
         )
 
 
-def _start_of(param: UnitParam) -> int | None:
+def _start_of(param: ShardedParam) -> int | None:
     """Return a digest of the first values of a shard; None if these are all the same number, or it is no shard."""
     local = torch_private.local_of(param.sharded).detach()
     is_plain = type(local) in (torch.Tensor, nn.Parameter)
@@ -602,7 +613,7 @@ def _refuse_assigned(names: list[str]) -> None:
         )
 
 
-def _is_kept_without_gradient(param: UnitParam) -> bool:
+def _is_kept_without_gradient(param: ShardedParam) -> bool:
     original = param.original()
     return original is not None and original is not param.sharded and original.grad is None
 
@@ -613,7 +624,7 @@ def _shown(names: list[str]) -> str:
 
 def _refuse_shared(root: nn.Module, known: Container[int]) -> None:
     """Raise StateError if a parameter in the tree of ``root`` belongs to a unit that is not below ``root``."""
-    owned = {id(form): owner for owner in managed_by_slot().values() for form in (owner.sharded, owner.full)}
+    owned = {id(form): owner for owner in managed_by_registration().values() for form in (owner.sharded, owner.full)}
     for path, param in root.named_parameters():
         owner = owned.get(id(param)) if id(param) not in known else None
         if owner is not None:
@@ -707,9 +718,9 @@ def _become_root(attachment: Attachment) -> Engine:
     outside = ModificationChecks(root, attachments)
     engine = new_engine([each.unit for each in attachments])
     engine.outside = outside
-    check_values(root, attachments, engine.journal.bulletin, engine.journal.position())
-    if engine.journal.bulletin is not None:
-        compare_beginnings(engine.units, engine.journal.bulletin, engine.journal.position())
+    check_values(root, attachments, engine.exec_order.mismatch_check, engine.exec_order.position())
+    if engine.exec_order.mismatch_check is not None:
+        compare_beginnings(engine.units, engine.exec_order.mismatch_check, engine.exec_order.position())
     for inner in attachments:
         if inner.engine is not None:
             if inner.engine.manual.is_on and inner is not attachment:
@@ -729,7 +740,7 @@ def _give_to_readers(module: nn.Module, unit: Unit) -> None:
     unit = unit if own is None else own.unit
     read = attachment_of(module.out_proj) if isinstance(module, nn.MultiheadAttention) else None
     if read is not None and read.unit is not unit:
-        unit.borrow(read.unit)
+        unit.use_tied(read.unit)
     for child in module.children():
         _give_to_readers(child, unit)
 
@@ -771,7 +782,7 @@ def _check_materialized(attachments: Sequence[Attachment]) -> None:
     for each in attachments:
         for param in each.unit.params:
             param.check_places()
-            if len(param.slots) > 1:
+            if len(param.registrations) > 1:
                 param.check_ties()
             param.adopt_registered()
     on_meta = [p.fqn for each in attachments for p in each.unit.params if p.sharded.device.type == "meta"]

@@ -154,7 +154,7 @@ def shard_model(
     in another order than the container's, or be left out: that costs memory for a time, never correctness.
 
     Args:
-        model: the root module; with parameters that no door has sharded yet, save those of inner units.
+        model: the root module; with parameters that no API has sharded yet, save those of inner units.
         min_unit_bytes: bytes of a unit's unsharded parameters, in the dtypes they are kept in, without
             ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  The default, 1.5 MiB, is where
             merging stopped paying: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6
@@ -181,8 +181,8 @@ def shard_model(
     name = type(model).__name__
 
     def shard(module: nn.Module | list[nn.Module], mp_policy: MixedPrecisionPolicy) -> None:
-        door: Callable[..., object] = fully_shard
-        door(
+        api: Callable[..., object] = fully_shard
+        api(
             module,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,

@@ -215,8 +215,8 @@ class _Recorder:
     def note_plan(self) -> None:
         """Store the plan of the engine as soon as there is one, and how many calls were recorded before."""
         engine = engine_of(self._unit) if self._unit is not None and not self._trace.planned else None
-        if engine is not None and engine.journal.plan is not None:
-            self._trace.planned, self._trace.num_unplanned = engine.journal.plan.calls, len(self._trace.calls)
+        if engine is not None and engine.exec_order.plan is not None:
+            self._trace.planned, self._trace.num_unplanned = engine.exec_order.plan.calls, len(self._trace.calls)
 
     def _is_ours(self, track: str) -> bool:
         return self._unit is None or not track.startswith("engine") or track == self._unit.log.track.name

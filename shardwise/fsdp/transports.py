@@ -8,8 +8,8 @@ import torch
 
 from shardwise.collectives.buffer_pool import BufferPool, HeapTop
 from shardwise.collectives.compressed import CodedSums
-from shardwise.collectives.routes import LinkSource, Spans, Transport
-from shardwise.collectives.streams import Lanes, device_of
+from shardwise.collectives.routes import LinkSource, PassTracker, Transport
+from shardwise.collectives.streams import CommStreams, device_of
 
 
 @dataclass(slots=True)
@@ -17,23 +17,23 @@ class CommContext:
     """The device of an engine and the ways to other ranks.
 
     Attributes:
-        lanes, pool: where collectives run and where their memory comes from.
+        streams, pool: where collectives run and where their memory comes from.
         heap: what keeps the memory of a step for the next one.
         transport: which links this rank wants.
-        spans: when links between ranks may be used.  links: those links, by name of their process group.
+        pass_tracker: when links between ranks may be used.  links: those links, by name of their process group.
         coded_sums: sums over replicas that are on their way, coded.
     """
 
     device: torch.device
-    lanes: Lanes
+    streams: CommStreams
     pool: BufferPool
     heap: HeapTop
     transport: Transport = "auto"
-    spans: Spans = field(default_factory=Spans)
+    pass_tracker: PassTracker = field(default_factory=PassTracker)
     coded_sums: CodedSums = field(default_factory=CodedSums)
     links: dict[str, LinkSource] = field(default_factory=dict[str, LinkSource])
 
     @classmethod
     def on(cls, device: torch.device, transport: Transport) -> CommContext:
         """Return new ones for ``device``."""
-        return cls(device, Lanes.on(device_of(device)), BufferPool(device), HeapTop(device), transport)
+        return cls(device, CommStreams.on(device_of(device)), BufferPool(device), HeapTop(device), transport)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.collectives.protocol import Pending
+from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.gradients import EarlyBuckets, planned_scatter_bytes, sharing_of
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
-from shardwise.fsdp.param import UnitParam, mark_full
-from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.param import ShardedParam, mark_full
+from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.fsdp.user_writes import UserWrites, Written
 from shardwise.observe import (
@@ -46,7 +46,7 @@ class Stage(Enum):
 
     IDLE = "idle"  # none runs, or it has not come to the unit, or it has left it
     ARRIVING = (
-        "arriving"  # gradients come before its outputs' have: of weights that it lends, or of used parameters alone
+        "arriving"  # gradients come before its outputs' have: of tied weights that it owns, or of used parameters alone
     )
     RUNNING = "running"  # the gradient of an output has come: parameters are read
 
@@ -140,7 +140,7 @@ class UnitBackward:
             self.comes_again = self.comes_again or self.ended_in == whole != -1
         self.task = task
 
-    def hook(self, param: UnitParam) -> Callable[[torch.Tensor], None]:
+    def hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
         """Return what the full form of ``param`` runs when its gradient has been accumulated."""
         # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.
         this, ordinal, running, task_id = weakref.ref(self), param.ordinal, Stage.RUNNING, torch_private.graph_task_id
@@ -173,7 +173,7 @@ class UnitBackward:
             early.begin()
 
     def note_nested(self) -> None:
-        """What has come is of a weight that the unit lends, from a checkpoint's own backward: there may be more."""
+        """What has come is of a tied weight that the unit owns, from a checkpoint's own backward: there may be more."""
         self.is_nested = True
 
     @property
@@ -235,11 +235,11 @@ class GatherSource:
 
     Attributes:
         version: a number that changes when they are written to.
-        span: the forward or backward in which they were seen to have it; None: outside of any.
+        pass_number: the forward or backward in which they were seen to have it; None: outside of any.
     """
 
     version: int
-    span: int | None
+    pass_number: int | None
 
 
 @dataclass(slots=True)
@@ -247,7 +247,7 @@ class Gathering:
     """All-gather launched; the full parameters may not be read yet."""
 
     source: GatherSource
-    pending: tuple[Pending | None, ...]
+    handles: tuple[Handle | None, ...]
 
 
 @dataclass(slots=True)
@@ -314,7 +314,7 @@ class Unit:
         name: paths of its modules in the root, from the first forward on.
         log: hears what it does.
         num_commits: how often its gradients have been set: an optimizer is expected to change its shards then.
-        borrows: units whose parameters its modules use too.
+        tied_units: units whose parameters its modules use too.
         holders: forwards that are using its full parameters now.
         num_aliases: :meth:`count_aliases` when a forward began.
         awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
@@ -328,7 +328,7 @@ class Unit:
 
     def __init__(self, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
         self.adopt_modules(modules)
-        self.groups: list[ShardGroup] = []
+        self.groups: list[ParamGroup] = []
         self.precision = precision
         self.policy = policy
         self.name = ""
@@ -338,7 +338,7 @@ class Unit:
         self.backward = UnitBackward()
         self.earlier = EarlierGradients()
         self.num_commits = 0
-        self.borrows: tuple[Unit, ...] = ()
+        self.tied_units: tuple[Unit, ...] = ()
         self.holders = 0
         self.num_aliases = 0
         self.awaited: set[int] = set()
@@ -362,16 +362,16 @@ class Unit:
         return tuple(module for ref in self._modules if (module := ref()) is not None)
 
     @property
-    def params(self) -> Sequence[UnitParam]:
+    def params(self) -> Sequence[ShardedParam]:
         """All parameters of all groups."""
         if len(self.groups) == 1:
             return self.groups[0].params
         return [param for group in self.groups for param in group.params]
 
-    def borrow(self, lender: Unit) -> None:
-        """Use parameters of ``lender`` too."""
-        if lender not in self.borrows:
-            self.borrows = (*self.borrows, lender)
+    def use_tied(self, owner: Unit) -> None:
+        """Use parameters of ``owner`` too."""
+        if owner not in self.tied_units:
+            self.tied_units = (*self.tied_units, owner)
 
     def refuse_packing(self) -> None:
         """Raise StateError: parameters were put together anew since the forward whose backward runs."""
@@ -430,7 +430,7 @@ class Unit:
         for ordinal, param in enumerate(self.params):
             param.ordinal = ordinal
 
-    def release(self, params: Sequence[UnitParam]) -> None:
+    def release(self, params: Sequence[ShardedParam]) -> None:
         """Be without ``params``, which another unit is to manage."""
         self.reshard()
         for group in self.groups:
@@ -465,14 +465,14 @@ class Unit:
 
     # ---- parameters ----
 
-    def unshard(self, span: int | None = None) -> None:
+    def unshard(self, pass_number: int | None = None) -> None:
         """Launch the all-gather unless the parameters are full, or on their way, from the shards as they are now.
 
-        ``span``: number of the forward or backward that runs, in which nobody changes shards; None: outside of any.
+        ``pass_number``: number of the forward or backward that runs, in which nobody changes shards; None: outside of any.
         """
         state = self.state
         if isinstance(state, (Gathering, Unsharded)):
-            if self._is_from_now(state, span):
+            if self._is_from_now(state, pass_number):
                 return
             if isinstance(state, Gathering):
                 self.discard()
@@ -480,11 +480,13 @@ class Unit:
         from_sub = isinstance(state, Subsharded) and state.source.version == version
         is_written = False
         for group in self.groups:
-            if span is None and not from_sub:
+            if pass_number is None and not from_sub:
                 group.ensure_packed()
             is_written |= group.is_written
             group.is_written = False
-        if span is None or is_written or not isinstance(state, Sharded):  # what is gathered may just have been changed
+        if (
+            pass_number is None or is_written or not isinstance(state, Sharded)
+        ):  # what is gathered may just have been changed
             host = self.host_ref()
             if host is not None:
                 host.before_gather()
@@ -501,27 +503,27 @@ class Unit:
             if not concerns_others(error):
                 raise
             raise self._explained(error) from error
-        self._enter(Gathering(GatherSource(version, span), launched))
+        self._enter(Gathering(GatherSource(version, pass_number), launched))
         self.note(Op.UNSHARD, lambda: self.gather_staging)
         if listeners:
             end("unshard", self.name, self.gather_staging[0])
 
-    def wait(self, span: int | None = None) -> None:
+    def wait(self, pass_number: int | None = None) -> None:
         """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
-        if isinstance(self.state, Unsharded) and self._is_from_now(self.state, span):
+        if isinstance(self.state, Unsharded) and self._is_from_now(self.state, pass_number):
             return
-        self.unshard(span)
+        self.unshard(pass_number)
         state = self.state
         assert isinstance(state, Gathering)
         if listeners:
             begin(self.log.track.name, "wait", self.name)
         try:
-            for pending in state.pending:
-                if pending is not None:
-                    pending.wait()
+            for handles in state.handles:
+                if handles is not None:
+                    handles.wait()
         except RuntimeError as error:
             raise self._explained(error) from error
-        if span is not None and state.source.span != span:
+        if pass_number is not None and state.source.pass_number != pass_number:
             self.writes.check_copies(self.name, self.groups)
         num_trainable = num_params = 0
         for group in self.groups:
@@ -530,15 +532,17 @@ class Unit:
         if (num_trainable, num_params) != self.backward.counted:
             self.backward.expect(num_trainable, num_params)
         source = state.source
-        self._enter(Unsharded(source if source.span == span else GatherSource(source.version, span)))
+        self._enter(
+            Unsharded(source if source.pass_number == pass_number else GatherSource(source.version, pass_number))
+        )
         self.note(Op.WAIT, lambda: (self.full_bytes, False))
         if listeners:
             end("wait", self.name, self.full_bytes)
 
-    def reshard(self, in_span: bool = False) -> bool:
+    def reshard(self, in_pass: bool = False) -> bool:
         """Give the full parameters back and register the shards; what was written to the full ones goes there.
 
-        Returns: False if somebody has written to them and, ``in_span``, others may be reading the shards: nothing is done.
+        Returns: False if somebody has written to them and, ``in_pass``, others may be reading the shards: nothing is done.
         """
         if isinstance(self.state, Sharded):
             return True
@@ -548,7 +552,7 @@ class Unit:
         was_full = self.is_full
         if was_full:
             written = self.writes.find(self.groups)
-            if written and in_span:
+            if written and in_pass:
                 return False
             if listeners:
                 begin(self.log.track.name, "reshard", self.name)
@@ -570,9 +574,9 @@ class Unit:
         self._enter(Sharded())
 
     def _cancel(self, state: Gathering | None) -> None:
-        for pending in state.pending if state is not None else ():
-            if pending is not None:
-                pending.cancel()
+        for handles in state.handles if state is not None else ():
+            if handles is not None:
+                handles.cancel()
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
 
@@ -596,18 +600,18 @@ class Unit:
 
     # ---- use in a forward ----
 
-    def wait_with_lenders(self, span: int | None) -> None:
+    def wait_with_tied(self, pass_number: int | None) -> None:
         """Make the full parameters readable that its modules use."""
-        for member in (self, *self.borrows):
-            member.wait(span)
+        for member in (self, *self.tied_units):
+            member.wait(pass_number)
 
-    def begin_forward(self, span: int | None) -> None:
+    def begin_forward(self, pass_number: int | None) -> None:
         """One of its modules begins to run: nobody reshards what it uses."""
         if not self.awaited and not self.holders:
             self.awaited = {id(module) for ref in self._modules if (module := ref()) is not None}
-        for member in (self, *self.borrows):
+        for member in (self, *self.tied_units):
             member.holders += 1
-            member.wait(span)
+            member.wait(pass_number)
             if torch_private.saved_tensor_hooks(True) is not None:
                 member.num_aliases = member.count_aliases()
 
@@ -623,7 +627,7 @@ class Unit:
     def end_forward(self, module: nn.Module) -> bool:
         """``module`` has run; return True if all of its modules have."""
         self.awaited.discard(id(module))
-        for member in (self, *self.borrows):
+        for member in (self, *self.tied_units):
             member.holders -= 1
         return not self.awaited
 
@@ -634,22 +638,22 @@ class Unit:
     def abort_forward(self) -> None:
         """One of its modules has raised."""
         self.awaited = set()
-        for member in (self, *self.borrows):
+        for member in (self, *self.tied_units):
             member.holders -= 1
             if not member.holders:
                 member.reshard()
 
     def reshard_after_forward(self) -> bool:
-        """Do what the policy says at the end of forward; return False as :meth:`reshard` in a span does."""
+        """Do what the policy says at the end of forward; return False as :meth:`reshard` in a pass does."""
         if self.is_full and self.writes.is_looking:
             self.writes.look(self.groups)
         wanted = self.policy.reshard_after_forward
         if wanted is False or not isinstance(self.state, Unsharded):
             return True
         if wanted is True or not self.groups:
-            return self.reshard(in_span=True)
+            return self.reshard(in_pass=True)
         if any(group.sub_axes is None or group.extended.params for group in self.groups):
-            return self.reshard(in_span=True)
+            return self.reshard(in_pass=True)
         if self.writes.find(self.groups):
             return False
         source = self.state.source
@@ -667,27 +671,27 @@ class Unit:
             version += group.version()
         return version
 
-    def _is_from_now(self, state: Gathering | Unsharded, span: int | None) -> bool:
+    def _is_from_now(self, state: Gathering | Unsharded, pass_number: int | None) -> bool:
         """Return True if what was gathered is still what the shards are.
 
         Raises: StateError if shards were written to in a way that torch does not count.
         """
-        if span is not None and state.source.span == span:
+        if pass_number is not None and state.source.pass_number == pass_number:
             return True
-        if span is None:
+        if pass_number is None:
             self.take_writes()
         if state.source.version != self._version():
             return False
-        if isinstance(state, Unsharded) and span is not None:
+        if isinstance(state, Unsharded) and pass_number is not None:
             self.writes.check_copies(self.name, self.groups)
             num_trainable = sum(group.mark_in_use(self.backward.hook) for group in self.groups)
             if num_trainable != self.backward.counted[0]:
                 self.backward.expect(num_trainable, self.backward.counted[1])
-            self.state = Unsharded(GatherSource(state.source.version, span))
+            self.state = Unsharded(GatherSource(state.source.version, pass_number))
         return True
 
     def take_writes(self, see: Callable[[Unit, Written], None] | None = None) -> None:
-        """Let what was written to full parameters go to the shards; not in a span, in which others read them.
+        """Let what was written to full parameters go to the shards; not in a pass, in which others read them.
 
         Every rank takes its rows: all must have written the same.  ``see`` is called with what was written, before.
         """
@@ -698,9 +702,10 @@ class Unit:
 
     @property
     def has_shards_registered(self) -> bool:
-        """True if somebody has hung shards on the modules of a full unit, as ``torch.func.functional_call`` does at its end."""
+        """True if shards are registered on the modules of a full unit, as ``torch.func.functional_call`` does at its end."""
         return any(
-            param.slots[0].parameters[param.slots[0].name] is param.sharded and param.full is not param.sharded
+            param.registrations[0].parameters[param.registrations[0].name] is param.sharded
+            and param.full is not param.sharded
             for param in self.params
         )
 
@@ -732,7 +737,7 @@ class Unit:
         self.backward.leave(is_late, not self.policy.reshard_after_backward)
         return taken
 
-    def _add_zeros(self, group: ShardGroup, gradients: Gradients) -> None:
+    def _add_zeros(self, group: ParamGroup, gradients: Gradients) -> None:
         for param in group.params:
             if not param.sharded.requires_grad:
                 continue
@@ -746,17 +751,17 @@ class Unit:
                 dtype = group.dtypes.of_reduction(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
 
-    def hide_gradients(self) -> None:
+    def stash_gradients(self) -> None:
         """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
         for group in self.groups:
             if group.in_place:
-                self.earlier.hide(group.in_place, self.policy.divide_factor is not None, self.backward.first)
+                self.earlier.stash(group.in_place, self.policy.divide_factor is not None, self.backward.first)
 
-    def show_gradients(self) -> None:
+    def unstash_gradients(self) -> None:
         """Put them back, with what a backward has added."""
         for group in self.groups:
             if group.in_place:
-                self.earlier.show(group.in_place)
+                self.earlier.unstash(group.in_place)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an unfinished backward."""

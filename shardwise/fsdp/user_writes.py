@@ -19,8 +19,8 @@ from shardwise.collectives.compressed import Compression
 from shardwise.collectives.routes import have_same_bits
 from shardwise.consistency.store import digest_of
 from shardwise.errors import StateError
-from shardwise.fsdp.param import UnitParam, mark_full, mark_kept, may_be_written
-from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.param import ShardedParam, mark_full, mark_kept, may_be_written
+from shardwise.fsdp.param_group import ParamGroup
 from shardwise.observe import unit_in_words
 
 # ---- A rank's own rows of a full parameter, beside what a gather makes of its shard: to see and bring back what was
@@ -39,13 +39,13 @@ class OwnRows:
     rank: int
     compression: Compression | None
 
-    def of(self, param: UnitParam, full: torch.Tensor) -> torch.Tensor:
+    def of(self, param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
         """Return the window of ``full`` that this rank holds."""
         cut, whole = param.shard, torch_private.data_of(torch_private.local_of(full))
         rows = cut.rows(self.rank)
         return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
 
-    def are_as_gathered(self, param: UnitParam, full: torch.Tensor) -> bool:
+    def are_as_gathered(self, param: ShardedParam, full: torch.Tensor) -> bool:
         """Return True if nobody has written to them since they came."""
         rows = self.of(param, full)
         gathered = self._as_gathered(param, rows)
@@ -53,7 +53,7 @@ class OwnRows:
             ((rows == gathered) | ((rows != rows) & (gathered != gathered))).all()
         )
 
-    def bring_back(self, param: UnitParam, full: torch.Tensor) -> None:
+    def bring_back(self, param: ShardedParam, full: torch.Tensor) -> None:
         """Copy them to the shard, where they are not what was gathered."""
         local = param.local.detach()
         with torch.no_grad():
@@ -63,7 +63,7 @@ class OwnRows:
                 rows = torch.where(rows != self._as_gathered(param, rows), rows.to(local.dtype), old)
             local.copy_(rows)
 
-    def _as_gathered(self, param: UnitParam, rows: torch.Tensor) -> torch.Tensor:
+    def _as_gathered(self, param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
         """Return the shard as a gather makes ``rows`` of it: in their dtype, and coded and decoded."""
         local = param.local.detach().to(rows.device)
         if self.compression is None:
@@ -74,7 +74,7 @@ class OwnRows:
 _MAX_LOOKS = 2
 _ORDINARY, _VERSION = {nn.Parameter}, operator.attrgetter("_version")
 
-Written = list[tuple[ShardGroup, UnitParam]]
+Written = list[tuple[ParamGroup, ShardedParam]]
 
 
 class UserWrites:
@@ -90,7 +90,7 @@ class UserWrites:
         self.is_looking = True
         self._num_looks = 0
 
-    def look(self, groups: Sequence[ShardGroup]) -> None:
+    def look(self, groups: Sequence[ParamGroup]) -> None:
         """After forward: find what it has written through ``.data``, in the first forwards and where it does so."""
         for group in groups:
             _look_for_touched(group, self._num_looks < _MAX_LOOKS)
@@ -99,7 +99,7 @@ class UserWrites:
         self.is_looking = self._num_looks < _MAX_LOOKS or has_touchy
 
     @staticmethod
-    def find(groups: Sequence[ShardGroup]) -> Written:
+    def find(groups: Sequence[ParamGroup]) -> Written:
         """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""
         found: Written = []
         for group in groups:
@@ -113,7 +113,7 @@ class UserWrites:
             _bring_back(group, param)
 
     @staticmethod
-    def keep(groups: Sequence[ShardGroup]) -> None:
+    def keep(groups: Sequence[ParamGroup]) -> None:
         """Note that full parameters are registered where user code can reach them."""
         for group in groups:
             take = _taker(group)
@@ -131,7 +131,7 @@ class UserWrites:
         ]
 
     @staticmethod
-    def check_copies(name: str, groups: Sequence[ShardGroup]) -> None:
+    def check_copies(name: str, groups: Sequence[ParamGroup]) -> None:
         """Raise StateError if full parameters are not what the shards of unit ``name`` are, as far as this rank can see."""
         for group in groups:
             param = _differing(group)
@@ -143,7 +143,7 @@ class UserWrites:
                 )
 
     @staticmethod
-    def check_sub(name: str, params: Sequence[UnitParam]) -> None:
+    def check_sub(name: str, params: Sequence[ShardedParam]) -> None:
         """Raise StateError if somebody has written to what unit ``name`` keeps on a smaller mesh."""
         for param in params:
             if param.subsharded is not None and param.subsharded._version:
@@ -154,15 +154,15 @@ class UserWrites:
                 )
 
 
-def _own_rows(group: ShardGroup) -> OwnRows:
+def _own_rows(group: ParamGroup) -> OwnRows:
     return OwnRows(group.axes.shard_rank, group.compression if group.gather_coding is not None else None)
 
 
-def _is_written_unseen(group: ShardGroup, param: UnitParam, full: nn.Parameter) -> bool:
+def _is_written_unseen(group: ParamGroup, param: ShardedParam, full: nn.Parameter) -> bool:
     return may_be_written(full) and not (param.local.numel() and _own_rows(group).are_as_gathered(param, full))
 
 
-def _add_written(group: ShardGroup, found: Written) -> None:
+def _add_written(group: ParamGroup, found: Written) -> None:
     packing = group.packing
     if packing is None:
         return
@@ -193,7 +193,7 @@ def _add_written(group: ShardGroup, found: Written) -> None:
                 found.append((group, param))
 
 
-def _look_for_touched(group: ShardGroup, looks_at_all: bool) -> None:
+def _look_for_touched(group: ParamGroup, looks_at_all: bool) -> None:
     packing = group.packing
     if packing is None or not group.is_collective or not group.place.on.has_values:
         return
@@ -208,7 +208,7 @@ def _look_for_touched(group: ShardGroup, looks_at_all: bool) -> None:
                 bucket.has_touched = bucket.has_touched or param in bucket.params
 
 
-def _bring_back(group: ShardGroup, param: UnitParam) -> None:
+def _bring_back(group: ParamGroup, param: ShardedParam) -> None:
     full = param.full
     assert full is not None
     _own_rows(group).bring_back(param, full)
@@ -223,11 +223,11 @@ def _bring_back(group: ShardGroup, param: UnitParam) -> None:
         param.full_address = full.data_ptr()
 
 
-def _taker(group: ShardGroup) -> Callable[[UnitParam], None]:
+def _taker(group: ParamGroup) -> Callable[[ShardedParam], None]:
     """Return what an idle parameter calls when somebody has written to it; it does not hold the group."""
     ref = weakref.ref(group)
 
-    def take(param: UnitParam) -> None:
+    def take(param: ShardedParam) -> None:
         mine = ref()
         if mine is not None and not param.is_its_full_form:
             _bring_back(mine, param)
@@ -236,9 +236,9 @@ def _taker(group: ShardGroup) -> Callable[[UnitParam], None]:
     return take
 
 
-def _differing(group: ShardGroup) -> UnitParam | None:
+def _differing(group: ParamGroup) -> ShardedParam | None:
     packing = group.packing
-    if group.place.on.has_lanes or packing is None or not group.is_collective:
+    if group.place.on.has_streams or packing is None or not group.is_collective:
         return None
     if group.compression is not None and group.gather_coding is not None:
         own = _own_rows(group)

@@ -1,4 +1,4 @@
-"""Step an element-wise optimizer over local pieces, in as few updates as memory allows."""
+"""Step an element-wise optimizer over local slices, in as few updates as memory allows."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from shardwise.optim.flat import (
     packed,
     split_state,
 )
-from shardwise.optim.pieces import (
+from shardwise.optim.slices import (
     Closure,
     MakeOptimizer,
     Params,
     ParamSlice,
-    PerPiece,
+    PerSlice,
     Values,
     gradient_of,
     is_sharded_tensor,
     local_of,
     loss_of,
-    state_of_piece,
+    state_of_slice,
 )
 from shardwise.optim.state_dict import load_indexed
 from shardwise.optim.sums import SumsOverRanks, per_element_of, states_after_zeros, why_not_elementwise
 
-# ---- State of single pieces, for those who hold it, while the optimizer has that of several as one.
+# ---- State of single slices, for those who hold it, while the optimizer has that of several as one.
 
 PRUNE_EVERY = 16  # steps between looks whether what was given out is still held
 
 
 class _Part(NamedTuple):
-    """Values of a piece's elements, on the memory of its run; ``address``: where they were when it was made."""
+    """Values of a slice's elements, on the memory of its run; ``address``: where they were when it was made."""
 
     tensor: torch.Tensor
     address: int
 
 
-class GivenState:
-    """Tensors that stand for the state of pieces in runs of several.
+class ExposedState:
+    """Tensors that stand for the state of slices in runs of several.
 
     Values per element are tensors of their own on the memory of the run's state.  Numbers that a run has once, such as a
-    step count, are copies, kept equal in both directions while somebody holds them.  Pieces in runs of their own are not
+    step count, are copies, kept equal in both directions while somebody holds them.  Slices in runs of their own are not
     here: the optimizer has their tensors themselves.
     """
 
@@ -70,46 +70,46 @@ class GivenState:
         self._num_steps = 0
 
     def split(self, run: FlatRun, state: State) -> list[State]:
-        """Return the state of each piece of ``run``, in the tensors that were given out for it before if there are any."""
-        if len(run.pieces) == 1:
+        """Return the state of each slice of ``run``, in the tensors that were given out for it before if there are any."""
+        if len(run.slices) == 1:
             return [state]
         known: list[State] = []
         start = 0
-        for piece, shape in zip(run.pieces, run.shapes, strict=True):
+        for param_slice, shape in zip(run.slices, run.shapes, strict=True):
             parts = {
                 key: part.tensor
-                for key, part in self._parts.get(piece, {}).items()
+                for key, part in self._parts.get(param_slice, {}).items()
                 if part.tensor.data_ptr() != part.address or lies_at(part.tensor, state.get(key), start, shape)
             }
-            known.append({**parts, **self._copies.get(piece, {})})
+            known.append({**parts, **self._copies.get(param_slice, {})})
             start += shape.numel()
         found = split_state(run, state, known)
-        for piece, part, shape in zip(run.pieces, found, run.shapes, strict=True):
+        for param_slice, part, shape in zip(run.slices, found, run.shapes, strict=True):
             tensors = {key: value for key, value in part.items() if isinstance(value, torch.Tensor)}
-            self._parts[piece] = {k: _part(v) for k, v in tensors.items() if is_per_element(v, shape)}
-            self._copies[piece] = {k: v for k, v in tensors.items() if not is_per_element(v, shape)}
+            self._parts[param_slice] = {k: _part(v) for k, v in tensors.items() if is_per_element(v, shape)}
+            self._copies[param_slice] = {k: v for k, v in tensors.items() if not is_per_element(v, shape)}
         self._num_steps = 0
         return found
 
     def merge(self, run: FlatRun, parts: Sequence[State], state: State) -> None:
-        """Remember of ``parts``, the state of the pieces of a new run, what others hold and ``state`` lies under."""
+        """Remember of ``parts``, the state of the slices of a new run, what others hold and ``state`` lies under."""
         start = 0
-        for piece, part, shape in zip(run.pieces, parts, run.shapes, strict=True):
-            self._parts.pop(piece, None)
-            self._copies.pop(piece, None)
-            if len(run.pieces) > 1:
+        for param_slice, part, shape in zip(run.slices, parts, run.shapes, strict=True):
+            self._parts.pop(param_slice, None)
+            self._copies.pop(param_slice, None)
+            if len(run.slices) > 1:
                 held = {k: v for k, v in part.items() if isinstance(v, torch.Tensor) and is_held(v)}
-                self._parts[piece] = {k: _part(v) for k, v in held.items() if lies_at(v, state[k], start, shape)}
-                self._copies[piece] = {k: v for k, v in held.items() if not is_per_element(v, shape)}
+                self._parts[param_slice] = {k: _part(v) for k, v in held.items() if lies_at(v, state[k], start, shape)}
+                self._copies[param_slice] = {k: v for k, v in held.items() if not is_per_element(v, shape)}
             start += shape.numel()
 
     def was_changed(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> bool:
         """Return whether somebody has written to a copy, or moved the memory of a part (``share_memory_`` does)."""
         numbers: dict[tuple[FlatRun, str], float] = {}
-        for run, piece in self._pieces(runs):
-            if any(part.tensor.data_ptr() != part.address for part in self._parts.get(piece, {}).values()):
+        for run, param_slice in self._slices(runs):
+            if any(part.tensor.data_ptr() != part.address for part in self._parts.get(param_slice, {}).values()):
                 return True
-            for key, value in self._copies.get(piece, {}).items():
+            for key, value in self._copies.get(param_slice, {}).items():
                 if value.numel() != 1 or value.device.type != "cpu":
                     if not torch.equal(value, state_of(run)[key]):
                         return True
@@ -129,8 +129,8 @@ class GivenState:
         self._num_steps += 1
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for run, piece in self._pieces(runs):
-            for key, value in self._copies.get(piece, {}).items():
+        for run, param_slice in self._slices(runs):
+            for key, value in self._copies.get(param_slice, {}).items():
                 targets.append(value)
                 sources.append(state_of(run)[key])
         if targets:
@@ -138,8 +138,8 @@ class GivenState:
 
     def mark(self) -> Callable[[], None]:
         """Return what brings back what is given out now, and the numbers in it."""
-        parts = {piece: dict(of) for piece, of in self._parts.items()}
-        copies = {piece: dict(of) for piece, of in self._copies.items()}
+        parts = {param_slice: dict(of) for param_slice, of in self._parts.items()}
+        copies = {param_slice: dict(of) for param_slice, of in self._copies.items()}
         numbers = [(value, value.detach().clone()) for of in copies.values() for value in of.values()]
 
         def put_back() -> None:
@@ -152,12 +152,12 @@ class GivenState:
     def _forget(self) -> None:
         parts = {p: {k: v for k, v in of.items() if is_held(v.tensor)} for p, of in self._parts.items()}
         copies = {p: {k: v for k, v in of.items() if is_held(v)} for p, of in self._copies.items()}
-        self._parts = {piece: of for piece, of in parts.items() if of}
-        self._copies = {piece: of for piece, of in copies.items() if of}
+        self._parts = {param_slice: of for param_slice, of in parts.items() if of}
+        self._copies = {param_slice: of for param_slice, of in copies.items() if of}
 
-    def _pieces(self, runs: Iterable[FlatRun]) -> Iterator[tuple[FlatRun, ParamSlice]]:
+    def _slices(self, runs: Iterable[FlatRun]) -> Iterator[tuple[FlatRun, ParamSlice]]:
         if self._parts or self._copies:
-            yield from ((run, piece) for run in runs if len(run.pieces) > 1 for piece in run.pieces)
+            yield from ((run, param_slice) for run in runs if len(run.slices) > 1 for param_slice in run.slices)
 
 
 def _part(tensor: torch.Tensor) -> _Part:
@@ -174,12 +174,12 @@ MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by 
 
 
 class _Group:
-    """The pieces of one param group and the runs they are in at the moment."""
+    """The slices of one param group and the runs they are in at the moment."""
 
-    def __init__(self, pieces: Sequence[ParamSlice], runs: list[FlatRun]) -> None:
-        self.pieces = list(pieces)
-        self.order = list(range(len(pieces)))
-        self.joins = [False] * len(pieces)
+    def __init__(self, slices: Sequence[ParamSlice], runs: list[FlatRun]) -> None:
+        self.slices = list(slices)
+        self.order = list(range(len(slices)))
+        self.joins = [False] * len(slices)
         self.runs = runs
         self.blocked: frozenset[int] = (
             frozenset()
@@ -194,29 +194,29 @@ class _Group:
 
     @property
     def is_due(self) -> bool:
-        """True if it is time to look whether state that kept pieces apart is still held."""
+        """True if it is time to look whether state that kept slices apart is still held."""
         return bool(self.blocked) and self.num_steps % RETRY_EVERY == 0
 
     def find(self) -> list[LiveSlice]:
-        """Return the pieces with their tensors and gradients of this moment, in ``order``."""
-        pieces = self.pieces
-        return [LiveSlice(pieces[i], local_of(pieces[i]), gradient_of(pieces[i])) for i in self.order]
+        """Return the slices with their tensors and gradients of this moment, in ``order``."""
+        slices = self.slices
+        return [LiveSlice(slices[i], local_of(slices[i]), gradient_of(slices[i])) for i in self.order]
 
 
 class ElementwiseStep:
-    """Runs an element-wise optimizer over plain tensors that share memory with the pieces.
+    """Runs an element-wise optimizer over plain tensors that share memory with the slices.
 
     State lies in the inner optimizer under the runs' tensors.  When gradients come in other memory, or not for all
-    pieces, runs are split (state stays where it is) or joined (it is copied once unless it lies side by side), so a step
-    is always the one that a plain optimizer would make on each piece.
+    slices, runs are split (state stays where it is) or joined (it is copied once unless it lies side by side), so a step
+    is always the one that a plain optimizer would make on each slice.
 
     What :meth:`states` returns are tensors with storages of their own on the live memory, for ever: state that somebody
-    holds is not moved, its piece is updated by itself then.
+    holds is not moved, its slice is updated by itself then.
 
     Args:
         make: builds the optimizer from param groups.
-        groups: parameters, in pieces, and options of each param group.
-        is_flat: join pieces into runs.  is_known: the class is known to be element-wise; else its state is looked at.
+        groups: parameters, in slices, and options of each param group.
+        is_flat: join slices into runs.  is_known: the class is known to be element-wise; else its state is looked at.
 
     Raises: ConfigError for options that need the parameters themselves.
     """
@@ -235,7 +235,7 @@ class ElementwiseStep:
         self._is_known = is_known
         self._params = [list(param) for params, _ in groups for param in params]
         self._groups = [_make_group(params) for params, _ in groups]
-        self._given = GivenState()
+        self._exposed = ExposedState()
         self.optimizer = make(
             [
                 {**options, "params": [run.tensor for run in group.runs]}
@@ -253,7 +253,7 @@ class ElementwiseStep:
         self._params += [list(param) for param in params]
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Run ``closure``, then update the pieces from their gradients of now.
+        """Run ``closure``, then update the slices from their gradients of now.
 
         Raises: StateError if the optimizer turns out to keep state that is not per element.
         """
@@ -266,7 +266,7 @@ class ElementwiseStep:
             for group in self._groups:
                 for run in group.runs:
                     run.tensor.grad = None
-        self._given.follow((run for group in self._groups for run in group.runs), self._state_of)
+        self._exposed.follow((run for group in self._groups for run in group.runs), self._state_of)
         for group in () if self._is_known else self._groups:
             if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
                 self._check_state(group)
@@ -276,13 +276,13 @@ class ElementwiseStep:
         torch_private.step_inside(self.optimizer)
 
     def mark(self) -> Callable[[], None]:
-        """Return what brings back which pieces are in which runs; the optimizer's state and groups are the caller's."""
-        given, put_back_given = self._given, self._given.mark()
+        """Return what brings back which slices are in which runs; the optimizer's state and groups are the caller's."""
+        given, restore_exposed = self._exposed, self._exposed.mark()
         groups = [(group, dict(vars(group))) for group in self._groups]  # a layout replaces lists and changes none
 
         def put_back() -> None:
-            self._given = given
-            put_back_given()
+            self._exposed = given
+            restore_exposed()
             for group, was in groups:
                 vars(group).update(was)
 
@@ -295,12 +295,12 @@ class ElementwiseStep:
 
     def states(self, blank: bool = False) -> Values:
         """Return the state of every parameter that has any; tensors are aliases of the live state."""
-        by_piece = self._blank_states() if blank else self._live_states()
+        by_slice = self._blank_states() if blank else self._live_states()
         found: dict[str, dict[str, Any]] = {}
-        for pieces in self._params:
-            states = [by_piece[piece] for piece in pieces if piece in by_piece]
-            if len(states) == len(pieces):
-                found[pieces[0].name] = _joined(states, pieces)
+        for slices in self._params:
+            states = [by_slice[param_slice] for param_slice in slices if param_slice in by_slice]
+            if len(states) == len(slices):
+                found[slices[0].name] = _joined(states, slices)
         return found
 
     def local_states(self) -> Values:
@@ -310,45 +310,47 @@ class ElementwiseStep:
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options, by the optimizer's own ``load_state_dict``."""
         states: Mapping[ParamSlice, State] = {
-            piece: state_of_piece(values[piece.name], index)
-            for pieces in self._params
-            if pieces[0].name in values
-            for index, piece in enumerate(pieces)
+            param_slice: state_of_slice(values[param_slice.name], index)
+            for slices in self._params
+            if slices[0].name in values
+            for index, param_slice in enumerate(slices)
         }
-        self._groups = [_Group(group.pieces, _alone(group.pieces)) for group in self._groups]
-        self._given = GivenState()
+        self._groups = [_Group(group.slices, _alone(group.slices)) for group in self._groups]
+        self._exposed = ExposedState()
         if self._is_flat:
             states = packed(states, [item for group in self._groups for item in group.find()])
         for index, group in enumerate(self._groups):
             self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
-        load_indexed(self.optimizer, [states.get(piece) for group in self._groups for piece in group.pieces], options)
+        load_indexed(
+            self.optimizer, [states.get(param_slice) for group in self._groups for param_slice in group.slices], options
+        )
 
     def _live_states(self) -> dict[ParamSlice, State]:
         found: dict[ParamSlice, State] = {}
         for group in self._groups:
-            for piece, state in self._states_of(group).items():
-                found[piece] = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            for param_slice, state in self._states_of(group).items():
+                found[param_slice] = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
         return found
 
     def _blank_states(self) -> dict[ParamSlice, State]:
-        pieces = [piece for group in self._groups for piece in group.pieces]
+        slices = [param_slice for group in self._groups for param_slice in group.slices]
         groups = [
-            {**options, "params": [local_of(piece) for piece in group.pieces]}
+            {**options, "params": [local_of(param_slice) for param_slice in group.slices]}
             for options, group in zip(self.optimizer.param_groups, self._groups, strict=True)
         ]
         states = states_after_zeros(self._make, groups)
-        return {piece: state for piece, state in zip(pieces, states, strict=True) if state}
+        return {param_slice: state for param_slice, state in zip(slices, states, strict=True) if state}
 
     def _prepare(self, index: int, group: _Group) -> None:
         found = group.find()
         group.num_steps += 1
         joins = self._joins(index, group, found)
         is_laid_out = joins == group.joins and _is_current(group.runs, found) and not group.is_due
-        if not is_laid_out or self._given.was_changed(group.runs, self._state_of):
+        if not is_laid_out or self._exposed.was_changed(group.runs, self._state_of):
             found = self._lay_out(index, group)
         start = 0
         for run in group.runs:
-            stop = start + len(run.pieces)
+            stop = start + len(run.slices)
             first = found[start].gradient
             if stop - start > 1:
                 run.tensor.grad = flat_over([item.gradient for item in found[start:stop] if item.gradient is not None])
@@ -366,7 +368,7 @@ class ElementwiseStep:
         states = self._states_of(group)
         for run in group.runs:
             self.optimizer.state.pop(run.tensor, None)
-        group.order = list(range(len(group.pieces)))
+        group.order = list(range(len(group.slices)))
         found = group.find()
         if self._is_flat:
             group.order = [group.order[i] for i in in_memory_order(found)]
@@ -376,11 +378,11 @@ class ElementwiseStep:
         for start, stop in _ranges(group.joins):
             run = make_run(found[start:stop])
             group.runs.append(run)
-            parts = [states.get(piece, {}) for piece in run.pieces]
+            parts = [states.get(param_slice, {}) for param_slice in run.slices]
             merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
             if merged:
                 self.optimizer.state[run.tensor] = merged
-            self._given.merge(run, parts, merged)
+            self._exposed.merge(run, parts, merged)
         self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
         return found
 
@@ -388,7 +390,7 @@ class ElementwiseStep:
         self, index: int, group: _Group, found: Sequence[LiveSlice], states: Mapping[ParamSlice, State]
     ) -> tuple[frozenset[int], list[bool]]:
         group.blocked = frozenset()
-        while True:  # a blocked piece starts a run, and the next ones are compared with it instead
+        while True:  # a blocked slice starts a run, and the next ones are compared with it instead
             joins = self._joins(index, group, found)
             more = _mismatches(found, joins, states)
             if not more:
@@ -403,7 +405,7 @@ class ElementwiseStep:
         for run in group.runs:
             state = self._state_of(run)
             if state:
-                found.update(zip(run.pieces, self._given.split(run, state), strict=True))
+                found.update(zip(run.slices, self._exposed.split(run, state), strict=True))
         return found
 
     def _check_state(self, group: _Group) -> None:
@@ -412,7 +414,7 @@ class ElementwiseStep:
             reason = why_not_elementwise(state, run.tensor.shape)
             if reason is not None:
                 raise StateError(
-                    f"{run.pieces[0].name}: {type(self.optimizer).__name__} {reason}. It does not treat every element alone, "
+                    f"{run.slices[0].name}: {type(self.optimizer).__name__} {reason}. It does not treat every element alone, "
                     "so this step was not that of the plain optimizer. Go back to the last checkpoint and pass "
                     "update='whole_matrix'"
                 )
@@ -424,20 +426,20 @@ class ElementwiseStep:
         return CACHED_NUMEL if is_cached else UNLIMITED_NUMEL
 
 
-def _alone(pieces: Sequence[ParamSlice]) -> list[FlatRun]:
-    return [make_run([LiveSlice(piece, local_of(piece), None)]) for piece in pieces]
+def _alone(slices: Sequence[ParamSlice]) -> list[FlatRun]:
+    return [make_run([LiveSlice(param_slice, local_of(param_slice), None)]) for param_slice in slices]
 
 
 def _make_group(params: Params) -> _Group:
-    pieces = [piece for param in params for piece in param]
-    return _Group(pieces, _alone(pieces))
+    slices = [param_slice for param in params for param_slice in param]
+    return _Group(slices, _alone(slices))
 
 
-def _joined(states: Sequence[State], pieces: Sequence[ParamSlice]) -> State:
-    """Return the state of a parameter from that of its ``pieces``."""
-    shape = local_of(pieces[0]).shape
+def _joined(states: Sequence[State], slices: Sequence[ParamSlice]) -> State:
+    """Return the state of a parameter from that of its ``slices``."""
+    shape = local_of(slices[0]).shape
     return {
-        key: PerPiece(state[key] for state in states)
+        key: PerSlice(state[key] for state in states)
         if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
         else value
         for key, value in states[0].items()
@@ -449,22 +451,22 @@ def _is_current(runs: Sequence[FlatRun], found: Sequence[LiveSlice]) -> bool:
     for run in runs:
         if run.tensor.numel() and found[start].local.data_ptr() != run.address:
             return False
-        if len(run.pieces) == 1:
+        if len(run.slices) == 1:
             local = found[start].local
             if local.shape != run.tensor.shape or local.stride() != run.tensor.stride():
                 return False
-        start += len(run.pieces)
+        start += len(run.slices)
     return True
 
 
 def _mismatches(
     found: Sequence[LiveSlice], joins: Sequence[bool], states: Mapping[ParamSlice, State]
 ) -> frozenset[int]:
-    """Return the places where a join has to end because of the state of the pieces."""
+    """Return the places where a join has to end because of the state of the slices."""
     wrong: set[int] = set()
     chain: Chain | None = None
     for index, (item, joined) in enumerate(zip(found, joins, strict=True)):
-        state, shape = states.get(item.piece, {}), item.local.shape
+        state, shape = states.get(item.param_slice, {}), item.local.shape
         if chain is None or not joined or not chain.take(state, shape):
             if joined:
                 wrong.add(index)
@@ -481,13 +483,13 @@ def _ranges(joins: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 class SummedStep(ElementwiseStep):
-    """Runs such an optimizer piece by piece; each of its sums is one all-reduce of one number.
+    """Runs such an optimizer slice by slice; each of its sums is one all-reduce of one number.
 
     Raises: ConfigError for parameters that are not all sharded over the same ranks.
     """
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
-        # Joined pieces would be other sums on ranks whose memory lies otherwise.
+        # Joined slices would be other sums on ranks whose memory lies otherwise.
         super().__init__(make, groups, is_flat=False, is_known=False)
         self._places = _places_of([params for params, _ in groups], type(self.optimizer).__name__)
 

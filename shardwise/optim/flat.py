@@ -1,7 +1,7 @@
-"""Runs: pieces that lie one after the other in memory, parameters and gradients alike, updated as one 1-D tensor.
+"""Runs: slices that lie one after the other in memory, parameters and gradients alike, updated as one 1-D tensor.
 
 Found by address alone, so nothing here knows of units: whoever packs shards and gradients into flat memory gets one
-update per run, and whoever does not gets one per piece.
+update per run, and whoever does not gets one per slice.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.collectives.buffer_pool import are_neighbours, carve, join_from
-from shardwise.optim.pieces import ParamSlice, local_of
+from shardwise.collectives.buffer_pool import are_neighbours, join_from, suballocate
+from shardwise.optim.slices import ParamSlice, local_of
 from shardwise.torch_private import storage_use_count
 
 State = dict[str, Any]
 
 
 class LiveSlice(NamedTuple):
-    """A piece as it is in this step (a NamedTuple: one is made per piece and step)."""
+    """A slice as it is in this step (a NamedTuple: one is made per slice and step)."""
 
-    piece: ParamSlice
+    param_slice: ParamSlice
     local: torch.Tensor
     gradient: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatRun:
-    """Pieces that the optimizer sees as one tensor.
+    """Slices that the optimizer sees as one tensor.
 
     Attributes:
-        tensor: what the optimizer holds, sharing the pieces' memory: of the piece's shape for one piece, else 1-D.
-        shapes: of the pieces.
+        tensor: what the optimizer holds, sharing the slices' memory: of the slice's shape for one slice, else 1-D.
+        shapes: of the slices.
         address: where the run starts.
     """
 
     tensor: torch.Tensor
-    pieces: tuple[ParamSlice, ...]
+    slices: tuple[ParamSlice, ...]
     shapes: tuple[torch.Size, ...]
     address: int
 
@@ -52,7 +52,7 @@ def in_memory_order(found: Sequence[LiveSlice]) -> list[int]:
 def find_joins(found: Sequence[LiveSlice], blocked: frozenset[int], max_numel: int) -> list[bool]:
     """Return for each item whether it continues the one before: the same gap-free memory, in gradients too.
 
-    Gaps end a run even where they are padding: what lies in one cannot be known.  An empty piece joins any run that has
+    Gaps end a run even where they are padding: what lies in one cannot be known.  An empty slice joins any run that has
     a gradient.  ``blocked`` items never join; no run grows beyond ``max_numel`` elements by joining.
     """
     joins: list[bool] = []
@@ -92,16 +92,18 @@ def find_joins(found: Sequence[LiveSlice], blocked: frozenset[int], max_numel: i
 
 def make_run(found: Sequence[LiveSlice]) -> FlatRun:
     """Return the run of ``found``, which :func:`find_joins` has joined."""
-    pieces = tuple(item.piece for item in found)
+    slices = tuple(item.param_slice for item in found)
     shapes = tuple(item.local.shape for item in found)
     first = found[0].local
     tensor = _alone(found[0]) if len(found) == 1 else flat_over([item.local for item in found])
-    return FlatRun(tensor, pieces, shapes, first.data_ptr())
+    return FlatRun(tensor, slices, shapes, first.data_ptr())
 
 
 def _alone(item: LiveSlice) -> torch.Tensor:
-    """Return what an optimizer may hold of one piece: no alias if it can be helped, or its memory would count as held."""
-    is_hidden = isinstance(item.piece.param, DTensor) and not item.local.requires_grad  # it has no gradient of its own
+    """Return what an optimizer may hold of one slice: no alias if it can be helped, or its memory would count as held."""
+    is_hidden = (
+        isinstance(item.param_slice.param, DTensor) and not item.local.requires_grad
+    )  # it has no gradient of its own
     return item.local if is_hidden else item.local.detach()
 
 
@@ -122,19 +124,19 @@ def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def split_state(run: FlatRun, state: State, known: Sequence[State] = ()) -> list[State]:
-    """Return the state of each piece: values per element as tensors of their own on the memory of ``state``, others copied.
+    """Return the state of each slice: values per element as tensors of their own on the memory of ``state``, others copied.
 
     ``known``: what of it there is already.
     """
-    if len(run.pieces) == 1:
+    if len(run.slices) == 1:
         return [state]
-    parts: list[State] = [dict(part) for part in known] or [{} for _ in run.pieces]
+    parts: list[State] = [dict(part) for part in known] or [{} for _ in run.slices]
     for key, value in state.items():
         if is_per_element(value, run.tensor.shape):
             start = 0
             for part, shape in zip(parts, run.shapes, strict=True):
                 if key not in part:
-                    part[key] = carve(value, start, shape).detach()
+                    part[key] = suballocate(value, start, shape).detach()
                 start += shape.numel()
         else:
             for part in parts:
@@ -146,7 +148,7 @@ def split_state(run: FlatRun, state: State, known: Sequence[State] = ()) -> list
 
 
 def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State:
-    """Return one state for pieces that :func:`can_merge`; no copy where the parts are neighbours already."""
+    """Return one state for slices that :func:`can_merge`; no copy where the parts are neighbours already."""
     merged: State = {}
     for key, value in states[0].items():
         if is_per_element(value, shapes[0]):
@@ -159,7 +161,7 @@ def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State
 
 
 def can_merge(first: State, shape: torch.Size, other: State, other_shape: torch.Size) -> bool:
-    """Return True if two pieces differ in values per element only: one step count serves both."""
+    """Return True if two slices differ in values per element only: one step count serves both."""
     if first.keys() != other.keys():
         return False
     for key, left in first.items():
@@ -186,7 +188,7 @@ def is_held(value: torch.Tensor) -> bool:
 
 
 class Chain:
-    """Pieces that are about to become a run, and whether the memory of their state allows it.
+    """Slices that are about to become a run, and whether the memory of their state allows it.
 
     State that lies together stays where it is; else it is copied, unless somebody holds a part of it.
     """
@@ -199,7 +201,7 @@ class Chain:
         self._follow(state, shape)
 
     def take(self, state: State, shape: torch.Size) -> bool:
-        """Add a piece with this state if it can be merged with those before; return whether it was."""
+        """Add a slice with this state if it can be merged with those before; return whether it was."""
         if not can_merge(self._head, self._head_shape, state, shape):
             return False
         held = self._holds(state, shape)
@@ -226,14 +228,14 @@ class Chain:
 
 
 def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> dict[ParamSlice, State]:
-    """Return ``states`` with values per element side by side, as their pieces are to be joined: nothing moves later then."""
-    copies = {piece: dict(state) for piece, state in states.items()}
+    """Return ``states`` with values per element side by side, as their slices are to be joined: nothing moves later then."""
+    copies = {param_slice: dict(state) for param_slice, state in states.items()}
     rows: dict[str, list[tuple[State, torch.Tensor]]] = {}
     for index in in_memory_order(found):
         item = found[index]
-        for key, value in copies.get(item.piece, {}).items():
+        for key, value in copies.get(item.param_slice, {}).items():
             if is_per_element(value, item.local.shape) and value.dtype == item.local.dtype:
-                rows.setdefault(key, []).append((copies[item.piece], value))
+                rows.setdefault(key, []).append((copies[item.param_slice], value))
     for key, row in rows.items():
         by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[State, torch.Tensor]]] = {}
         for state, value in row:
@@ -244,35 +246,35 @@ def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> di
             memory = torch.cat([value.reshape(-1) for _, value in members])
             start = 0
             for state, value in members:
-                state[key] = carve(memory, start, value.shape).detach()
+                state[key] = suballocate(memory, start, value.shape).detach()
                 start += value.numel()
     return copies
 
 
-def room_for(
-    pieces: Sequence[ParamSlice], dtypes: Mapping[str, Mapping[str, torch.dtype]]
+def empty_states(
+    slices: Sequence[ParamSlice], dtypes: Mapping[str, Mapping[str, torch.dtype]]
 ) -> dict[ParamSlice, dict[str, torch.Tensor]]:
-    """Return new memory per piece and key of ``dtypes``, which has the dtypes by the piece's name, as :func:`packed` packs.
+    """Return new memory per slice and key of ``dtypes``, which has the dtypes by the slice's name, as :func:`packed` packs.
 
-    One allocation per key, dtype and device; values of another dtype than the piece's lie by themselves.
+    One allocation per key, dtype and device; values of another dtype than the slice's lie by themselves.
     """
-    found = [LiveSlice(piece, local_of(piece), None) for piece in pieces]
-    rooms: dict[ParamSlice, dict[str, torch.Tensor]] = {piece: {} for piece in pieces}
+    found = [LiveSlice(param_slice, local_of(param_slice), None) for param_slice in slices]
+    targets: dict[ParamSlice, dict[str, torch.Tensor]] = {param_slice: {} for param_slice in slices}
     rows: dict[tuple[str, torch.dtype, torch.device], list[LiveSlice]] = {}
     for index in in_memory_order(found):
         item = found[index]
-        for key, dtype in dtypes[item.piece.name].items():
+        for key, dtype in dtypes[item.param_slice.name].items():
             if dtype == item.local.dtype:
                 rows.setdefault((key, dtype, item.local.device), []).append(item)
             else:
-                rooms[item.piece][key] = torch.empty(item.local.shape, dtype=dtype, device=item.local.device)
+                targets[item.param_slice][key] = torch.empty(item.local.shape, dtype=dtype, device=item.local.device)
     for (key, dtype, device), items in rows.items():
         memory = torch.empty(sum(item.local.numel() for item in items), dtype=dtype, device=device)
         start = 0
         for item in items:
-            rooms[item.piece][key] = carve(memory, start, item.local.shape).detach()
+            targets[item.param_slice][key] = suballocate(memory, start, item.local.shape).detach()
             start += item.local.numel()
-    return rooms
+    return targets
 
 
 def lies_at(known: torch.Tensor, value: object, start: int, shape: torch.Size) -> bool:

@@ -19,14 +19,14 @@ from shardwise.fsdp.clip import Limit, OwnedGradient, Part, clip_parts, part_of
 from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep
-from shardwise.optim.flat import room_for
-from shardwise.optim.pieces import (
+from shardwise.optim.flat import empty_states
+from shardwise.optim.slices import (
     Closure,
     MakeOptimizer,
     Members,
+    OptimizerBackend,
     Params,
     ParamSlice,
-    Stepper,
     UpdateRule,
     Values,
     after_load,
@@ -38,8 +38,8 @@ from shardwise.optim.pieces import (
     is_known,
     is_sharded_tensor,
     local_of,
-    pieces_of,
-    state_of_piece,
+    slices_of,
+    state_of_slice,
     update_rule,
 )
 from shardwise.optim.state_dict import (
@@ -67,23 +67,23 @@ from shardwise.optim.state_dict import (
 from shardwise.optim.sums import states_after_zeros, takes_sums, why_not_cut
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
-# ---- The ways to run an optimizer: on pieces, with sums over ranks or none, on whole matrices, or as it is.
+# ---- The ways to run an optimizer: on slices, with sums over ranks or none, on whole matrices, or as it is.
 
 
-def make_stepper(
+def make_backend(
     make: MakeOptimizer,
     optimizer_class: type[Optimizer],
     groups: Sequence[tuple[Params, Mapping[str, Any]]],
     declared: UpdateRule | None,
     is_flat: bool,
-) -> Stepper:
+) -> OptimizerBackend:
     """Return the way to run ``optimizer_class`` over ``groups``.
 
     Raises: ConfigError if none is right.
     """
-    pieces = [piece for params, _ in groups for param in params for piece in param]
-    is_plain = not any(isinstance(p.param, DTensor) or is_sharded_tensor(p.param) for p in pieces)
-    has_sums, device = False, local_of(pieces[0]).device
+    slices = [param_slice for params, _ in groups for param in params for param_slice in param]
+    is_plain = not any(isinstance(p.param, DTensor) or is_sharded_tensor(p.param) for p in slices)
+    has_sums, device = False, local_of(slices[0]).device
     try:
         rule = update_rule(optimizer_class, declared)
         if rule == "elementwise" and not is_known(optimizer_class):
@@ -126,9 +126,9 @@ class PlainStep:
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
         self._make = make
-        self._params = [piece for params, _ in groups for (piece,) in params]
+        self._params = [param_slice for params, _ in groups for (param_slice,) in params]
         self.optimizer = make(
-            [{**options, "params": [piece.param for (piece,) in params]} for params, options in groups]
+            [{**options, "params": [param_slice.param for (param_slice,) in params]} for params, options in groups]
         )
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -142,23 +142,23 @@ class PlainStep:
 
     def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
         """Add a param group of plain tensors.  Raises: ConfigError for sharded ones."""
-        pieces = [piece for param in params for piece in param]
-        sharded = [p.name for p in pieces if isinstance(p.param, DTensor) or is_sharded_tensor(p.param)]
+        slices = [param_slice for param in params for param_slice in param]
+        sharded = [p.name for p in slices if isinstance(p.param, DTensor) or is_sharded_tensor(p.param)]
         if sharded:
             raise ConfigError(
                 f"{type(self.optimizer).__name__} was set up for plain tensors and {sharded} are sharded; put them into "
                 "a ShardedOptimizer of their own"
             )
-        self.optimizer.add_param_group({**options, "params": [piece.param for piece in pieces]})
-        self._params += pieces
+        self.optimizer.add_param_group({**options, "params": [param_slice.param for param_slice in slices]})
+        self._params += slices
 
     def states(self, blank: bool = False) -> Values:
         """Return the live state, or the state after a step on zeros."""
         if blank:
             states = states_after_zeros(self._make, self.optimizer.param_groups, closure=lambda: 0.0)
         else:
-            states = [dict(self.optimizer.state.get(piece.param, {})) for piece in self._params]
-        return {piece.name: state for piece, state in zip(self._params, states, strict=True) if state}
+            states = [dict(self.optimizer.state.get(param_slice.param, {})) for param_slice in self._params]
+        return {param_slice.name: state for param_slice, state in zip(self._params, states, strict=True) if state}
 
     def local_states(self) -> Values:
         """Return the live state."""
@@ -166,7 +166,7 @@ class PlainStep:
 
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options."""
-        states = [state_of_piece(values[p.name], 0) if p.name in values else None for p in self._params]
+        states = [state_of_slice(values[p.name], 0) if p.name in values else None for p in self._params]
         load_indexed(self.optimizer, states, options)
 
 
@@ -271,7 +271,7 @@ class ShardedOptimizer(Optimizer):
         groups: options per name pattern, ``[{"names": ["*.bias", "norm*"], "weight_decay": 0.0}]``.  A parameter goes to
             the first group that it matches, the others to a last one with the defaults.
         update: ``"elementwise"`` or ``"whole_matrix"`` for a class that is not known (or set the class attribute
-            ``sharded_update``); see :func:`shardwise.optim.pieces.update_rule`.
+            ``sharded_update``); see :func:`shardwise.optim.slices.update_rule`.
         flat: False to update every shard by itself.
 
     Attributes:
@@ -311,15 +311,15 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         note("init", "ShardedOptimizer")
         self.named_params: dict[str, torch.Tensor] = checked_params(named_params)
-        self._pieces: dict[str, list[ParamSlice]] = {n: pieces_of(n, p) for n, p in self.named_params.items()}
+        self._slices: dict[str, list[ParamSlice]] = {n: slices_of(n, p) for n, p in self.named_params.items()}
         split = split_by_pattern(list(self.named_params), groups)
 
         def make(param_groups: list[dict[str, Any]]) -> Optimizer:
             return optimizer_class(param_groups, *optimizer_args, **optimizer_kwargs)
 
-        wanted = [([self._pieces[name] for name in names], options) for names, options in split]
-        self._stepper: Stepper = make_stepper(make, optimizer_class, wanted, update, flat)
-        inner = self._stepper.optimizer
+        wanted = [([self._slices[name] for name in names], options) for names, options in split]
+        self._backend: OptimizerBackend = make_backend(make, optimizer_class, wanted, update, flat)
+        inner = self._backend.optimizer
         outer = [
             {**options_of(group), "params": [self.named_params[name] for name in names]}
             for group, (names, _) in zip(inner.param_groups, split, strict=True)
@@ -339,14 +339,14 @@ class ShardedOptimizer(Optimizer):
         Raises: StateError on every rank if a whole-matrix optimizer fails on an owner.
         """
         self._members.check(self.param_groups)
-        stepper = self._stepper
+        backend = self._backend
         with torch.no_grad():
-            return step_in_sync(stepper.step, closure, self.param_groups, stepper.optimizer.param_groups)
+            return step_in_sync(backend.step, closure, self.param_groups, backend.optimizer.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters and local shards, or make them zero."""
-        for pieces in self._pieces.values():
-            clear_gradient(pieces, set_to_none)
+        for slices in self._slices.values():
+            clear_gradient(slices, set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -361,9 +361,11 @@ class ShardedOptimizer(Optimizer):
         for name, param in self.named_params.items():
             if is_sharded_tensor(param):
                 group = torch_private.process_group_of(param)
-                gradients = [gradient_of(piece) for piece in self._pieces[name] if piece.stand_in is None]
+                gradients = [
+                    gradient_of(param_slice) for param_slice in self._slices[name] if param_slice.stand_in is None
+                ]
                 parts += [Part(g.detach(), group, group.size()) for g in gradients if g is not None] or [
-                    Part(local_of(self._pieces[name][0]).detach()[:0], group, group.size())
+                    Part(local_of(self._slices[name][0]).detach()[:0], group, group.size())
                 ]
             elif isinstance(param.grad, OwnedGradient):
                 owned.append(param.grad)
@@ -386,15 +388,15 @@ class ShardedOptimizer(Optimizer):
         again = sorted(name for name, param in found.items() if id(param) in tensors)
         if known or again:
             raise ConfigError(f"parameters {known or again} are in the optimizer already; leave them out of the group")
-        pieces = {name: pieces_of(name, param) for name, param in found.items()}
-        self._stepper.add_group(list(pieces.values()), options_of(param_group))
+        slices = {name: slices_of(name, param) for name, param in found.items()}
+        self._backend.add_group(list(slices.values()), options_of(param_group))
         super().add_param_group(
-            {**options_of(self._stepper.optimizer.param_groups[-1]), "params": list(found.values())}
+            {**options_of(self._backend.optimizer.param_groups[-1]), "params": list(found.values())}
         )
         self.param_groups[-1] = OwnGroup(self.param_groups[-1], list(found))
         self._members = Members(self.param_groups)
         self.named_params.update(found)
-        self._pieces.update(pieces)
+        self._slices.update(slices)
 
     # ---- state ----
 
@@ -419,7 +421,7 @@ class ShardedOptimizer(Optimizer):
         torch's ``flatten_optimizer_state_dict``, for checkpoints that others of that form read.
         """
         before_state_dict(self)
-        result = after_state_dict(self, self._named_dict(self._stepper.states()))
+        result = after_state_dict(self, self._named_dict(self._backend.states()))
         return result if form == "named" else in_form(form, result["state"], result["param_groups"])
 
     def blank_state_dict(self, form: StateForm = "named", checkpoint: Checkpoint | None = None) -> dict[str, Any]:
@@ -438,7 +440,7 @@ class ShardedOptimizer(Optimizer):
             >>> optimizer.load_state_dict(found)  # doctest: +SKIP
         """
         with self._synced_options():
-            states = self._stepper.states(blank=True)
+            states = self._backend.states(blank=True)
         found = self._named_dict(states)
         if checkpoint is not None:
             # Names as they are in the form: by the plain optimizer's indices in one of them.
@@ -486,12 +488,12 @@ class ShardedOptimizer(Optimizer):
                 raise ConfigError(f"state of {saved_key!r} belongs to no parameter of the loaded param_groups")
             given[name] = values
         options = [options_of(group) for group in groups]
-        if adopt and isinstance(self._stepper, WholeMatrixStep):
-            self._stepper.load_whole(given, options)
+        if adopt and isinstance(self._backend, WholeMatrixStep):
+            self._backend.load_whole(given, options)
         else:
-            self._stepper.load(self._unwrapped(given, adopt), options)
+            self._backend.load(self._unwrapped(given, adopt), options)
         copy_options(options, self.param_groups)
-        copy_options(self._stepper.optimizer.param_groups, self.param_groups)
+        copy_options(self._backend.optimizer.param_groups, self.param_groups)
         after_load(self)
 
     # ---- what else the inner optimizer has ----
@@ -502,15 +504,15 @@ class ShardedOptimizer(Optimizer):
         Raises: AttributeError if it has none, ConfigError for a method of a whole-matrix optimizer over shards, whose
             parameters are whole in a step alone.
         """
-        stepper: Stepper | None = self.__dict__.get("_stepper")
-        if stepper is None or name.startswith("_"):
+        backend: OptimizerBackend | None = self.__dict__.get("_backend")
+        if backend is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        found: Any = getattr(stepper.optimizer, name)
+        found: Any = getattr(backend.optimizer, name)
         if not inspect.ismethod(found):
             return found
-        if isinstance(stepper, WholeMatrixStep):
+        if isinstance(backend, WholeMatrixStep):
             raise ConfigError(
-                f"{type(stepper.optimizer).__name__}.{name}() works on parameters, which a whole-matrix optimizer over shards "
+                f"{type(backend.optimizer).__name__}.{name}() works on parameters, which a whole-matrix optimizer over shards "
                 "has whole in a step alone; say update='elementwise' if it updates every element by itself"
             )
 
@@ -528,15 +530,15 @@ class ShardedOptimizer(Optimizer):
     # ---- inside ----
 
     def _unwrapped(self, given: Mapping[str, Mapping[str, Any]], adopt: bool) -> dict[str, dict[str, Any]]:
-        is_elementwise = self._stepper.is_elementwise
+        is_elementwise = self._backend.is_elementwise
         return {
-            name: {key: unwrap(name, key, v, self._pieces[name], is_elementwise, adopt) for key, v in values.items()}
+            name: {key: unwrap(name, key, v, self._slices[name], is_elementwise, adopt) for key, v in values.items()}
             for name, values in given.items()
         }
 
     def _synced_options(self) -> AbstractContextManager[None]:
         self._members.check(self.param_groups)
-        return synced_options(self.param_groups, self._stepper.optimizer.param_groups)
+        return synced_options(self.param_groups, self._backend.optimizer.param_groups)
 
     def _names_by_group(self) -> list[list[str]]:
         self._members.check(self.param_groups)
@@ -549,7 +551,7 @@ class ShardedOptimizer(Optimizer):
     def _named_dict(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         names = self._names()
         entries = {
-            name: {key: wrap(self._pieces[name], value) for key, value in states[name].items()}
+            name: {key: wrap(self._slices[name], value) for key, value in states[name].items()}
             for name in names
             if name in states
         }
@@ -561,8 +563,8 @@ class ShardedOptimizer(Optimizer):
 
     def _state_by_param(self) -> dict[torch.Tensor, Mapping[str, Any]]:
         return {
-            self.named_params[name]: HeldState({key: wrap(self._pieces[name], value) for key, value in entry.items()})
-            for name, entry in self._stepper.local_states().items()
+            self.named_params[name]: HeldState({key: wrap(self._slices[name], value) for key, value in entry.items()})
+            for name, entry in self._backend.local_states().items()
         }
 
 
@@ -570,26 +572,29 @@ def _moved(value: Any, to_cpu: bool) -> Any:
     return value.cpu() if to_cpu and isinstance(value, torch.Tensor) else value
 
 
-def stepper_of(optimizer: ShardedOptimizer) -> Stepper:
+def optimizer_backend(optimizer: ShardedOptimizer) -> OptimizerBackend:
     """Return how the inner optimizer is run."""
-    return optimizer._stepper  # pyright: ignore[reportPrivateUsage]
+    return optimizer._backend  # pyright: ignore[reportPrivateUsage]
 
 
 def whole_state_names(optimizer: ShardedOptimizer) -> frozenset[str] | None:
     """Return the parameters whose state this rank has whole; None unless whole matrices are stepped of sharded parameters."""
-    stepper = stepper_of(optimizer)
-    return frozenset(stepper.held_names) if isinstance(stepper, WholeMatrixStep) else None
+    backend = optimizer_backend(optimizer)
+    return frozenset(backend.held_names) if isinstance(backend, WholeMatrixStep) else None
 
 
-def room_for_state(
+def empty_state_of(
     optimizer: ShardedOptimizer, dtypes: Mapping[str, Mapping[str, torch.dtype]]
 ) -> dict[str, dict[str, list[torch.Tensor]]]:
-    """Return new memory for state with a number per element, by parameter and key: one tensor per local piece.
+    """Return new memory for state with a number per element, by parameter and key: one tensor per local slice.
 
     It lies as such state will lie in ``optimizer``, so that ``load_state_dict`` with ``adopt`` copies nothing.
-    ``dtypes``: by name of the parameter and key.  On the devices of the pieces.
+    ``dtypes``: by name of the parameter and key.  On the devices of the slices.
     """
-    pieces = optimizer._pieces  # pyright: ignore[reportPrivateUsage]
+    slices = optimizer._slices  # pyright: ignore[reportPrivateUsage]
     names = [name for name in optimizer._names() if name in dtypes]  # pyright: ignore[reportPrivateUsage]
-    rooms = room_for([piece for name in names for piece in pieces[name]], dtypes)
-    return {name: {key: [rooms[piece][key] for piece in pieces[name]] for key in dtypes[name]} for name in names}
+    targets = empty_states([param_slice for name in names for param_slice in slices[name]], dtypes)
+    return {
+        name: {key: [targets[param_slice][key] for param_slice in slices[name]] for key in dtypes[name]}
+        for name in names
+    }

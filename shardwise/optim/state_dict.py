@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwise import torch_private
 from shardwise.collectives.owned import sum_bytes
 from shardwise.errors import ConfigError, LayoutError, StateError
-from shardwise.optim.pieces import ParamSlice, PerPiece, copied, in_order_of, local_boxes, local_of
+from shardwise.optim.slices import ParamSlice, PerSlice, copied, in_order_of, local_boxes, local_of
 
 # ---- State under parameter names, as values that checkpoints can save and reshard.
 
@@ -144,25 +144,25 @@ class StateView(_ReadOnly, Mapping[torch.Tensor, Mapping[str, Any]]):
         return len(self._read())
 
 
-def wrap(pieces: Sequence[ParamSlice], value: Any) -> Any:
+def wrap(slices: Sequence[ParamSlice], value: Any) -> Any:
     """Return a state value as users see it: one per element is of the parameter's kind."""
-    if not isinstance(value, PerPiece):
+    if not isinstance(value, PerSlice):
         return value
-    first, param = value[0], pieces[0].param
+    first, param = value[0], slices[0].param
     if isinstance(param, DTensor):
         spec = torch_private.spec_of(param)
         if first.dtype != param.dtype:
             spec = torch_private.make_spec(spec.mesh, spec.placements, param.shape, param.stride(), first.dtype)
         return torch_private.dtensor_from_local(first, spec)
     if isinstance(param, ShardedTensor):
-        return torch_private.sharded_tensor_like(param, [] if pieces[0].stand_in is not None else list(value))
+        return torch_private.sharded_tensor_like(param, [] if slices[0].stand_in is not None else list(value))
     return first
 
 
 def unwrap(
-    name: str, key: str, value: Any, pieces: Sequence[ParamSlice], is_elementwise: bool, adopt: bool = False
+    name: str, key: str, value: Any, slices: Sequence[ParamSlice], is_elementwise: bool, adopt: bool = False
 ) -> Any:
-    """Return a state value of any kind (DTensor, ShardedTensor, whole tensor) cut into the parameter's pieces.
+    """Return a state value of any kind (DTensor, ShardedTensor, whole tensor) cut into the parameter's slices.
 
     What is not per element comes back as it is; ``is_elementwise`` optimizers have such state as single numbers only.
 
@@ -171,23 +171,23 @@ def unwrap(
     has other placements than the parameter.
     Raises: LayoutError if it does not fit.
     """
-    param = pieces[0].param
+    param = slices[0].param
     if isinstance(value, DTensor):
         if tuple(value.shape) != tuple(param.shape):
             raise LayoutError(_misfit(name, key, value, param))
         if isinstance(param, DTensor) and value.device_mesh == param.device_mesh:
             if adopt and value.placements == param.placements:
-                return PerPiece([torch_private.wait_tensor(torch_private.local_of(value))])
+                return PerSlice([torch_private.wait_tensor(torch_private.local_of(value))])
             placed = value.redistribute(placements=param.placements)
             local = torch_private.wait_tensor(torch_private.local_of(placed))
-            return PerPiece([local.clone()])
+            return PerSlice([local.clone()])
         value = value.full_tensor()
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
-        held = [] if pieces[0].stand_in is not None else list(pieces)
-        if local_boxes(value) == [piece.box for piece in held]:
-            return PerPiece(
-                [s.tensor if adopt else s.tensor.clone() for s in shards] or [_like_stand_in(pieces[0], value.dtype)]
+        held = [] if slices[0].stand_in is not None else list(slices)
+        if local_boxes(value) == [param_slice.box for param_slice in held]:
+            return PerSlice(
+                [s.tensor if adopt else s.tensor.clone() for s in shards] or [_like_stand_in(slices[0], value.dtype)]
             )
         value = gather_sharded(value)
     if not isinstance(value, torch.Tensor):
@@ -201,8 +201,8 @@ def unwrap(
         return copied(value)
     if value.dim() and tuple(value.shape) == tuple(param.shape):
         if adopt and type(param) in (torch.Tensor, torch.nn.Parameter) and value.device == param.device:
-            return PerPiece([value])
-        return PerPiece(piece.box.cut(value).to(local_of(piece).device).clone() for piece in pieces)
+            return PerSlice([value])
+        return PerSlice(param_slice.box.cut(value).to(local_of(param_slice).device).clone() for param_slice in slices)
     if is_elementwise and value.dim() and value.numel() > 1:
         raise LayoutError(_misfit(name, key, value, param))
     return copied(value)
@@ -231,9 +231,9 @@ def gather_sharded(value: ShardedTensor) -> torch.Tensor:
     return whole
 
 
-def _like_stand_in(piece: ParamSlice, dtype: torch.dtype) -> torch.Tensor:
-    assert piece.stand_in is not None
-    return torch.empty_like(piece.stand_in, dtype=dtype)
+def _like_stand_in(param_slice: ParamSlice, dtype: torch.dtype) -> torch.Tensor:
+    assert param_slice.stand_in is not None
+    return torch.empty_like(param_slice.stand_in, dtype=dtype)
 
 
 def _misfit(name: str, key: str, value: torch.Tensor, param: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError
-from shardwise.optim.pieces import Closure, MakeOptimizer
+from shardwise.optim.slices import Closure, MakeOptimizer
 from shardwise.optim.state_dict import options_of
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]  # a number of this rank, to be overwritten, into that of all ranks
@@ -225,13 +225,13 @@ def states_after_zeros(
     stand_ins = [[torch.zeros_like(tensor, requires_grad=False) for tensor in group["params"]] for group in groups]
     for tensor in (tensor for tensors in stand_ins for tensor in tensors):
         tensor.grad = torch.zeros_like(tensor)
-    trial = make([{**options_of(g), "params": tensors} for g, tensors in zip(groups, stand_ins, strict=True)])
-    _begin_training(trial)
+    probe = make([{**options_of(g), "params": tensors} for g, tensors in zip(groups, stand_ins, strict=True)])
+    _begin_training(probe)
     if closure is None:
-        torch_private.step_inside(trial)
+        torch_private.step_inside(probe)
     else:
-        trial.step(closure)
-    return [dict(trial.state.get(tensor, {})) for tensors in stand_ins for tensor in tensors]
+        probe.step(closure)
+    return [dict(probe.state.get(tensor, {})) for tensors in stand_ins for tensor in tensors]
 
 
 def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

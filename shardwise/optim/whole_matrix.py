@@ -19,16 +19,16 @@ from shardwise.collectives import owned
 from shardwise.collectives.owned import Expected, Ranks, ranks_along, ranks_of_group
 from shardwise.consistency.agreement import first_difference
 from shardwise.consistency.failure_report import in_short, leave, naming_lost_peers
-from shardwise.consistency.process_groups import break_off
+from shardwise.consistency.process_groups import abort_connections
 from shardwise.errors import DesyncError, StateError
 from shardwise.formatting import format_ranks
 from shardwise.layout import assign_owners
-from shardwise.optim.pieces import (
+from shardwise.optim.slices import (
     Closure,
     MakeOptimizer,
     Params,
     ParamSlice,
-    PerPiece,
+    PerSlice,
     RowBox,
     Values,
     gradient_of,
@@ -36,7 +36,7 @@ from shardwise.optim.pieces import (
     is_sharded_tensor,
     local_of,
     loss_of,
-    state_of_piece,
+    state_of_slice,
     step_cost,
 )
 from shardwise.optim.state_dict import load_indexed
@@ -72,7 +72,7 @@ def _together(act: Callable[[], _T], ranks: Ranks) -> _T:
     except BaseException as error:
         leave(f"{type(error).__name__}: {in_short(error)}")
         if ranks.group is not None and torch_private.is_gloo(ranks.group):
-            break_off(ranks.group)
+            abort_connections(ranks.group)
         raise
 
 
@@ -84,7 +84,7 @@ class Matrix:
     """A parameter that is updated as a whole.
 
     Attributes:
-        pieces: what this rank holds of it.
+        slices: what this rank holds of it.
         owner: the place of its owner in ``Meeting.ranks``; None if every rank holds it whole.
         leaf: what the optimizer of the owner holds; its memory comes for each step.  None on the other ranks.
         boxes: on the owner, what each rank holds.
@@ -95,7 +95,7 @@ class Matrix:
     group_index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[ParamSlice]
+    slices: list[ParamSlice]
     owner: int | None = None
     leaf: torch.Tensor | None = None
     boxes: list[list[RowBox]] | None = None
@@ -120,10 +120,10 @@ class Meeting:
         return self.owned_by(self.ranks.rank)
 
 
-def make_matrix(group_index: int, pieces: list[ParamSlice]) -> Matrix:
-    """Return the matrix of a parameter's pieces, without an owner."""
-    param = pieces[0].param
-    return Matrix(pieces[0].name, group_index, tuple(param.shape), param.dtype, pieces)
+def make_matrix(group_index: int, slices: list[ParamSlice]) -> Matrix:
+    """Return the matrix of a parameter's slices, without an owner."""
+    param = slices[0].param
+    return Matrix(slices[0].name, group_index, tuple(param.shape), param.dtype, slices)
 
 
 def without_memory(matrix: Matrix, device: torch.device | None = None) -> torch.Tensor:
@@ -174,7 +174,7 @@ class _Whole:
 def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.device) -> dict[str, dict[str, Any]]:
     """Return the state of the meeting's matrices by name, sent from their owners.
 
-    ``source``: the state of owned matrices by ``id``.  Values of the matrix's shape come as this rank's pieces, others
+    ``source``: the state of owned matrices by ``id``.  Values of the matrix's shape come as this rank's slices, others
     whole.  One exchange of descriptions, one of tensors.
     """
     ranks = meeting.ranks
@@ -202,21 +202,21 @@ def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.dev
 
 
 def receive_states(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], device: torch.device) -> dict[int, State]:
-    """Return the state of owned matrices by ``id``, put together from the pieces in ``values``.
+    """Return the state of owned matrices by ``id``, put together from the slices in ``values``.
 
     Raises: StateError on all ranks that see it if ranks have other entries.
     """
     ranks = meeting.ranks
     _check_same(meeting, values, device)
     sends = [
-        [t for m in meeting.owned_by(r) for v in values.get(m.name, {}).values() if isinstance(v, PerPiece) for t in v]
+        [t for m in meeting.owned_by(r) for v in values.get(m.name, {}).values() if isinstance(v, PerSlice) for t in v]
         for r in range(ranks.size)
     ]
     cut = [
         (m, key, value[0].dtype)
         for m in meeting.mine
         for key, value in values.get(m.name, {}).items()
-        if isinstance(value, PerPiece)
+        if isinstance(value, PerSlice)
     ]
     expected = [
         [Expected(box.sizes, dtype) for m, _, dtype in cut for box in boxes_of(m, rank)] for rank in range(ranks.size)
@@ -224,7 +224,7 @@ def receive_states(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], de
     arrived = exchange(sends, expected, ranks, device)
     found: dict[int, State] = {
         id(m): {
-            key: torch.empty(m.shape, dtype=value[0].dtype, device=device) if isinstance(value, PerPiece) else value
+            key: torch.empty(m.shape, dtype=value[0].dtype, device=device) if isinstance(value, PerSlice) else value
             for key, value in values[m.name].items()
         }
         for m in meeting.mine
@@ -240,7 +240,7 @@ def receive_states(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], de
 
 def _check_same(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
     mine = {
-        m.name: [(key, isinstance(value, PerPiece)) for key, value in values.get(m.name, {}).items()]
+        m.name: [(key, isinstance(value, PerSlice)) for key, value in values.get(m.name, {}).items()]
         for m in meeting.matrices
     }
     for rank, theirs in enumerate(exchange_objects([mine] * meeting.ranks.size, meeting.ranks, device)):
@@ -273,13 +273,13 @@ def _describe(value: Any, matrix: Matrix) -> Any:
 
 def _expected_state(item: Any, matrix: Matrix) -> list[Expected]:
     if isinstance(item, _Cut):
-        return [Expected(piece.box.sizes, item.dtype) for piece in matrix.pieces]
+        return [Expected(param_slice.box.sizes, item.dtype) for param_slice in matrix.slices]
     return [Expected(item.shape, item.dtype)] if isinstance(item, _Whole) else []
 
 
 def _taken(item: Any, matrix: Matrix, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(item, _Cut):
-        return PerPiece(next(tensors).clone() for _ in matrix.pieces)
+        return PerSlice(next(tensors).clone() for _ in matrix.slices)
     return next(tensors).clone() if isinstance(item, _Whole) else item
 
 
@@ -292,7 +292,7 @@ class _Scattered:
 
     Attributes:
         statuses: global ranks and how their step went.
-        updates: the new values of this rank's pieces.
+        updates: the new values of this rank's slices.
     """
 
     statuses: list[tuple[int, int]]
@@ -304,7 +304,7 @@ class WholeMatrixStep:
 
     Args:
         make: builds the optimizer, of class ``optimizer_class``, from param groups.
-        groups: parameters, in pieces, and options of each param group.
+        groups: parameters, in slices, and options of each param group.
     """
 
     is_elementwise = False
@@ -330,7 +330,7 @@ class WholeMatrixStep:
     def _check(self, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
         # An owner sees only its own matrices: what the class refuses must be refused on every rank.
         stand_ins = [
-            [torch.empty(tuple(pieces[0].param.shape), dtype=pieces[0].param.dtype, device="meta") for pieces in params]
+            [torch.empty(tuple(slices[0].param.shape), dtype=slices[0].param.dtype, device="meta") for slices in params]
             for params, _ in groups
         ]
         self._make([{**options, "params": params} for params, (_, options) in zip(stand_ins, groups, strict=True)])
@@ -371,10 +371,10 @@ class WholeMatrixStep:
             raise cause
         _raise_if_wrong([status for scattered in found for status in scattered.statuses], cause)
         for matrix in self._matrices:
-            matrix.has_state |= _flag(matrix, [gradient_of(piece) for piece in matrix.pieces]) != 0
+            matrix.has_state |= _flag(matrix, [gradient_of(param_slice) for param_slice in matrix.slices]) != 0
         for scattered in found:
-            for piece, value in scattered.updates:
-                local_of(piece).detach().copy_(value)
+            for param_slice, value in scattered.updates:
+                local_of(param_slice).detach().copy_(value)
         return loss
 
     def mark(self) -> Callable[[], None]:
@@ -392,8 +392,8 @@ class WholeMatrixStep:
         for matrix in self._matrices:
             if matrix.owner is None:
                 leaf = leaf_of(matrix)
-                leaf.data = local_of(matrix.pieces[0]).detach()
-                leaf.grad = gradient_of(matrix.pieces[0])
+                leaf.data = local_of(matrix.slices[0]).detach()
+                leaf.grad = gradient_of(matrix.slices[0])
         try:
             torch_private.step_inside(self.optimizer)
         except Exception as error:
@@ -414,10 +414,10 @@ class WholeMatrixStep:
             flags: list[int] = []
             tensors: list[torch.Tensor] = []
             for matrix in meeting.owned_by(owner):
-                gradients = [gradient_of(piece) for piece in matrix.pieces]
+                gradients = [gradient_of(param_slice) for param_slice in matrix.slices]
                 flags.append(_flag(matrix, gradients))
-                for piece, gradient in zip(matrix.pieces, gradients, strict=True):
-                    local = local_of(piece)
+                for param_slice, gradient in zip(matrix.slices, gradients, strict=True):
+                    local = local_of(param_slice)
                     tensors += [local, torch.zeros_like(local) if gradient is None else gradient]
             sends.append([torch.tensor(flags, dtype=torch.uint8, device="cpu"), *tensors])
         expected = [
@@ -451,23 +451,27 @@ class WholeMatrixStep:
             [torch.tensor([status], device="cpu"), *(box.cut(leaf_of(m)) for m, box in all_boxes(meeting.mine, rank))]
             for rank in range(ranks.size)
         ]
-        held = [[(m, piece) for m in meeting.owned_by(owner) for piece in m.pieces] for owner in range(ranks.size)]
+        held = [
+            [(m, param_slice) for m in meeting.owned_by(owner) for param_slice in m.slices]
+            for owner in range(ranks.size)
+        ]
         expected = [
-            [Expected((1,), torch.int64), *(Expected(piece.box.sizes, m.dtype) for m, piece in items)] for items in held
+            [Expected((1,), torch.int64), *(Expected(param_slice.box.sizes, m.dtype) for m, param_slice in items)]
+            for items in held
         ]
         arrived = exchange(sends, expected, ranks, self._device)
         statuses = [(ranks.members[rank], int(items[0].item())) for rank, items in enumerate(arrived)]
         updates = [
-            (piece, value)
+            (param_slice, value)
             for pairs, items in zip(held, arrived, strict=True)
-            for (_, piece), value in zip(pairs, items[1:], strict=True)
+            for (_, param_slice), value in zip(pairs, items[1:], strict=True)
         ]
         return _Scattered(statuses, updates)
 
     # ---- state ----
 
     def states(self, blank: bool = False) -> Values:
-        """Return per parameter its state; a value of the parameter's shape as :class:`PerPiece`.
+        """Return per parameter its state; a value of the parameter's shape as :class:`PerSlice`.
 
         Collective over the ranks of each meeting.  ``blank``: names, shapes and dtypes are right, values mean nothing.
         """
@@ -480,7 +484,7 @@ class WholeMatrixStep:
         for matrix in self._matrices:
             if matrix.owner is None and source[id(matrix)]:
                 found[matrix.name] = {
-                    key: PerPiece([value]) if is_cut(value, matrix) else value
+                    key: PerSlice([value]) if is_cut(value, matrix) else value
                     for key, value in source[id(matrix)].items()
                 }
         for meeting in self._ordered():
@@ -507,7 +511,7 @@ class WholeMatrixStep:
         for meeting in self._ordered():
             wholes.update(receive_states(meeting, values, self._device))
         states = [
-            state_of_piece(values[matrix.name], 0)
+            state_of_slice(values[matrix.name], 0)
             if matrix.owner is None and matrix.name in values
             else wholes.get(id(matrix)) or None
             for matrix in self._held()
@@ -531,10 +535,10 @@ class WholeMatrixStep:
     # ---- who owns what ----
 
     def _join(self, group_index: int, params: Params) -> list[torch.Tensor]:
-        made = [make_matrix(group_index, list(pieces)) for pieces in params]
+        made = [make_matrix(group_index, list(slices)) for slices in params]
         fresh: dict[tuple[int, ...], list[Matrix]] = {}
         for matrix in made:
-            param = matrix.pieces[0].param
+            param = matrix.slices[0].param
             if not is_sharded(param):
                 continue
             ranks = self._ranks_of(param)
@@ -544,7 +548,7 @@ class WholeMatrixStep:
             self._assign(self._meetings[members], fresh[members])
         for matrix in made:
             if matrix.owner is None:
-                matrix.leaf = local_of(matrix.pieces[0]).detach()
+                matrix.leaf = local_of(matrix.slices[0]).detach()
             elif matrix.boxes is not None:
                 matrix.leaf = without_memory(matrix, self._device)
         self._matrices += made
@@ -569,7 +573,7 @@ class WholeMatrixStep:
             matrix.owner = owner
             meeting.loads[owner] += cost
         mine = [
-            [[piece.box for piece in matrix.pieces] for matrix in matrices if matrix.owner == rank]
+            [[param_slice.box for param_slice in matrix.slices] for matrix in matrices if matrix.owner == rank]
             for rank in range(ranks.size)
         ]
         facts = [f"{matrix.name} of shape {tuple(matrix.shape)}, {matrix.dtype}" for matrix in matrices]
@@ -597,7 +601,7 @@ class WholeMatrixStep:
 
 def _flag(matrix: Matrix, gradients: Sequence[torch.Tensor | None]) -> int:
     """Return 1 if there is a gradient, 0 if not, 2 if this rank holds nothing and cannot tell."""
-    real = [g for piece, g in zip(matrix.pieces, gradients, strict=True) if piece.box.numel]
+    real = [g for param_slice, g in zip(matrix.slices, gradients, strict=True) if param_slice.box.numel]
     if not real:
         return 2
     return int(all(gradient is not None for gradient in real))

@@ -85,44 +85,44 @@ class UnitPolicy:
 # ---- The order in which a step used its units, as it happened.
 
 
-class Edge(str, Enum):
-    """Which side of which part of a step."""
+class StepEvent(str, Enum):
+    """The start or the end of a part of a step."""
 
-    ENTER_FORWARD = "enter forward"
-    EXIT_FORWARD = "exit forward"
-    ENTER_BACKWARD = "enter backward"
-    EXIT_BACKWARD = "exit backward"  # its gradients are there
-    RELEASE_BACKWARD = "release in backward"  # no gradient came
-    ENTER_RECOMPUTE = "enter recompute"  # forward again, inside backward
-    EXIT_RECOMPUTE = "exit recompute"
+    PRE_FORWARD = "enter forward"
+    POST_FORWARD = "exit forward"
+    PRE_BACKWARD = "enter backward"
+    POST_BACKWARD = "exit backward"  # its gradients are there
+    RELEASE_IN_BACKWARD = "release in backward"  # no gradient came
+    PRE_RECOMPUTE = "enter recompute"  # forward again, inside backward
+    POST_RECOMPUTE = "exit recompute"
 
 
-FORWARD = (Edge.ENTER_FORWARD, Edge.EXIT_FORWARD)
+FORWARD = (StepEvent.PRE_FORWARD, StepEvent.POST_FORWARD)
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """The step passed ``edge`` of unit number ``unit``."""
+class OrderEntry:
+    """The step reached ``event`` of unit number ``unit``."""
 
     unit: int
-    edge: Edge
+    event: StepEvent
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOrder:
-    """All visits of one step: one forward of the root and the backward that followed it, if one did."""
+    """All entries of one step: one forward of the root and the backward that followed it, if one did."""
 
-    visits: tuple[Visit, ...]
-
-    @property
-    def forward(self) -> tuple[Visit, ...]:
-        """The visits of the forward part."""
-        return tuple(visit for visit in self.visits if visit.edge in FORWARD)
+    entries: tuple[OrderEntry, ...]
 
     @property
-    def backward(self) -> tuple[Visit, ...]:
-        """The visits of the backward part."""
-        return tuple(visit for visit in self.visits if visit.edge not in FORWARD)
+    def forward(self) -> tuple[OrderEntry, ...]:
+        """The entries of the forward part."""
+        return tuple(entry for entry in self.entries if entry.event in FORWARD)
+
+    @property
+    def backward(self) -> tuple[OrderEntry, ...]:
+        """The entries of the backward part."""
+        return tuple(entry for entry in self.entries if entry.event not in FORWARD)
 
 
 # ---- Which gradients travel together where a sum over replicas is all there is to do.  Pure; no function takes a
@@ -167,7 +167,7 @@ class UnitBucket:
 
 
 def form_buckets(order: ExecutionOrder, sharing: Sequence[Sharing | None]) -> tuple[UnitBucket, ...]:
-    """Return the buckets of a step that visits units in ``order``, in the order in which they are to be sent.
+    """Return the buckets of a step that uses units in ``order``, in the order in which they are to be sent.
 
     Who is with whom follows from the forward alone, which a first step shows too: sums over more than two ranks depend on
     where an element lies in a bucket, so a run that begins again, from a checkpoint or after a fault, must find the
@@ -175,10 +175,10 @@ def form_buckets(order: ExecutionOrder, sharing: Sequence[Sharing | None]) -> tu
     follows from the backward of ``order`` if it has one.
 
     Args:
-        order: the visits of a step, or of its forward.
+        order: the entries of a step, or of its forward.
         sharing: of every unit, by number; None: it shares with nobody, and is in no bucket.
     """
-    used = [visit.unit for visit in order.visits if visit.edge is Edge.ENTER_FORWARD]
+    used = [entry.unit for entry in order.entries if entry.event is StepEvent.PRE_FORWARD]
     runs: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
@@ -219,10 +219,10 @@ def split_unit(num_bytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], .
 
 
 def _as_ended(order: ExecutionOrder, runs: Sequence[Sequence[int]]) -> tuple[UnitBucket, ...]:
-    ends = {visit.unit: at for at, visit in enumerate(order.visits) if visit.edge is Edge.EXIT_BACKWARD}
+    ends = {entry.unit: at for at, entry in enumerate(order.entries) if entry.event is StepEvent.POST_BACKWARD}
     if not ends:
         return tuple([UnitBucket(tuple(run), tuple(run)) for run in runs])
-    never = len(order.visits)
+    never = len(order.entries)
     buckets = [UnitBucket(tuple(run), tuple([unit for unit in run if unit in ends])) for run in runs]
     return tuple(sorted(buckets, key=lambda bucket: max([ends[unit] for unit in bucket.awaited], default=never)))
 
@@ -240,7 +240,7 @@ class UnitFacts:
         gather_bytes: what its launched all-gather holds.  in_place: its full parameters are among these.
         full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
         route: how its parameters travel, for readers of the plan.
-        borrows: units whose parameters its modules use too (weights tied across units).
+        tied_units: units whose parameters its modules use too (weights tied across units).
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
         sharing: by what its gradients share a bucket with those of others; None: they do not.
     """
@@ -252,7 +252,7 @@ class UnitFacts:
     full_bytes: int = 0
     reduce_bytes: int = 0
     route: str = ""
-    borrows: tuple[int, ...] = ()
+    tied_units: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
     sharing: Sharing | None = None
@@ -279,18 +279,18 @@ class StepPlan:
     """A predicted step.
 
     Attributes:
-        order: the visits it was made for.
+        order: the order it was made for.
         calls: what the engine will do, in order.
-        ahead: for each visit, the units to unshard right after it.
+        prefetches: for each entry, the units to unshard right after it.
         routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
-        starts: for each visit, how many calls come before those that it makes; last, how many come before the commits.
+        starts: for each entry, how many calls come before those that it makes; last, how many come before the commits.
         ahead_bytes: what full parameters and staging stay within, if units are unsharded ahead by bytes; else None.
         buckets: units whose gradients are all-reduced together, in the order in which that happens.
     """
 
     order: ExecutionOrder
     calls: tuple[Call, ...]
-    ahead: tuple[tuple[int, ...], ...]
+    prefetches: tuple[tuple[int, ...], ...]
     routes: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = ()
     ahead_bytes: int | None = None
@@ -298,15 +298,15 @@ class StepPlan:
 
 
 class _Simulation:
-    """Units as the engine would have them, one visit after another."""
+    """Units as the engine would have them, one event after another."""
 
-    def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget) -> None:
+    def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> None:
         self.order = order
         self.units = units
-        self.room = room
-        self.most_staged = room.max_reductions * max((facts.reduce_bytes for facts in units), default=0)
+        self.budget = budget
+        self.most_staged = budget.max_reductions * max((facts.reduce_bytes for facts in units), default=0)
         self.calls: list[Call] = []
-        self.ahead: list[tuple[int, ...]] = []
+        self.prefetches: list[tuple[int, ...]] = []
         self.starts: list[int] = []
         self.is_gathering: set[int] = set()
         self.is_full: set[int] = set()
@@ -335,81 +335,81 @@ class _Simulation:
             self.is_full.discard(unit)
             self.call(Op.RESHARD, unit, self.units[unit].full_bytes)
 
-    def upcoming(self, position: int, edge: Edge) -> list[int]:
-        """Return the next units that pass ``edge`` and are not full, as many as there is room for."""
+    def upcoming(self, position: int, event: StepEvent) -> list[int]:
+        """Return the next units that reach ``event`` and are not full, as many as there is room for."""
         found: list[int] = []
-        for visit in self.order.visits[position + 1 :]:
-            is_enough = len(found) >= self.room.depth and self.room.num_bytes is None
-            if is_enough or (edge is Edge.ENTER_FORWARD and visit.edge is Edge.ENTER_BACKWARD):
+        for entry in self.order.entries[position + 1 :]:
+            is_enough = len(found) >= self.budget.depth and self.budget.num_bytes is None
+            if is_enough or (event is StepEvent.PRE_FORWARD and entry.event is StepEvent.PRE_BACKWARD):
                 break
-            if visit.edge is not edge or visit.unit in self.is_full or visit.unit in found:
+            if entry.event is not event or entry.unit in self.is_full or entry.unit in found:
                 continue
-            if edge is Edge.ENTER_FORWARD or self.units[visit.unit].policy.unshard_in_backward:
-                if len(found) >= self.room.depth and not self.has_room([*found, visit.unit], edge):
+            if event is StepEvent.PRE_FORWARD or self.units[entry.unit].policy.unshard_in_backward:
+                if len(found) >= self.budget.depth and not self.is_within_budget([*found, entry.unit], event):
                     break
-                found.append(visit.unit)
+                found.append(entry.unit)
         return found
 
-    def has_room(self, ahead: Sequence[int], edge: Edge) -> bool:
-        """Return True if nothing exceeds the room once ``ahead`` are full beside what is full now."""
+    def is_within_budget(self, prefetches: Sequence[int], event: StepEvent) -> bool:
+        """Return True if nothing exceeds the budget once ``prefetches`` are full beside what is full now."""
         held = sum(self.units[unit].full_bytes for unit in self.is_full)
-        for unit in self.is_gathering.union(ahead):
+        for unit in self.is_gathering.union(prefetches):
             facts = self.units[unit]
             held += facts.gather_bytes + (0 if facts.in_place else facts.full_bytes)
-        return held + self.most_staged * (edge is Edge.ENTER_BACKWARD) <= (self.room.num_bytes or 0)
+        return held + self.most_staged * (event is StepEvent.PRE_BACKWARD) <= (self.budget.num_bytes or 0)
 
-    def run_ahead(self, position: int, explicit: tuple[int, ...] | None, edge: Edge) -> None:
+    def prefetch(self, position: int, explicit: tuple[int, ...] | None, event: StepEvent) -> None:
         chosen: list[int] = []
         if explicit is not None:
             chosen = [unit for unit in explicit if unit not in self.is_full and unit not in self.is_gathering]
         else:
-            for unit in self.upcoming(position, edge):
+            for unit in self.upcoming(position, event):
                 if unit not in self.is_gathering:
                     chosen.append(unit)
         for unit in chosen:
             self.unshard(unit)
-        self.ahead[position] = tuple(chosen)
+        self.prefetches[position] = tuple(chosen)
 
     def run(self) -> None:
-        self.ahead = [()] * len(self.order.visits)
-        for position, visit in enumerate(self.order.visits):
+        self.prefetches = [()] * len(self.order.entries)
+        for position, entry in enumerate(self.order.entries):
             self.starts.append(len(self.calls))
-            self.visit(position, visit.unit, visit.edge)
+            self.entry(position, entry.unit, entry.event)
         self.starts.append(len(self.calls))
         for unit in self.reduced:
             self.call(Op.COMMIT, unit)
 
-    def visit(self, position: int, unit: int, edge: Edge) -> None:
+    def entry(self, position: int, unit: int, event: StepEvent) -> None:
         facts = self.units[unit]
-        family = (unit, *facts.borrows)
-        if edge is Edge.ENTER_FORWARD:
+        family = (unit, *facts.tied_units)
+        if event is StepEvent.PRE_FORWARD:
             for member in family:
                 self.holders[member] += 1
                 self.need(member)
-            self.run_ahead(position, facts.forward_prefetch, edge)
-        elif edge is Edge.EXIT_FORWARD:
+            self.prefetch(position, facts.forward_prefetch, event)
+        elif event is StepEvent.POST_FORWARD:
             for member in family:
                 self.holders[member] -= 1
                 if not self.holders[member] and self.units[member].policy.reshard_after_forward is not False:
                     self.reshard(member)
-        elif edge is Edge.ENTER_BACKWARD:
+        elif event is StepEvent.PRE_BACKWARD:
             self.in_backward.add(unit)
             if facts.policy.unshard_in_backward:
                 for member in family:
                     self.need(member)
-            self.run_ahead(position, facts.backward_prefetch, edge)
-        elif edge is Edge.EXIT_BACKWARD:
+            self.prefetch(position, facts.backward_prefetch, event)
+        elif event is StepEvent.POST_BACKWARD:
             self.exit_backward(unit, has_gradients=True)
-        elif edge is Edge.RELEASE_BACKWARD:
+        elif event is StepEvent.RELEASE_IN_BACKWARD:
             self.exit_backward(unit, has_gradients=False)
-        elif edge is Edge.ENTER_RECOMPUTE:
+        elif event is StepEvent.PRE_RECOMPUTE:
             for member in family:
                 self.need(member)
         elif facts.policy.reshard_after_forward is not False and not self.is_read_in_backward(unit):
             self.reshard(unit)
 
     def is_read_in_backward(self, unit: int) -> bool:
-        return any(unit == reader or unit in self.units[reader].borrows for reader in self.in_backward)
+        return any(unit == reader or unit in self.units[reader].tied_units for reader in self.in_backward)
 
     def exit_backward(self, unit: int, has_gradients: bool) -> None:
         facts = self.units[unit]
@@ -425,32 +425,32 @@ class _Simulation:
             self.call(Op.HOLD, unit)
 
 
-def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget = PrefetchBudget()) -> StepPlan:
-    """Predict the step that visits ``units`` in ``order``.
+def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget = PrefetchBudget()) -> StepPlan:
+    """Predict the step that uses ``units`` in ``order``.
 
     Args:
-        order: the visits, as recorded in an earlier step.
+        order: the entries, as recorded in an earlier step.
         units: facts of every unit, by number.
-        room: how far ahead of their use they may be unsharded.
+        budget: how far ahead of their use they may be unsharded.
     """
-    plan = _simulated(order, units, replace(room, num_bytes=None))
-    if room.num_bytes is None:
+    plan = _simulated(order, units, replace(budget, num_bytes=None))
+    if budget.num_bytes is None:
         return plan
-    bound = limit = max(room.num_bytes, peak_bytes(plan.calls, room.max_reductions))
+    bound = limit = max(budget.num_bytes, peak_bytes(plan.calls, budget.max_reductions))
     for _ in range(_TRIES):
-        found = _simulated(order, units, replace(room, num_bytes=limit))
-        peak = peak_bytes(found.calls, room.max_reductions)
+        found = _simulated(order, units, replace(budget, num_bytes=limit))
+        peak = peak_bytes(found.calls, budget.max_reductions)
         if peak <= bound:
             return replace(found, ahead_bytes=bound)
         limit -= peak - bound
     return replace(plan, ahead_bytes=bound)
 
 
-def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], room: PrefetchBudget) -> StepPlan:
-    simulation = _Simulation(order, units, room)
+def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> StepPlan:
+    simulation = _Simulation(order, units, budget)
     simulation.run()
     routes = tuple((facts.name, facts.route) for facts in units if facts.route)
     buckets = form_buckets(order, [facts.sharing for facts in units])
     return StepPlan(
-        order, tuple(simulation.calls), tuple(simulation.ahead), routes, tuple(simulation.starts), buckets=buckets
+        order, tuple(simulation.calls), tuple(simulation.prefetches), routes, tuple(simulation.starts), buckets=buckets
     )

@@ -548,19 +548,19 @@ class Plan:
         first = self.changes[0]
         others = "".join(f"\n  or: {each.words} ({each.best.setting.label})" for each in self.changes[1:])
         return (
-            f"Nothing fits in {format_bytes(self._room)}. The smallest change that makes it fit: {first.words} "
+            f"Nothing fits in {format_bytes(self._limit)}. The smallest change that makes it fit: {first.words} "
             f"({first.best.setting.label}, {format_bytes(first.best.peak.total)}).{others}"
         )
 
     @property
-    def _room(self) -> float:
+    def _limit(self) -> float:
         return self.hardware.usable * self.hardware.memory_bytes
 
     def table(self, most: int = 16) -> str:
         """Return the candidates as text, at most ``most``, and the reasons."""
         head = (
             f"{self.model}: {self.num_parameters:,} parameters on {self.ranks:,} ranks, batch {self.batch} on each; "
-            f"{self.hardware.name}; a plan may fill {format_bytes(self._room)}"
+            f"{self.hardware.name}; a plan may fill {format_bytes(self._limit)}"
         )
         if not self.candidates:
             return "\n".join([head, *[f"left out: {each}" for each in self.found.left_out], "", self.why()])
@@ -642,7 +642,7 @@ class Plan:
 
         chosen = self._chosen()
         title = f"{self.model} on {self.ranks:,} ranks: {chosen.setting.label}"
-        draw_memory(self.memory(chosen), title, self._room, Path(path))
+        draw_memory(self.memory(chosen), title, self._limit, Path(path))
 
 
 def plan(

@@ -28,7 +28,7 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError
 from shardwise.fsdp.shard_model import families_of
 from shardwise.plan.grouping import Child, group_blocks
-from shardwise.plan.schedule import Edge
+from shardwise.plan.schedule import StepEvent
 from shardwise.planner.profile import ROOT, ParamFacts, Profile, StepMark, Stretch, Work, params_by_block
 
 # ---- Blocks that are alike: a dry run runs a few of them and writes down the others as it has seen those.
@@ -202,14 +202,14 @@ def _with_copies(
     stretches: Sequence[Stretch], run: AlikeRun, params: Sequence[Sequence[int]]
 ) -> tuple[Stretch, ...] | None:
     places = [{param: place for place, param in enumerate(params[block])} for block in run.kept]
-    forward = _neighbours(stretches, Edge.ENTER_FORWARD, list(zip(run.kept[1:], places[1:], strict=True)))
+    forward = _neighbours(stretches, StepEvent.PRE_FORWARD, list(zip(run.kept[1:], places[1:], strict=True)))
     if forward is None or stretches[forward.end].work != stretches[forward.second].work:
         return None
-    backward = _neighbours(stretches, Edge.ENTER_BACKWARD, list(zip(run.kept[2::-1], places[2::-1], strict=True)))
+    backward = _neighbours(stretches, StepEvent.PRE_BACKWARD, list(zip(run.kept[2::-1], places[2::-1], strict=True)))
     grown = forward.growth
     if backward is None:
         has_backward = any(
-            StepMark(Edge.ENTER_BACKWARD, block) in [each.mark for each in stretches] for block in run.kept
+            StepMark(StepEvent.PRE_BACKWARD, block) in [each.mark for each in stretches] for block in run.kept
         )
         if has_backward or grown:
             return None
@@ -241,13 +241,13 @@ class _Neighbours:
 
 
 def _neighbours(
-    stretches: Sequence[Stretch], edge: Edge, blocks: Sequence[tuple[int, Mapping[int, int]]]
+    stretches: Sequence[Stretch], event: StepEvent, blocks: Sequence[tuple[int, Mapping[int, int]]]
 ) -> _Neighbours | None:
-    """Return where three blocks pass ``edge``, if the first two do the same from there to the next.
+    """Return where three blocks reach ``event``, if the first two do the same from there to the next.
 
     ``blocks``: their numbers, and the place of each of their parameters among its block's.
     """
-    found = [[n for n, each in enumerate(stretches) if each.mark == StepMark(edge, block)] for block, _ in blocks]
+    found = [[n for n, each in enumerate(stretches) if each.mark == StepMark(event, block)] for block, _ in blocks]
     if any(len(each) != 1 for each in found):
         return None
     first, second, end = (each[0] for each in found)
@@ -263,11 +263,11 @@ def _neighbours(
 def _beside(stretches: Sequence[Stretch], base: int, block: int, places: Mapping[int, int]) -> list[object] | None:
     """Return what ``block`` did beside the ``base`` bytes that were there; None if another passed a mark meanwhile."""
     if any(
-        each.mark.block != block or (each.mark.edge is None and each.mark.param not in places) for each in stretches
+        each.mark.block != block or (each.mark.event is None and each.mark.param not in places) for each in stretches
     ):
         return None
     return [
-        (each.mark.edge, places.get(each.mark.param), each.peak_bytes - base, each.left_bytes - base, each.work)
+        (each.mark.event, places.get(each.mark.param), each.peak_bytes - base, each.left_bytes - base, each.work)
         for each in stretches
     ]
 
@@ -279,7 +279,9 @@ def _copied(
     return [
         replace(
             _shifted(each, num_bytes),
-            mark=StepMark(each.mark.edge, block, -1 if each.mark.edge is not None else params[places[each.mark.param]]),
+            mark=StepMark(
+                each.mark.event, block, -1 if each.mark.event is not None else params[places[each.mark.param]]
+            ),
         )
         for each in stretches
     ]
@@ -633,7 +635,7 @@ def _with_all(profile: Profile, runs: Sequence[AlikeRun]) -> Profile | None:
 
 
 def _left_in_forward(stretches: Sequence[Stretch]) -> int:
-    end = next(place for place, each in enumerate(stretches) if each.mark == StepMark(Edge.EXIT_FORWARD))
+    end = next(place for place, each in enumerate(stretches) if each.mark == StepMark(StepEvent.POST_FORWARD))
     return stretches[end - 1].left_bytes
 
 
@@ -694,7 +696,7 @@ def _standing_in(
 
 
 class _Steps:
-    """Marks the edges of blocks and the arrival of gradients while a model runs.
+    """Marks the events of blocks and the arrival of gradients while a model runs.
 
     Attributes:
         block_of: number of the block of each parameter, by its id.
@@ -747,7 +749,7 @@ class _Steps:
 
     def _entering(self, number: int) -> Callable[..., Any]:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._watch.mark(StepMark(Edge.ENTER_FORWARD, number))
+            self._watch.mark(StepMark(StepEvent.PRE_FORWARD, number))
             self._entered[number] = self._watch.live_bytes
             if number in self._stand_ins:
                 self._stand_ins[number].entered(args, kwargs)
@@ -757,7 +759,7 @@ class _Steps:
 
     def _passing_on(self, number: int) -> Callable[..., object]:
         def forward(*args: object, **kwargs: object) -> object:
-            self._watch.mark(StepMark(Edge.ENTER_FORWARD, number))
+            self._watch.mark(StepMark(StepEvent.PRE_FORWARD, number))
             output = self._stand_ins[number].pass_on(args, kwargs)
             self._left(number, output)
             return output
@@ -778,14 +780,14 @@ class _Steps:
         return leave
 
     def _left(self, number: int, output: object) -> None:
-        self._watch.mark(StepMark(Edge.EXIT_FORWARD, number))
+        self._watch.mark(StepMark(StepEvent.POST_FORWARD, number))
         is_marked = False
 
         def enter_backward(_: torch.Tensor) -> None:
             nonlocal is_marked
             if not is_marked:
                 is_marked = True
-                self._watch.mark(StepMark(Edge.ENTER_BACKWARD, number))
+                self._watch.mark(StepMark(StepEvent.PRE_BACKWARD, number))
 
         for each in torch_private.leaves_of(output):
             if isinstance(each, torch.Tensor) and each.requires_grad:

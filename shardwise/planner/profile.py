@@ -10,7 +10,7 @@ from types import MappingProxyType
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child
-from shardwise.plan.schedule import Edge
+from shardwise.plan.schedule import StepEvent
 
 # ---- One way to train a model: the door, the mesh, the sizes of units, and what a step is made of.
 
@@ -175,9 +175,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
-    """A moment of the step: an edge of a block, or (``edge`` None) the arrival of the gradient of parameter ``param``."""
+    """A moment of the step: an event of a block, or (``event`` None) the arrival of the gradient of parameter ``param``."""
 
-    edge: Edge | None
+    event: StepEvent | None
     block: int = ROOT
     param: int = -1
 

@@ -1,4 +1,4 @@
-"""What one rank holds over the visits of a step, by kind, in closed form: the rank that holds most stands for all."""
+"""What one rank holds over the events of a step, by kind, in closed form: the rank that holds most stands for all."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ KINDS = (
     "idle buffers",  # of the pool, on CPU; elsewhere the device's allocator has them
     "libraries",  # what those of an accelerator work in
 )
-UPDATE = "optimizer step"  # the last edge of a step
+UPDATE = "optimizer step"  # the last event of a step
 _CLASSES_PER_DOUBLING_BITS = 4
 _OUTBOX_SLOTS = 3  # as in collectives/host/shared_memory.py: pages of shared memory take memory when written
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a step: where it is, the bytes of each of ``KINDS``, and the last edge of a block that it comes after."""
+    """A moment of a step: where it is, the bytes of each of ``KINDS``, and the last event of a block that it comes after."""
 
     place: str
     held: tuple[int, ...]
-    edge: str = ""
+    event: str = ""
 
     @property
     def total(self) -> int:
@@ -77,14 +77,14 @@ class RankMemory:
         """The moment at which most is held."""
         return max(self.moments, key=lambda moment: moment.total)
 
-    def by_edge(self) -> tuple[Moment, ...]:
-        """Return, for each edge of a block in order, the highest moment between it and the next one."""
-        groups = groupby(self.moments, key=lambda moment: moment.edge)
+    def by_event(self) -> tuple[Moment, ...]:
+        """Return, for each event of a block in order, the highest moment between it and the next one."""
+        groups = groupby(self.moments, key=lambda moment: moment.event)
         return tuple(max(group, key=lambda moment: moment.total) for _, group in groups)
 
 
 def pooled(num_bytes: int) -> int:
-    """Return the bytes of the storage that our pool lends for ``num_bytes``: as collectives/buffer_pool.py, in closed form."""
+    """Return the bytes of the storage of our pool for ``num_bytes``: as collectives/buffer_pool.py, in closed form."""
     if num_bytes <= 512:
         return 512 if num_bytes else 0
     grain = 1 << max((num_bytes - 1).bit_length() - _CLASSES_PER_DOUBLING_BITS, 0)
@@ -99,7 +99,7 @@ class _Pool:
     free: dict[int, int] = field(default_factory=dict[int, int])
     idle: int = 0
 
-    def lend(self, num_bytes: int) -> int:
+    def acquire(self, num_bytes: int) -> int:
         if not self.keeps:
             return num_bytes
         size = pooled(num_bytes)
@@ -127,7 +127,7 @@ class _Rank:
         self.held = dict.fromkeys(KINDS, 0)
         self.held["libraries"] = library_bytes
         self.moments: list[Moment] = []
-        self.edge = ""
+        self.event = ""
         self.is_on_host = setting.offload and not self.on_cpu
         self.names = {unit.facts.name: number for number, unit in enumerate(units)}
         shards = sum(unit.shard_bytes for unit in units)
@@ -138,15 +138,17 @@ class _Rank:
         self.held["optimizer"] = 0 if self.is_on_host else state
         self.held["optimizer"] += sum(unit.residual_bytes for unit in units)
         if setting.transport in (SHARED, TIERS) and setting.num_shards > 1:
-            posts = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
-            self.held["staging"] = sum(max(posts[slot::_OUTBOX_SLOTS], default=0) for slot in range(_OUTBOX_SLOTS))
+            outbox_sizes = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
+            self.held["staging"] = sum(
+                max(outbox_sizes[slot::_OUTBOX_SLOTS], default=0) for slot in range(_OUTBOX_SLOTS)
+            )
             sections = max((unit.moved_bytes // setting.num_shards for unit in units), default=0)
             self.held["staging"] += NUM_INBOXES * (setting.hosts - 1) * sections
         if setting.near_replicas:
             self.held["staging"] += sums_bytes(_sum_slot(units, setting))
         self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
         self.loans: dict[tuple[str, int], int] = {}
-        self.reducing: list[int] = []  # units whose packed gradients are on loan
+        self.reducing: list[int] = []  # units whose packed gradients are in use
         self.coded = self.sent = 0  # bytes of coded gradients on their way; of those that are sent from where they lie
         self.arrived = [0] * len(units)
         self.waiting = [0] * len(units)  # held for later microbatches
@@ -159,10 +161,10 @@ class _Rank:
         if activations >= 0:
             held["activations"] = activations
         held["idle buffers"] = self.pool.idle
-        self.moments.append(Moment(place, tuple([held[kind] for kind in KINDS]), self.edge))
+        self.moments.append(Moment(place, tuple([held[kind] for kind in KINDS]), self.event))
 
-    def borrow(self, kind: str, unit: int, num_bytes: int) -> None:
-        size = self.pool.lend(num_bytes)
+    def acquire(self, kind: str, unit: int, num_bytes: int) -> None:
+        size = self.pool.acquire(num_bytes)
         self.loans[kind, unit] = self.loans.get((kind, unit), 0) + size
         self.held["full parameters" if kind == "full" else "staging"] += size
 
@@ -180,12 +182,12 @@ class _Rank:
             self.held["staging"] += unit.cast_bytes
             held_full = unit.facts.full_bytes if unit.facts.in_place else 0
             if unit.moved_bytes:
-                self.borrow("gather", number, unit.facts.gather_bytes - held_full)
+                self.acquire("gather", number, unit.facts.gather_bytes - held_full)
             if held_full:
-                self.borrow("full", number, held_full)
+                self.acquire("full", number, held_full)
         elif call.op is Op.WAIT:
             if not unit.facts.in_place:
-                self.borrow("full", number, unit.facts.full_bytes)
+                self.acquire("full", number, unit.facts.full_bytes)
             self.held["staging"] += unit.decoding_bytes
             self.note(place)
             self.held["staging"] -= unit.decoding_bytes
@@ -226,7 +228,7 @@ class _Rank:
         stays = self.setting.num_shards == 1 and self.on_cpu  # an all-reduce happens in the gradients themselves
         if not stays:
             if unit.facts.reduce_bytes:
-                self.borrow("scatter", number, unit.facts.reduce_bytes)
+                self.acquire("scatter", number, unit.facts.reduce_bytes)
                 self.reducing.append(number)
             fresh = 0 if self.kept[number] or self.is_on_host else unit.section_bytes
             self.kept[number] = unit.section_bytes if unit.section_bytes <= KEPT_SECTION_BYTES else 0
@@ -282,7 +284,7 @@ def memory_of(
         rank.moments = []
         for microbatch in range(setting.accumulate):
             _microbatch(rank, profile, steps, is_last=microbatch == setting.accumulate - 1)
-        rank.edge = UPDATE
+        rank.event = UPDATE
         rank.note(UPDATE, 0)
         for place, staged in exchange_moments(rank.exchanges) if setting.matrices and setting.num_shards > 1 else ():
             rank.held["staging"] += staged
@@ -295,8 +297,8 @@ def memory_of(
 def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> None:
     for passage in steps.passages:
         mark = passage.mark
-        _pass_edge(rank, profile, mark)
-        if mark.edge is None:
+        _pass_event(rank, profile, mark)
+        if mark.event is None:
             param = profile.params[mark.param]
             is_cast = profile.precision == "bf16" and param.is_floating
             rank.gradient_comes(passage, param.numel * (2 if is_cast else param.itemsize))
@@ -314,14 +316,14 @@ def _microbatch(rank: _Rank, profile: Profile, steps: Steps, is_last: bool) -> N
         rank.add_waiting()
 
 
-def _pass_edge(rank: _Rank, profile: Profile, mark: StepMark) -> None:
-    if mark.edge is not None:
-        rank.edge = f"{mark.edge.value} {profile.blocks[mark.block] or '(root)'}"
+def _pass_event(rank: _Rank, profile: Profile, mark: StepMark) -> None:
+    if mark.event is not None:
+        rank.event = f"{mark.event.value} {profile.blocks[mark.block] or '(root)'}"
 
 
 def _compute(rank: _Rank, profile: Profile, passage: Passage) -> None:
     mark, stretch = passage.mark, passage.stretch
-    place = "gradient of " + profile.params[mark.param].name if mark.edge is None else rank.edge
+    place = "gradient of " + profile.params[mark.param].name if mark.event is None else rank.event
     rank.note(place, profile.input_bytes + stretch.peak_bytes)
     rank.held["activations"] = profile.input_bytes + stretch.left_bytes
 
@@ -340,14 +342,14 @@ def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: 
     held["gradients"] = gradients if has_buckets else 0
     for microbatch in range(setting.accumulate):
         for passage in steps.passages:
-            if passage.mark.edge is None and not has_buckets and not microbatch:
+            if passage.mark.event is None and not has_buckets and not microbatch:
                 held["full gradients"] += profile.params[passage.mark.param].num_bytes
-            _pass_edge(rank, profile, passage.mark)
+            _pass_event(rank, profile, passage.mark)
             _compute(rank, profile, passage)
     held["activations"] = 0
     if not has_buckets:
         _reduce_to_owners(rank, trainable)
-    rank.edge = UPDATE
+    rank.event = UPDATE
     rank.note(UPDATE)
     return RankMemory(tuple(rank.moments))
 
@@ -359,7 +361,7 @@ def _reduce_to_owners(rank: _Rank, params: Sequence[ParamFacts]) -> None:
     on_the_way: list[tuple[int, ...]] = []
     for message in messages(params, ranks):
         mine = -(-message // ranks)
-        on_the_way.append((rank.pool.lend(message), rank.pool.lend(mine * ranks), mine, message))
+        on_the_way.append((rank.pool.acquire(message), rank.pool.acquire(mine * ranks), mine, message))
         rank.held["staging"] += sum(on_the_way[-1][:2])
         rank.note("reduce gradients to owners")
         rank.held["full gradients"] -= message
@@ -394,8 +396,8 @@ def _sum_slot(units: Sequence[RankUnit], setting: Setting) -> int:
 COLOURS = ("#4c72b0", "#8172b3", "#937860", "#55a868", "#c44e52", "#dd8452", "#64b5cd", "#cccccc", "#8c8c8c")
 
 
-def draw_memory(memory: RankMemory, title: str, room: float, path: Path) -> None:
-    """Draw ``memory`` to ``path``; ``room``: bytes that a plan may fill.  Raises: ConfigError without matplotlib."""
+def draw_memory(memory: RankMemory, title: str, limit: float, path: Path) -> None:
+    """Draw ``memory`` to ``path``; ``limit``: bytes that a plan may fill.  Raises: ConfigError without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("a picture needs matplotlib, which is not installed here: pip install 'shardwise[train]'")
     import matplotlib
@@ -422,8 +424,8 @@ def draw_memory(memory: RankMemory, title: str, room: float, path: Path) -> None
         ha="center",
         arrowprops={"arrowstyle": "->"},
     )
-    if room < 2 * peak.total:
-        axes.axhline(room / 1e9, color="black", linestyle="--", linewidth=1, label="what a plan may fill")
+    if limit < 2 * peak.total:
+        axes.axhline(limit / 1e9, color="black", linestyle="--", linewidth=1, label="what a plan may fill")
     axes.set(xlabel="moments of the step", ylabel="GB on one rank", xlim=(0, len(moments) - 1))
     axes.set_title(title, pad=24)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))

@@ -241,12 +241,12 @@ class RankTime:
 
 @dataclass(slots=True)
 class _Clock:
-    """Two lanes: computation, and collectives, one after another."""
+    """Two streams: computation, and collectives, one after another."""
 
     setting: Setting
     hardware: Hardware
     now: float = 0.0
-    lane: float = 0.0
+    comm_free_at: float = 0.0
     exposed: float = 0.0
     moved_s: float = 0.0
     inside: float = 0.0
@@ -259,12 +259,12 @@ class _Clock:
         hardware = replace(self.hardware, ranks_per_host=1) if is_column else self.hardware
         seconds = ring_s(hardware, num_bytes, ranks, is_within)
         self.send(num_bytes * (ranks - 1) / ranks, seconds, is_within)
-        self.lane = max(self.lane, self.now) + seconds
+        self.comm_free_at = max(self.comm_free_at, self.now) + seconds
         if not self.hardware.overlaps:
-            self.lane = self.now + seconds
+            self.comm_free_at = self.now + seconds
             self.expose(unit, seconds)
-            self.now = self.lane
-        return self.lane
+            self.now = self.comm_free_at
+        return self.comm_free_at
 
     def send(self, num_bytes: float, seconds: float, is_within: bool = True) -> None:
         """Count what is sent, hidden or not."""
@@ -324,7 +324,7 @@ def time_of(
             num_ops += passage.stretch.work.num_ops
             _split_ranks_talk(clock, passage.stretch, hardware)
     if setting.door in UNIT_DOORS:
-        clock.wait("end of backward", clock.lane)
+        clock.wait("end of backward", clock.comm_free_at)
     else:
         _without_units(clock, profile, compute)
     update = _update_s(profile, units, setting, hardware)
@@ -377,7 +377,7 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
             is_near = setting.ranks <= hardware.ranks_per_host
             clock.launch(name, unit.summed_bytes, setting.num_replicas, is_near)
         if setting.offload and hardware.device != "cpu":
-            clock.lane += unit.section_bytes / hardware.host_memory.bytes_per_s
+            clock.comm_free_at += unit.section_bytes / hardware.host_memory.bytes_per_s
 
 
 def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:

@@ -12,16 +12,16 @@ from shardwise.collectives.codec import BlockCode, CodedSection, CompressionPoli
 from shardwise.collectives.host.send_recv import is_worth_messages
 from shardwise.layout import Bucket, ChunkShard, align, assign_owners, build_bucket, by_size, runs_of
 from shardwise.observe import Call
-from shardwise.optim.pieces import step_cost
+from shardwise.optim.slices import step_cost
 from shardwise.plan.grouping import compress_paths, group_blocks
 from shardwise.plan.schedule import (
-    Edge,
     ExecutionOrder,
+    OrderEntry,
     PrefetchBudget,
+    StepEvent,
     StepPlan,
     UnitFacts,
     UnitPolicy,
-    Visit,
     plan_step,
 )
 from shardwise.planner.profile import (
@@ -463,7 +463,7 @@ class _Moved:
     tail_bytes: int | None  # of small tensors, which are one message; None: nothing is sent as messages
 
 
-# ---- The step of a profile as the engine would take it with some units: visits, and the calls that follow from each
+# ---- The step of a profile as the engine would take it with some units: events, and the calls that follow from each
 # mark.
 
 
@@ -500,34 +500,34 @@ class Steps:
 
 
 def steps_of(profile: Profile, units: Sequence[RankUnit], depth: int) -> Steps:
-    """Return the step that visits ``units`` as the blocks of ``profile`` were visited."""
+    """Return the step that uses ``units`` as the blocks of ``profile`` were used."""
     unit_of = {block: number for number, unit in enumerate(units) for block in unit.blocks}
     unit_of_param = {param: number for number, unit in enumerate(units) for param in unit.params}
     awaited = [0] * len(units)
     for stretch in profile.stretches:
-        if stretch.mark.edge is None:
+        if stretch.mark.event is None:
             awaited[unit_of_param[stretch.mark.param]] += 1
-    visits: list[Visit] = []
+    entries: list[OrderEntry] = []
     at: list[tuple[int, int | None, bool]] = []
     places = _Places(units)
     for stretch in profile.stretches:
         mark = stretch.mark
-        unit = unit_of_param[mark.param] if mark.edge is None else unit_of[mark.block]
-        visit: Visit | None = None
+        unit = unit_of_param[mark.param] if mark.event is None else unit_of[mark.block]
+        entry: OrderEntry | None = None
         ends = False
-        if mark.edge is None:
+        if mark.event is None:
             awaited[unit] -= 1
             ends = awaited[unit] == 0
-            visit = Visit(unit, Edge.EXIT_BACKWARD) if ends else None
-        elif places.passes(unit, mark.edge, mark.block):
-            visit = Visit(unit, mark.edge)
-        at.append((unit, len(visits) if visit is not None else None, ends))
-        if visit is not None:
-            visits.append(visit)
-    num_passed = len(visits)
-    gradients = {unit_of_param[stretch.mark.param] for stretch in profile.stretches if stretch.mark.edge is None}
-    visits += [Visit(unit, Edge.RELEASE_BACKWARD) for unit in sorted(places.in_backward - gradients)]
-    plan = plan_step(ExecutionOrder(tuple(visits)), [unit.facts for unit in units], PrefetchBudget(depth))
+            entry = OrderEntry(unit, StepEvent.POST_BACKWARD) if ends else None
+        elif places.passes(unit, mark.event, mark.block):
+            entry = OrderEntry(unit, mark.event)
+        at.append((unit, len(entries) if entry is not None else None, ends))
+        if entry is not None:
+            entries.append(entry)
+    num_passed = len(entries)
+    gradients = {unit_of_param[stretch.mark.param] for stretch in profile.stretches if stretch.mark.event is None}
+    entries += [OrderEntry(unit, StepEvent.RELEASE_IN_BACKWARD) for unit in sorted(places.in_backward - gradients)]
+    plan = plan_step(ExecutionOrder(tuple(entries)), [unit.facts for unit in units], PrefetchBudget(depth))
     passages: list[Passage] = []
     for stretch, (unit, number, ends) in zip(profile.stretches, at, strict=True):
         calls = () if number is None else plan.calls[plan.starts[number] : plan.starts[number + 1]]
@@ -537,7 +537,7 @@ def steps_of(profile: Profile, units: Sequence[RankUnit], depth: int) -> Steps:
 
 
 class _Places:
-    """Which edges of blocks are edges of their units: the first block's entry, the last one's exit.
+    """Which events of blocks are events of their units: the first block's entry, the last one's exit.
 
     Attributes:
         in_backward: units whose backward has begun.
@@ -548,15 +548,15 @@ class _Places:
         self._left = [set[int]() for _ in units]
         self.in_backward: set[int] = set()
 
-    def passes(self, unit: int, edge: Edge, block: int) -> bool:
-        """Return True if ``unit`` passes ``edge`` as ``block``, one of its blocks, does."""
+    def passes(self, unit: int, event: StepEvent, block: int) -> bool:
+        """Return True if ``unit`` reaches ``event`` as ``block``, one of its blocks, does."""
         left = self._left[unit]
-        if edge is Edge.ENTER_FORWARD:
+        if event is StepEvent.PRE_FORWARD:
             if left:
                 return False
             left.update(self._units[unit].blocks)
             return True
-        if edge is Edge.EXIT_FORWARD:
+        if event is StepEvent.POST_FORWARD:
             left.discard(block)
             return not left
         is_first = unit not in self.in_backward

@@ -36,7 +36,7 @@ from shardwise.safe_files import create_file, open_input, opened, read_bytes, re
 # Only Parquet needs ``pyarrow``, and only dataset folders need ``datasets``: ``pip install 'shardwise[data]'``.
 
 ROWS = 512  # of a table, read at once
-PIECE_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 22
 _JSONL = frozenset({".jsonl", ".ndjson"})
 _PARQUET = frozenset({".parquet", ".pq"})
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")  # splits that are never trained on
@@ -152,14 +152,14 @@ def read_documents(source: TextSource) -> Iterator[str]:
                 yield _text_in({source.column: value}, source.column, f"{source.path}: row {first + index}")
 
 
-def read_pieces(source: TextSource) -> Iterator[bytes]:
+def read_chunks(source: TextSource) -> Iterator[bytes]:
     """Yield the bytes of plain text."""
     left = source.stop - source.start
     with source.path.open("rb") as file:
         file.seek(source.start)
-        while left and (piece := file.read(min(left, PIECE_BYTES))):
-            left -= len(piece)
-            yield piece
+        while left and (chunk := file.read(min(left, CHUNK_BYTES))):
+            left -= len(chunk)
+            yield chunk
 
 
 def _read_jsonl(source: TextSource) -> Iterator[str]:
@@ -243,7 +243,7 @@ def first_line(error: Exception) -> str:
 TOKENIZER = "tokenizer.json"
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _TOGETHER = 256  # documents that are encoded at once, on all cores
-_PIECE_CHARACTERS = 1 << 16  # of plain text, cut behind a line
+_CHUNK_CHARACTERS = 1 << 16  # of plain text, cut behind a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +263,13 @@ class Bytes:
     itemsize: int = 1
 
     def read(self, source: TextSource) -> Iterator[NDArray[Any]]:
-        """Yield the numbers of a source, piece by piece."""
+        """Yield the numbers of a source, chunk by chunk."""
         if source.kind == "text":
-            pieces: Iterable[bytes] = read_pieces(source)
+            chunks: Iterable[bytes] = read_chunks(source)
         else:
-            pieces = (document.encode() + b"\n" for document in read_documents(source))
-        for piece in pieces:
-            yield np.frombuffer(piece, dtype=np.uint8)
+            chunks = (document.encode() + b"\n" for document in read_documents(source))
+        for chunk in chunks:
+            yield np.frombuffer(chunk, dtype=np.uint8)
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers of ``text``."""
@@ -311,7 +311,7 @@ class Tokens:
         self.digest = hashlib.sha256(data).hexdigest()
 
     def read(self, source: TextSource) -> Iterator[NDArray[Any]]:
-        """Yield the numbers of a source, piece by piece."""
+        """Yield the numbers of a source, chunk by chunk."""
         is_plain = source.kind == "text"
         end = [] if self._end is None else [self._end]
         batch: list[str] = []
@@ -355,12 +355,12 @@ def open_vocabulary(path: Path | None) -> Vocabulary:
 
 
 def _plain_texts(source: TextSource) -> Iterator[str]:
-    """Yield plain text in pieces that end behind a line if there are lines; wrong UTF-8 becomes the replacement character."""
+    """Yield plain text in chunks that end behind a line if there are lines; wrong UTF-8 becomes the replacement character."""
     left = b""
-    for piece in read_pieces(source):
-        left += piece
-        while len(left) > _PIECE_CHARACTERS:
-            cut = left.rfind(b"\n", 0, _PIECE_CHARACTERS) + 1 or _whole_characters(left[:_PIECE_CHARACTERS])
+    for chunk in read_chunks(source):
+        left += chunk
+        while len(left) > _CHUNK_CHARACTERS:
+            cut = left.rfind(b"\n", 0, _CHUNK_CHARACTERS) + 1 or _whole_characters(left[:_CHUNK_CHARACTERS])
             yield left[:cut].decode("utf-8", errors="replace")
             left = left[cut:]
     if left:
@@ -591,8 +591,8 @@ def digest_of(folder: Path) -> str:
     digest = hashlib.sha256()
     for name in ("train.bin", "validation.bin"):
         with open_input(folder, name) as file:
-            while piece := file.read(1 << 22):
-                digest.update(piece)
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -22,7 +22,7 @@ from shardwise.collectives.host.local_peers import foreign_ranges
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.clip import OwnedGradient
-from shardwise.plan.schedule import Edge
+from shardwise.plan.schedule import StepEvent
 from shardwise.planner.advice import memory_over_step
 from shardwise.planner.dry_run import TensorSplit, dry_run
 from shardwise.planner.profile import ROUTES, Setting
@@ -69,7 +69,7 @@ class LiveBytes:
 
     Attributes:
         live: bytes now.
-        peaks: (the last edge that was passed, most bytes from there on), in order.
+        peaks: (the last event, most bytes from there on), in order.
         at: the operation after which most was held since :meth:`restart`.
     """
 
@@ -87,14 +87,14 @@ class LiveBytes:
         """Most bytes since :meth:`restart`."""
         return max(num_bytes for _, num_bytes in self.peaks)
 
-    def restart(self, edge: str = "") -> None:
+    def restart(self, event: str = "") -> None:
         """Forget all peaks but what is held now."""
         self.peaks, self._highest = [], 0
-        self.pass_edge(edge)
+        self.pass_event(event)
 
-    def pass_edge(self, edge: str) -> None:
-        """Note the peak of what follows under ``edge``."""
-        self.peaks.append((edge, self.live))
+    def pass_event(self, event: str) -> None:
+        """Note the peak of what follows under ``event``."""
+        self.peaks.append((event, self.live))
 
     @contextmanager
     def watching(self) -> Generator[None, None, None]:
@@ -120,9 +120,9 @@ class LiveBytes:
         self._note(func)
 
     def _note(self, func: Any) -> None:
-        edge, peak = self.peaks[-1]
+        event, peak = self.peaks[-1]
         if self.live > peak:
-            self.peaks[-1] = (edge, self.live)
+            self.peaks[-1] = (event, self.live)
         if self.live > self._highest:
             self._highest, self.at = self.live, str(func)
 
@@ -220,7 +220,7 @@ class StepMemory:
 
     Attributes:
         step: its number, from 1.  rank: whose.
-        peaks: for each edge of a block in order, its name and the most bytes between it and the next one.
+        peaks: for each event of a block in order, its name and the most bytes between it and the next one.
         planned: what the plan says; None where the model cannot be planned.
     """
 
@@ -231,16 +231,16 @@ class StepMemory:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The edge after which most was held, and the bytes."""
+        """The event after which most was held, and the bytes."""
         return max(self.peaks, key=lambda item: item[1])
 
     def __str__(self) -> str:
-        edge, num_bytes = self.peak
-        words = f"memory of step {self.step}: {format_bytes(num_bytes)} at most on rank {self.rank} ({edge})"
+        event, num_bytes = self.peak
+        words = f"memory of step {self.step}: {format_bytes(num_bytes)} at most on rank {self.rank} ({event})"
         if self.planned is None:
             return words
         planned = self.planned.peak
-        return f"{words}, planned {format_bytes(planned.total)} ({planned.edge})"
+        return f"{words}, planned {format_bytes(planned.total)} ({planned.event})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class StepMeter:
     @property
     def peaks(self) -> list[tuple[str, int]]:
         """As in :class:`StepMemory`, of this rank; empty before the step."""
-        return [(edge, num_bytes) for edge, num_bytes in self._live.peaks if edge]
+        return [(event, num_bytes) for event, num_bytes in self._live.peaks if event]
 
     @contextmanager
     def watch(self, number: int) -> Generator[None, None, None]:
@@ -284,7 +284,7 @@ class StepMeter:
         if number == max(self.number - 1, 0):
             self._stack.enter_context(self._live.watching())
         if number == self.number:
-            self._stack.enter_context(self._edges())
+            self._stack.enter_context(self._events())
             self._live.restart()
         try:
             yield
@@ -295,9 +295,9 @@ class StepMeter:
             self._stack.close()
 
     @contextmanager
-    def _edges(self) -> Generator[None, None, None]:
+    def _events(self) -> Generator[None, None, None]:
         names = {id(module): path for path, module in self._plain.named_modules()}
-        handles: list[Any] = [self._optimizer.register_step_pre_hook(lambda *_: self._live.pass_edge(UPDATE))]
+        handles: list[Any] = [self._optimizer.register_step_pre_hook(lambda *_: self._live.pass_event(UPDATE))]
         for module in (self._plain, *blocks_of(self._plain)):
             name = names[id(module)] or "(root)"
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
@@ -309,17 +309,17 @@ class StepMeter:
                 handle.remove()
 
     def _entering(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._live.pass_edge(f"{Edge.ENTER_FORWARD.value} {name}")
+        return lambda *_: self._live.pass_event(f"{StepEvent.PRE_FORWARD.value} {name}")
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(_module: nn.Module, _args: object, output: object) -> None:
-            self._live.pass_edge(f"{Edge.EXIT_FORWARD.value} {name}")
+            self._live.pass_event(f"{StepEvent.POST_FORWARD.value} {name}")
             begun: list[bool] = []
 
             def enter_backward(_: torch.Tensor) -> None:
                 if not begun:
                     begun.append(True)
-                    self._live.pass_edge(f"{Edge.ENTER_BACKWARD.value} {name}")
+                    self._live.pass_event(f"{StepEvent.PRE_BACKWARD.value} {name}")
 
             for each in torch_private.leaves_of(output):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
@@ -338,8 +338,8 @@ def largest_of(ranks: RunRanks, step: int, peaks: Sequence[tuple[str, int]]) -> 
     most = max((num_bytes for _, num_bytes in peaks), default=0)
     found = ranks.gather(most)
     rank = found.index(max(found))
-    rows = ranks.gather([[edge, num_bytes] for edge, num_bytes in peaks] if ranks.rank == rank else [])[rank]
-    return StepMemory(step, rank, tuple((str(edge), int(num_bytes)) for edge, num_bytes in rows)) if rows else None
+    rows = ranks.gather([[event, num_bytes] for event, num_bytes in peaks] if ranks.rank == rank else [])[rank]
+    return StepMemory(step, rank, tuple((str(event), int(num_bytes)) for event, num_bytes in rows)) if rows else None
 
 
 def setting_of(config: TrainConfig, num_ranks: int, route: str = "") -> Setting:
@@ -477,25 +477,25 @@ def _kept_of_token(config: TrainConfig) -> int:
     return (2 if config.dtype == "bf16" else _FP32) * (kept + 2 * width)
 
 
-def check_room(config: TrainConfig, num_ranks: int, room: MemoryLimit, vocabulary: int = NUM_BYTES) -> None:
+def check_memory(config: TrainConfig, num_ranks: int, limit: MemoryLimit, vocabulary: int = NUM_BYTES) -> None:
     """Refuse sizes that cannot fit into the memory of a rank.  Raises: ConfigError that names the option to change."""
     least = least_bytes(config, num_ranks, vocabulary)
-    host_bytes = room.host_bytes if config.offload else None
-    if least.state > (room.num_bytes if host_bytes is None else host_bytes):
+    host_bytes = limit.host_bytes if config.offload else None
+    if least.state > (limit.num_bytes if host_bytes is None else host_bytes):
         raise ConfigError(
             f"{_sizes(config.model)}: {count_gpt_parameters(config.model, vocabulary):,} parameters with their gradients and "
             f"AdamW's state take at least {format_bytes(least.state)} on each of {num_ranks} rank(s) with --shard "
-            f"{config.shard}, and {room.place}. Use a smaller one of these, more ranks with --shard full, or more memory."
+            f"{config.shard}, and {limit.place}. Use a smaller one of these, more ranks with --shard full, or more memory."
         )
     state = least.state - least.gradients if host_bytes is None else 0
     needed = state + least.num_sequences * least.per_sequence
-    if needed <= room.num_bytes:
+    if needed <= limit.num_bytes:
         return
     found = (
         f"--batch {config.batch}: a microbatch of {least.num_sequences:,} sequence(s) on each of {num_ranks} rank(s) takes at "
-        f"least {format_bytes(needed)}, and {room.place}."
+        f"least {format_bytes(needed)}, and {limit.place}."
     )
-    most = max(0, room.num_bytes - state) // least.per_sequence
+    most = max(0, limit.num_bytes - state) // least.per_sequence
     if not most:
         less = "a smaller --context or --width" + ("" if config.recompute else ", or --recompute")
         raise ConfigError(f"{found} Not even one fits. Use {less}.")

@@ -25,7 +25,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from shardwise.formatting import format_bytes
-from shardwise.plan.schedule import Edge
+from shardwise.plan.schedule import StepEvent
 from shardwise.planner.rank_memory import COLOURS, KINDS, UPDATE
 from shardwise.recipes.data import TextFacts
 from shardwise.recipes.memory import HeldBytes, HeldMemory, StepMemory, fold_held
@@ -172,8 +172,8 @@ class RunLog:
         """Bring everything to the disk, so that no checkpoint is ahead of the figures."""
 
 
-class RunJournal(RunLog):
-    """Rank 0's journal."""
+class FileRunLog(RunLog):
+    """Rank 0's run log."""
 
     def __init__(
         self,
@@ -355,11 +355,11 @@ def _draw_memory(axes: Axes, held: Sequence[HeldBytes], unsharded: HeldBytes) ->
 
 
 def _draw_step(axes: Axes, step: StepMemory) -> None:
-    """Draw the most bytes between edges of blocks, measured, over the plan's, stacked by kind."""
+    """Draw the most bytes between events of blocks, measured, over the plan's, stacked by kind."""
     places = np.arange(len(step.peaks) + 1)
     if step.planned is not None:
-        moments = step.planned.by_edge()
-        at = np.linspace(0, len(step.peaks), len(moments) + 1)  # the same places wherever the same edges were passed
+        moments = step.planned.by_event()
+        at = np.linspace(0, len(step.peaks), len(moments) + 1)  # the same places wherever the same events came
         rows = [[moment.held[kind] / 1e6 for moment in moments] for kind in range(len(KINDS))]
         shown = [kind for kind, row in enumerate(rows) if any(row)]
         axes.stackplot(
@@ -372,19 +372,19 @@ def _draw_step(axes: Axes, step: StepMemory) -> None:
         )
     measured = [num_bytes / 1e6 for _, num_bytes in step.peaks]
     axes.step(places, [*measured, measured[-1]], where="post", color="black", linewidth=1.6, label="measured")
-    for name, edge, side in (("backward", Edge.ENTER_BACKWARD.value, "left"), ("update", UPDATE, "right")):
-        begin = next((place for place, (each, _) in enumerate(step.peaks) if each.startswith(edge)), None)
+    for name, event, side in (("backward", StepEvent.PRE_BACKWARD.value, "left"), ("update", UPDATE, "right")):
+        begin = next((place for place, (each, _) in enumerate(step.peaks) if each.startswith(event)), None)
         if begin is not None:
             axes.axvline(begin, color=_REFERENCE, linestyle=":", linewidth=1.0)
             axes.annotate(
                 name, xy=(begin, 0.985), xycoords=("data", "axes fraction"), xytext=(3 if side == "left" else -3, 0),
                 textcoords="offset points", ha=side, va="top", fontsize=8, color=_REFERENCE,
             )  # fmt: skip
-    edge, most = step.peak
-    title = f"Over step {step.step}, rank {step.rank}: {most / 1e6:.1f} MB at most ({edge})"
+    event, most = step.peak
+    title = f"Over step {step.step}, rank {step.rank}: {most / 1e6:.1f} MB at most ({event})"
     if step.planned is not None:
         planned = step.planned.peak
-        title += f"\nplanned: {planned.total / 1e6:.1f} MB ({planned.edge})"
+        title += f"\nplanned: {planned.total / 1e6:.1f} MB ({planned.event})"
     highest = max(most, 0 if step.planned is None else step.planned.peak.total) / 1e6
     axes.set(xlim=(0, len(step.peaks)), ylim=(0, 1.08 * highest), xticks=[], ylabel="megabytes in tensors")
     axes.set_xlabel("edges of blocks, in the order of the step")

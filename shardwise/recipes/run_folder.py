@@ -202,7 +202,7 @@ def read_old_values(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load parameters, optimizer state and random state into any number of ranks and any door.
+    """Load parameters, optimizer state and random state into any number of ranks and any sharding strategy.
 
     Raises: ConfigError if the checkpoint is damaged or holds other parameters; maybe on this rank alone.
     """
@@ -218,7 +218,7 @@ def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer
         ) from error
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         set_model_state_dict(model, state["model"])
-        _zero_share(model, optimizer).load_state_dict(state["optimizer"])
+        _zero_partition(model, optimizer).load_state_dict(state["optimizer"])
     else:
         set_state_dict(
             model,
@@ -244,14 +244,14 @@ def _first_reason(error: BaseException) -> str:
 
 def _collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        model_state, optimizer_state = get_model_state_dict(model), _zero_share(model, optimizer, True).state_dict()
+        model_state, optimizer_state = get_model_state_dict(model), _zero_partition(model, optimizer, True).state_dict()
     else:
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
     return {"model": model_state, "optimizer": optimizer_state, "random": {"cpu": torch.get_rng_state()}}
 
 
-def _zero_share(model: nn.Module, zero: ZeroRedundancyOptimizer, loading: bool = False) -> Stateful:
-    """Return the state under the keys of torch's flattened state dicts: a checkpoint does not tell doors apart."""
+def _zero_partition(model: nn.Module, zero: ZeroRedundancyOptimizer, loading: bool = False) -> Stateful:
+    """Return the state under the keys of torch's flattened state dicts: a checkpoint does not depend on the strategy."""
     names = {name.removeprefix("module."): param for name, param in model.named_parameters()}  # DDP adds the prefix
     return zero.sharded(names, loading=loading, flat=True)
 
@@ -330,7 +330,7 @@ def finish_saving(folder: Path, keep: int, *, is_first: bool) -> None:
 
 
 def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> Resumed:
-    """Load the newest checkpoint that is whole to the byte on all ranks, into any number of ranks and any door.
+    """Load the newest checkpoint that is whole to the byte on all ranks, into any number of ranks and any sharding strategy.
 
     Raises: ConfigError on every rank if there is none, or it holds other parameters; nothing was changed then.
     """

@@ -1,6 +1,6 @@
 """The values of ``--shard``: one entry each, saying how to wrap the model, build its optimizer, reduce, clip and sync.
 
-A new door is a new entry in ``DOORS``; the trainer, the checkpoints and the command line read the table.
+A new sharding strategy is a new entry in ``STRATEGIES``; the trainer, the checkpoints and the command line read the table.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def load_init(path: str, plain: nn.Module) -> None:
         raise ConfigError(f"--init {path} does not fit the model: {' '.join(str(error).split())}") from error
 
 
-# ---- What is done to the GPT before a door shards it: heads split over ranks (--tp), blocks compiled (--compile).
+# ---- What is done to the GPT before a sharding strategy shards it: heads split over ranks (--tp), blocks compiled (--compile).
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ def _probe(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ShardingStrategy:
     """How a model is trained under one value of ``--shard``.
 
     ``wrap`` gets the model on its device (heads split, parts compiled) and the data-parallel mesh; ``sync(model, on)``
@@ -424,7 +424,7 @@ def _reduce_to_owners(optimizer: Optimizer) -> None:
     cast(ZeroRedundancyOptimizer, optimizer).reduce_gradients()
 
 
-_FULL = Door(
+_FULL = ShardingStrategy(
     summary="fully_shard: parameters, gradients and optimizer state sharded over all ranks",
     wrap=_shard_fully,
     build_optimizer=build_adamw,
@@ -434,7 +434,7 @@ _FULL = Door(
     precision=lambda config, device: nullcontext(),
     plain=lambda model: model,
 )
-_NONE = Door(
+_NONE = ShardingStrategy(
     summary="plain DistributedDataParallel: everything on every rank, for comparison",
     wrap=_wrap_ddp,
     build_optimizer=build_adamw,
@@ -444,7 +444,7 @@ _NONE = Door(
     precision=_autocast,
     plain=lambda model: cast(DistributedDataParallel, model).module,
 )
-_GRADIENTS = Door(
+_GRADIENTS = ShardingStrategy(
     summary="ZeRO-2: gradients (after backward) and optimizer state sharded, parameters whole",
     wrap=lambda model, config, mesh: model,
     build_optimizer=build_zero_adamw,
@@ -454,7 +454,7 @@ _GRADIENTS = Door(
     precision=_autocast,
     plain=lambda model: model,
 )
-DOORS: Mapping[str, Door] = MappingProxyType(
+STRATEGIES: Mapping[str, ShardingStrategy] = MappingProxyType(
     {
         "full": _FULL,
         "hybrid": replace(

@@ -42,8 +42,8 @@ from shardwise.recipes.memory import (
     unsharded_of,
 )
 from shardwise.recipes.report import (
+    FileRunLog,
     ProgressDisplay,
-    RunJournal,
     RunLog,
     TrainedStep,
     memory_table,
@@ -69,9 +69,9 @@ from shardwise.recipes.run_folder import (
     write_config,
 )
 from shardwise.recipes.sharding import (
-    DOORS,
-    Door,
+    STRATEGIES,
     RunRanks,
+    ShardingStrategy,
     build_meshes,
     build_own,
     check_alike,
@@ -99,7 +99,7 @@ def listen_to_nobody() -> AbstractContextManager[Asked]:
     return nullcontext(lambda: 0)
 
 
-# ---- The training loop: the same arithmetic for every door and every number of ranks.
+# ---- The training loop: the same arithmetic for every sharding strategy and every number of ranks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Trainer:
 
     run: TrainRun
     ranks: RunRanks
-    door: Door
+    strategy: ShardingStrategy
     model: nn.Module
     optimizer: Optimizer
     train: Windows
@@ -144,9 +144,9 @@ class Stopped:
 
 
 def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
-    """Build model and optimizer behind the chosen door, and load the checkpoint if the run has one.  Collective."""
+    """Build model and optimizer with the chosen sharding strategy, and load the checkpoint if the run has one.  Collective."""
     config = run.config
-    door = DOORS[config.shard]
+    strategy = STRATEGIES[config.shard]
     torch.manual_seed(config.seed)
     plain = _build_model(run, ranks)
     num_parameters, unsharded = sum(p.numel() for p in plain.parameters()), unsharded_of(plain)
@@ -158,18 +158,18 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
         note = why_not_compiled(config.compile_backend, ranks)
         if note is None:
             compile_blocks(plain, config.compile_backend)
-    model = door.wrap(plain, config, meshes.data)
-    optimizer = door.build_optimizer(model, config)
+    model = strategy.wrap(plain, config, meshes.data)
+    optimizer = strategy.build_optimizer(model, config)
     if config.init is not None and run.checkpoint is None:
-        load_init(config.init, door.plain(model))
-    resumed = load_newest(run.checkpoints, door.plain(model), optimizer) if run.checkpoint is not None else None
+        load_init(config.init, strategy.plain(model))
+    resumed = load_newest(run.checkpoints, strategy.plain(model), optimizer) if run.checkpoint is not None else None
     if resumed is not None:
         run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     text = run.folder / "text"
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
     notes = (*([note] if note else []), *(f"DAMAGED: {text}" for text in (resumed.skipped if resumed else ())))
-    return Trainer(run, ranks, door, model, optimizer, train, validation, num_parameters, unsharded, notes)
+    return Trainer(run, ranks, strategy, model, optimizer, train, validation, num_parameters, unsharded, notes)
 
 
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
@@ -196,9 +196,9 @@ class _DoneStep:
 class _Figures:
     """The figures of the steps since the last line, and how long training took: validation and checkpoints do not count."""
 
-    def __init__(self, trainer: Trainer, journal: RunLog) -> None:
+    def __init__(self, trainer: Trainer, run_log: RunLog) -> None:
         self._trainer = trainer
-        self._journal = journal
+        self._run_log = run_log
         self._pending: list[_DoneStep] = []
         self._began = self._last = time.perf_counter()
         self.trained_s = 0.0
@@ -210,7 +210,7 @@ class _Figures:
         self._last = now
         figures = replace(step.figures, tokens_per_s=speed, time=time.time())
         self._pending.append(replace(step, figures=figures))
-        self._journal.advance(step.figures.step)
+        self._run_log.advance(step.figures.step)
 
     def write(self) -> None:
         """Stop the clock and write down what there is, with losses of all ranks.  Collective."""
@@ -224,7 +224,7 @@ class _Figures:
         peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
         steps = [replace(step.figures, loss=loss) for step, loss in zip(self._pending, losses, strict=True)]
         speed = trainer.tokens_per_step / step_s
-        self._journal.trained(steps, round(speed, 1), peak, (config.steps - steps[-1].step) * step_s)
+        self._run_log.trained(steps, round(speed, 1), peak, (config.steps - steps[-1].step) * step_s)
         self._pending = []
 
     def go_on(self) -> None:
@@ -233,7 +233,7 @@ class _Figures:
 
 
 def train_steps(
-    trainer: Trainer, journal: RunLog, asked: Asked, watches: Sequence[StepWatch] = ()
+    trainer: Trainer, run_log: RunLog, asked: Asked, watches: Sequence[StepWatch] = ()
 ) -> Finished | Stopped:
     """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
 
@@ -241,8 +241,8 @@ def train_steps(
     """
     config, start = trainer.config, trainer.run.start_step
     if start == 0:
-        journal.validated(0, validate(trainer))
-    figures = _Figures(trainer, journal)
+        run_log.validated(0, validate(trainer))
+    figures = _Figures(trainer, run_log)
     intervals = (config.log_every, config.eval_every, config.save_every)
     held = HeldBytes(0, 0, 0)
     for number in range(start, config.steps):
@@ -266,9 +266,9 @@ def train_steps(
             continue
         figures.write()
         if _is_due(done, config.eval_every, config):
-            journal.validated(done, validate(trainer))
+            run_log.validated(done, validate(trainer))
         if signal or _is_due(done, config.save_every, config):
-            journal.flush()
+            run_log.flush()
             save(trainer, done)
         if signal or done == config.steps:
             finish_saves(trainer)
@@ -293,7 +293,7 @@ def _is_due(done: int, every: int, config: TrainConfig) -> bool:
 
 
 def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _DoneStep:
-    config, door = trainer.config, trainer.door
+    config, strategy = trainer.config, trainer.strategy
     rate = learning_rate(config, step)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
@@ -301,13 +301,13 @@ def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _DoneStep:
     loss = torch.zeros((), device=trainer.ranks.device)
     for microbatch in range(config.accumulate):
         tokens, targets = _microbatch(trainer, step, microbatch)
-        with door.sync(trainer.model, microbatch == config.accumulate - 1):
-            with door.precision(config, trainer.ranks.device):
+        with strategy.sync(trainer.model, microbatch == config.accumulate - 1):
+            with strategy.precision(config, trainer.ranks.device):
                 part = next_byte_loss(trainer.model, tokens, targets) / config.accumulate
             part.backward()
         loss += part.detach()
-    door.reduce(trainer.optimizer)
-    norm = door.clip(trainer.model, trainer.optimizer, config.clip or math.inf)
+    strategy.reduce(trainer.optimizer)
+    norm = strategy.clip(trainer.model, trainer.optimizer, config.clip or math.inf)
     trainer.optimizer.step()
     held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
     trainer.optimizer.zero_grad()
@@ -337,7 +337,7 @@ def validate(trainer: Trainer) -> float:
     for first in range(0, len(windows), size):
         weighed = weights[first : first + size]
         tokens, targets = trainer.validation.stack(windows[first : first + size])
-        with trainer.door.precision(config, ranks.device):
+        with trainer.strategy.precision(config, ranks.device):
             tokens = tokens.to(ranks.device)
             logits = logits_of(model(tokens), tokens).float().flatten(0, 1)
         losses = nn.functional.cross_entropy(logits, targets.to(ranks.device).flatten(), reduction="none")
@@ -357,7 +357,9 @@ def save(trainer: Trainer, done: int) -> None:
     if any(trainer.ranks.highest([int(is_broken)])):
         raise _diverged(trainer, done, "parameters are not finite")
     progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
-    start_saving(trainer.run.checkpoints, progress, trainer.door.plain(trainer.model), trainer.optimizer, config.keep)
+    start_saving(
+        trainer.run.checkpoints, progress, trainer.strategy.plain(trainer.model), trainer.optimizer, config.keep
+    )
 
 
 def finish_saves(trainer: Trainer) -> None:
@@ -406,18 +408,18 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
             write_config(run, ranks.num_ranks, trainer.num_parameters, __version__)
-        journal = _open_journal(run, stack, start.step_file) if ranks.is_first else RunLog()
-        _say_start(trainer, journal)
+        run_log = _open_run_log(run, stack, start.step_file) if ranks.is_first else RunLog()
+        _say_start(trainer, run_log)
         if start.restart is not None:
-            _say_restart(start.restart, trainer, journal)
+            _say_restart(start.restart, trainer, run_log)
         if start.resume is not None and run.done is None:
-            journal.say("this run has ended before its first checkpoint: it begins again")
+            run_log.say("this run has ended before its first checkpoint: it begins again")
         with listening() as asked:
             meter = metering(trainer, start.trace_steps)
             watches = [meter.watch] if meter else []
-            finished = train_steps(trainer, journal, asked, [*tracing(trainer, start.trace_steps, journal), *watches])
+            finished = train_steps(trainer, run_log, asked, [*tracing(trainer, start.trace_steps, run_log), *watches])
         if isinstance(finished, Stopped):
-            journal.say(
+            run_log.say(
                 f"stopped and saved after step {finished.step}; go on with: shardwise train --resume {run.folder}"
             )
             return finished.signal
@@ -434,7 +436,7 @@ def metering(trainer: Trainer, traced: int) -> StepMeter | None:
     if config.compile or start >= config.steps:  # a compiled part allocates where nobody sees it
         return None
     number = measured_number(config, start, traced)
-    return StepMeter(trainer.door.plain(trainer.model), trainer.optimizer, trainer.ranks.device, number)
+    return StepMeter(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.ranks.device, number)
 
 
 def _largest_step(trainer: Trainer, meter: StepMeter | None) -> StepMemory | None:
@@ -448,31 +450,31 @@ def _largest_step(trainer: Trainer, meter: StepMeter | None) -> StepMemory | Non
     return replace(found, planned=planned_memory(run.config, run.facts.vocabulary, ranks, trainer.model))
 
 
-def tracing(trainer: Trainer, asked: int, journal: RunLog) -> list[StepWatch]:
+def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> list[StepWatch]:
     """Return what records ``asked`` steps after the first and writes them to the run's folder, one file for each rank."""
     steps = min(asked, trainer.config.steps - trainer.run.start_step - 1)
     if steps < 1:
         if asked:
-            journal.say("no trace: it begins with the second step, and this run has but one")
+            run_log.say("no trace: it begins with the second step, and this run has but one")
         return []
     path = trainer.run.folder / f"trace-rank{trainer.ranks.rank}.json"
     model = trainer.model if trainer.config.shard in ENGINE_SHARDS else None
 
     def write(recorded: Trace) -> None:
         replace_file(path.parent, path.name, recorded.to_json())
-        journal.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{recorded.table()}")
+        run_log.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{recorded.table()}")
 
     return [traced_steps(model, steps, write)]
 
 
-def _say_restart(restart: Restart, trainer: Trainer, journal: RunLog) -> None:
+def _say_restart(restart: Restart, trainer: Trainer, run_log: RunLog) -> None:
     run, ranks = trainer.run, trainer.ranks
     if ranks.is_first:
         note_restart(run.folder, restart, run.start_step, ranks.num_ranks)
-    journal.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
+    run_log.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
 
 
-def _open_journal(run: TrainRun, stack: ExitStack, step_file: Path | None) -> RunJournal:
+def _open_run_log(run: TrainRun, stack: ExitStack, step_file: Path | None) -> FileRunLog:
     from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
 
     lines = stack.enter_context(open_lines(run))
@@ -480,37 +482,37 @@ def _open_journal(run: TrainRun, stack: ExitStack, step_file: Path | None) -> Ru
     scalars = stack.enter_context(SummaryWriter(place, purge_step=run.start_step + 1 if run.done else 0))
     display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
     if step_file is None:
-        return RunJournal(display, lines, scalars, unit=run.facts.unit)
+        return FileRunLog(display, lines, scalars, unit=run.facts.unit)
     steps = stack.enter_context(closing(StepFile(step_file)))
     steps.write(run.start_step)
-    return RunJournal(display, lines, scalars, steps.write, run.facts.unit)
+    return FileRunLog(display, lines, scalars, steps.write, run.facts.unit)
 
 
-def _say_start(trainer: Trainer, journal: RunLog) -> None:
+def _say_start(trainer: Trainer, run_log: RunLog) -> None:
     run, config, ranks, facts = trainer.run, trainer.config, trainer.ranks, trainer.run.facts
     sizes = "" if config.model_from else f"{config.model.layers} layers, width {config.model.width}, "
-    journal.say(
+    run_log.say(
         f"{run.folder}: {config.model_from or 'GPT'} with {trainer.num_parameters:,} parameters ({sizes}context "
         f"{config.model.context}) on {ranks.num_ranks} {ranks.device.type} rank(s), --shard {config.shard}"
     )
     train, validation = (num_bytes // facts.itemsize for num_bytes in (facts.train_bytes, facts.validation_bytes))
-    journal.say(
+    run_log.say(
         f"text: {facts.description}, {facts.num_files} files, {train:,} {facts.unit}s to train on, "
         f"{validation:,} to validate; unigram entropy {facts.unigram_nats:.4f} nats per {facts.unit}"
     )
     if trainer.config.shard in ENGINE_SHARDS:
-        journal.say(str(describe_units(trainer.model)))
+        run_log.say(str(describe_units(trainer.model)))
     for note in trainer.notes:
-        journal.say(note)
+        run_log.say(note)
     if run.done is not None:
-        journal.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
+        run_log.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
 
 
 def _sample(trainer: Trainer) -> str:
     config, ranks = trainer.config, trainer.ranks
-    plain = trainer.door.plain(trainer.model)
+    plain = trainer.strategy.plain(trainer.model)
     # one byte more each time: compiled parts would be compiled again and again
-    with torch.compiler.set_stance("force_eager"), trainer.door.precision(config, ranks.device):
+    with torch.compiler.set_stance("force_eager"), trainer.strategy.precision(config, ranks.device):
         if not config.sample_bytes:
             return ""
         vocabulary = open_vocabulary(trainer.run.tokenizer)
@@ -527,7 +529,7 @@ def _conclude(trainer: Trainer, finished: Finished, sample: str, memory: StepMem
     on_gpu = trainer.ranks.device.type == "cuda"
     title = (
         f"shardwise train: {trainer.num_parameters / 1e6:.1f} million parameters on {trainer.ranks.num_ranks} rank(s), "
-        f"{DOORS[config.shard].summary}"
+        f"{STRATEGIES[config.shard].summary}"
     )
     path = run.folder / "report.png"
     draw_report(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise import torch_private
 from shardwise.errors import ConfigError
 from shardwise.fsdp.clip import OwnedGradient
-from shardwise.optim.pieces import copied
+from shardwise.optim.slices import copied
 
 # ---- Copies of tensors as they were, put back in place: whoever holds a tensor sees the old values again.
 

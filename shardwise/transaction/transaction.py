@@ -1,4 +1,4 @@
-"""A door around a step: it happens on all ranks, or on none."""
+"""A transaction around a step: it happens on all ranks, or on none."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shardwise.collectives.host import send_recv
 from shardwise.collectives.host.local_peers import HEADER_BYTES, TransportOffer, meet
 from shardwise.collectives.routes import default_transport
 from shardwise.consistency import store
-from shardwise.consistency.agreement import begin_era
+from shardwise.consistency.agreement import begin_generation
 from shardwise.consistency.failure_report import cited, naming_lost_peers
 from shardwise.consistency.liveness import Liveness
-from shardwise.consistency.process_groups import all_have_come, break_off_all, groups_within, mend
+from shardwise.consistency.process_groups import abort_all_connections, all_have_come, groups_within, reconnect_group
 from shardwise.errors import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError
 from shardwise.fsdp.renewal import KeptUnits
 from shardwise.observe import EVERYBODY, Track, note
-from shardwise.optim.sharded_optimizer import ShardedOptimizer, stepper_of
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.transaction.kept import (
     KeptBuffers,
     KeptGradients,
@@ -45,7 +45,7 @@ from shardwise.transaction.kept import (
     watch,
 )
 from shardwise.waiting import MEMORY_PAUSES_S, comes_soon, wait_until
-from shardwise.zero.optimizer import ZeroRedundancyOptimizer, share_stepper
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 
 # ---- What a rank says of the exception that ended its step, and which of several was the first cause.
 
@@ -136,13 +136,13 @@ class Agreement:
         self.rank = dist.get_rank()
         self.num_messages = 0
         meeting = meet(group, TransportOffer(default_transport(), HEADER_BYTES, "transaction"))
-        self._posts = meeting.posts
-        shares = len(meeting.mates) == len(self.members)  # some of the ranks alone could not agree for all
+        self._exchange = meeting.exchange
+        shares = len(meeting.local_peers) == len(self.members)  # some of the ranks alone could not agree for all
         self._segments = meeting.segments if shares else ()
         self._words = tuple(segment.words for segment in self._segments)
-        self._mine = self._posts.rank
-        self._alive = {peer: Liveness(meeting.pids[peer]) for peer in self._posts.peers()} if self._words else {}
-        self._track = Track(self._posts.prefix)
+        self._mine = self._exchange.rank
+        self._alive = {peer: Liveness(meeting.pids[peer]) for peer in self._exchange.peers()} if self._words else {}
+        self._track = Track(self._exchange.prefix)
         self._looked = 0.0
 
     # ---- without a fault ----
@@ -159,13 +159,13 @@ class Agreement:
             all_have_come(self.group)
             return
         self._words[self._mine][_ARRIVED] = number
-        for peer in self._posts.peers():
+        for peer in self._exchange.peers():
             if self._words[peer][_ARRIVED] < number:
                 self._wait_for(peer, number)
 
     def _wait_for(self, peer: int, number: int) -> None:
         words = self._words[peer]
-        alive, limit_s = self._alive[peer], self._posts.timeout_s
+        alive, limit_s = self._alive[peer], self._exchange.timeout_s
 
         def is_there() -> bool:
             return words[_ARRIVED] >= number
@@ -194,38 +194,39 @@ class Agreement:
         now = time.monotonic()
         if now - self._looked >= _LOOK_S:
             self._looked = now
-            if self._posts.store.check([self._key(number, "order")]) or self.ended() is not None:
+            if self._exchange.store.check([self._key(number, "order")]) or self.ended() is not None:
                 raise StepError(f"another rank has failed; rank {self.rank} stops its step")
 
     def _check_words(self, number: int) -> None:
-        for peer in self._posts.peers():
+        for peer in self._exchange.peers():
             if self._words[peer][_FAILED] == number or self._words[peer][_ENDED]:
                 raise StepError(f"rank {self.members[peer]} has failed; rank {self.rank} stops its step")
 
     def end(self, report: Report) -> None:
         """Say that no step can be undone any more, because of ``report``, and leave the others' collectives."""
         if self.ended() is None:
-            self._posts.store.set(f"{self._posts.prefix}/ended", report.to_text())
+            self._exchange.store.set(f"{self._exchange.prefix}/ended", report.to_text())
         if self._words:
             self._words[self._mine][_ENDED] = 1
-        break_off_all(self.members)
+        abort_all_connections(self.members)
 
     def ended(self) -> Report | None:
         """Return why no step can be undone any more; None if all is well."""
-        text = self._posts.store.peek(f"{self._posts.prefix}/ended")
+        text = self._exchange.store.peek(f"{self._exchange.prefix}/ended")
         return None if text is None else Report.from_text(text)
 
     def claim(self, number: int) -> int:
         """Say that this rank has failed in step ``number``; return how many have said so by now."""
         if self._words:
             self._words[self._mine][_FAILED] = number
-        self._posts.post(f"{number - 1}/committed", "")
-        return self._posts.store.add(self._key(number, "order"), 1)
+        self._exchange.post(f"{number - 1}/committed", "")
+        return self._exchange.store.add(self._key(number, "order"), 1)
 
     def was_committed(self, number: int) -> bool:
         """Return True if some rank has gone on from step ``number``: then all had come to its end."""
         return any(
-            self._posts.store.check([f"{self._posts.prefix}/{number}/committed/{r}"]) for r in self._posts.peers()
+            self._exchange.store.check([f"{self._exchange.prefix}/{number}/committed/{r}"])
+            for r in self._exchange.peers()
         )
 
     def hear(self, number: int, mine: Report) -> Report | None:
@@ -234,23 +235,23 @@ class Agreement:
         Closes this rank's connections, so that nobody waits for it in a collective.
         Raises: TransportError on every rank if one is gone, or does not report in time.
         """
-        posts = self._posts
-        posts.post(f"{number}/report", mine.to_text())
-        break_off_all(self.members)
+        exchange = self._exchange
+        exchange.post(f"{number}/report", mine.to_text())
+        abort_all_connections(self.members)
 
         def is_enough(_: Mapping[int, str]) -> bool:
             return (mine.follows and self.was_committed(number)) or self.ended() is not None
 
-        found = posts.collect(f"{number}/report", range(posts.size), is_enough=is_enough)
-        if len(found) < posts.size:
+        found = exchange.collect(f"{number}/report", range(exchange.size), is_enough=is_enough)
+        if len(found) < exchange.size:
             ended = self.ended()
             if ended is not None:
                 return ended
             if mine.follows and self.was_committed(number):
                 return None
-            absent = posts.absent(found)
+            absent = exchange.absent(found)
             late = (
-                f"{posts.named(absent)} did not finish its step within {posts.timeout_s:g} s of rank "
+                f"{exchange.named(absent)} did not finish its step within {exchange.timeout_s:g} s of rank "
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
             )
             raise self._named(absent, late)
@@ -261,30 +262,30 @@ class Agreement:
 
         ``problem``: what kept this rank from it.  Raises: TransportError on every rank if one has a problem or is gone.
         """
-        posts = self._posts
-        posts.post(f"{number}/back", problem)
-        found = posts.collect(f"{number}/back", range(posts.size))
-        absent = posts.absent(found)
+        exchange = self._exchange
+        exchange.post(f"{number}/back", problem)
+        found = exchange.collect(f"{number}/back", range(exchange.size))
+        absent = exchange.absent(found)
         if absent:
-            late = f"{posts.named(absent)} did not undo its step within {posts.timeout_s:g} s"
+            late = f"{exchange.named(absent)} did not undo its step within {exchange.timeout_s:g} s"
             raise self._named(absent, late)
-        wrong = {posts.members[rank]: text for rank, text in found.items() if text}
+        wrong = {exchange.members[rank]: text for rank, text in found.items() if text}
         if wrong:
             what = "; ".join(f"rank {rank}: {text}" for rank, text in wrong.items())
             raise TransportError(f"the step could not be undone on all ranks; start again from a checkpoint. {what}")
 
     def _named(self, absent: Sequence[int], late: str) -> TransportError:
-        gone = self._posts.gone(absent)
+        gone = self._exchange.gone(absent)
         if not gone:
-            return TransportError(self._posts.absence(absent, late))
-        names = [self._posts.members[rank] for rank in gone]
+            return TransportError(self._exchange.absence(absent, late))
+        names = [self._exchange.members[rank] for rank in gone]
         return TransportError(
-            f"rank {names[0]} is gone in a transaction{cited(self._posts.notes, names)}; what the others hold of the step is "
-            "not undone. Start again from a checkpoint (shardwise train --max-restarts does)"
+            f"rank {names[0]} is gone in a transaction{cited(self._exchange.notes, names)}; what the others hold of the step "
+            "is not undone. Start again from a checkpoint (shardwise train --max-restarts does)"
         )
 
     def _key(self, number: int, what: str) -> str:
-        return f"{self._posts.prefix}/{number}/{what}"
+        return f"{self._exchange.prefix}/{number}/{what}"
 
 
 # ---- What the transactions over one model share: the ranks, the number of the running one, and the state before it.
@@ -405,9 +406,9 @@ class Ledger:
         """Make the groups anew, and number what ranks post from one again.  Collective."""
         if self.agreement is not None:
             for group in groups_within(self.agreement.members):
-                mend(group)
+                reconnect_group(group)
                 send_recv.drop(group)
-            begin_era(self.agreement.members)
+            begin_generation(self.agreement.members)
 
     def _living_ddps(self) -> list[DistributedDataParallel]:
         return [ddp for ref in self._ddps if (ddp := ref()) is not None]
@@ -616,7 +617,7 @@ def transaction(
     the others.  A rank whose process has ended is not undone: :class:`shardwise.TransportError` names it on all.
 
     Args:
-        model: with any of the doors of this package, in torch's DistributedDataParallel, or plain on one rank.
+        model: with any of the APIs of this package, in torch's DistributedDataParallel, or plain on one rank.
         optimizer: what steps inside the block, one or several.
         retry: exceptions after which all ranks go on, and ``step.again`` says that the step is to be made once more.
         skip: exceptions after which all ranks go on without the step.
@@ -677,11 +678,11 @@ def _optimized(optimizer: Optimizer) -> Optimized:
                 "an optimizer made with overlap_grad_reduce=True or overlap_param_gather=True has gradients and parameters on "
                 "their way beyond backward and step(), which cannot be put back; make it without them to use transactions"
             )
-        shares = share_stepper(optimizer)
+        shares = zero_backend(optimizer)
         return Optimized(optimizer, optimizer.optim, shares.mark, shares.renew)
     if isinstance(optimizer, ShardedOptimizer):
-        stepper = stepper_of(optimizer)
-        return Optimized(optimizer, stepper.optimizer, stepper.mark, _nothing)
+        backend = optimizer_backend(optimizer)
+        return Optimized(optimizer, backend.optimizer, backend.mark, _nothing)
     return optimized_as_it_is(optimizer)
 
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.collectives.buffer_pool import BufferPool, carve
-from shardwise.collectives.owned import Owned, PendingReduce, reduce_to_owners
-from shardwise.consistency.agreement import Board
+from shardwise.collectives.buffer_pool import BufferPool, suballocate
+from shardwise.collectives.owned import Owned, ReduceHandle, reduce_to_owners
+from shardwise.consistency.agreement import GroupAgreement
 from shardwise.consistency.store import Sketch, digest_of, sample_of
 from shardwise.errors import DesyncError, StateError
 from shardwise.fsdp.clip import GradientOwner, Limit, OwnedGradient, make_owned
 from shardwise.layout import OwnedSlice
-from shardwise.zero.partition import LocalPiece, Share, elements_of, flat_like, gradient_for
+from shardwise.zero.partition import LocalSlice, RankPartition, elements_of, flat_like, gradient_for
 
 # ---- Checks once, before the first step, that all ranks have the same gradients and the same parameters.
 # Each owner steps on its own copy of the gradients.  If nobody averaged them, every owner trains on another batch, without
@@ -38,16 +38,23 @@ from shardwise.zero.partition import LocalPiece, Share, elements_of, flat_like, 
 logger = logging.getLogger(__name__)
 
 
-def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> bool:
+def are_same(
+    rank_partition: RankPartition,
+    agreement: GroupAgreement,
+    what: str,
+    *,
+    has_inputs: bool = True,
+    only_warn: bool = False,
+) -> bool:
     """Return True if all ranks have the same gradients, False if nobody has any (so that nothing is known).  Collective.
 
     ``has_inputs`` False: a rank in ``Join`` that makes no gradients of its own; it is left out.  ``only_warn``: for
     gradients of a closure, which torch's class takes as they are.
     Raises: DesyncError on every rank, naming the first parameter that differs.
     """
-    gradients = [_gradient(param) if has_inputs else None for param in share.params]
-    is_known, rows = _compare(gradients, f"the gradients of {what}", board, has_inputs)
-    complaint = _judge(share, f"{what}: gradients", rows)
+    gradients = [_gradient(param) if has_inputs else None for param in rank_partition.params]
+    is_known, rows = _compare(gradients, f"the gradients of {what}", agreement, has_inputs)
+    complaint = _judge(rank_partition, f"{what}: gradients", rows)
     if complaint:
         text = (
             f"{what}: gradients differ between ranks: that of {complaint}. Each owner would train on its own: "
@@ -59,16 +66,20 @@ def are_same(share: Share, board: Board, what: str, *, has_inputs: bool = True, 
     return is_known
 
 
-def check_same_params(share: Share, moving: Sequence[bool], board: Board, what: str) -> None:
+def check_same_params(
+    rank_partition: RankPartition, moving: Sequence[bool], agreement: GroupAgreement, what: str
+) -> None:
     """Check that all ranks have the same parameters (of large ones, a sample); skip those not ``moving``.  Collective.
 
     Raises: DesyncError on every rank, naming the first parameter that differs.
     """
     params = [
         sample_of(flat_like(param.detach(), param)) if moves else None
-        for param, moves in zip(share.params, moving, strict=True)
+        for param, moves in zip(rank_partition.params, moving, strict=True)
     ]
-    complaint = _judge(share, f"{what}: parameters", _compare(params, f"the parameters before {what}", board)[1])
+    complaint = _judge(
+        rank_partition, f"{what}: parameters", _compare(params, f"the parameters before {what}", agreement)[1]
+    )
     if complaint:
         raise DesyncError(
             f"{what}: parameters differ between ranks before it: {complaint}. Each owner would send its own to all, so that "
@@ -78,20 +89,20 @@ def check_same_params(share: Share, moving: Sequence[bool], board: Board, what: 
 
 
 def _compare(
-    tensors: Sequence[torch.Tensor | None], what: str, board: Board, takes_part: bool = True
+    tensors: Sequence[torch.Tensor | None], what: str, agreement: GroupAgreement, takes_part: bool = True
 ) -> tuple[bool, dict[int, dict[int, Sketch | None]]]:
     """Return whether ranks had tensors to compare, and the sketches of those that differ, by index and rank."""
     digests = [None if tensor is None else digest_of(tensor) for tensor in tensors]
     summary = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if takes_part else ""
-    texts = board.gather(f"comparing {what}", json.dumps([summary, any(digests)]))
+    texts = agreement.gather(f"comparing {what}", json.dumps([summary, any(digests)]))
     summaries, are_there = zip(*(json.loads(text) for text in texts), strict=True)
     is_known = any(are_there) and sum(map(bool, summaries)) > 1
     if len({found for found in summaries if found}) <= 1:
         return is_known, {}
-    every = [json.loads(text) for text in board.gather(f"comparing each of {what}", json.dumps(digests))]
+    every = [json.loads(text) for text in agreement.gather(f"comparing each of {what}", json.dumps(digests))]
     unlike = [index for index, column in enumerate(zip(*every, strict=True)) if len(set(column)) > 1]
     sketches = {index: Sketch.of(tensor).told for index in unlike if (tensor := tensors[index]) is not None}
-    texts = board.gather(f"comparing some of {what}", json.dumps(sketches))
+    texts = agreement.gather(f"comparing some of {what}", json.dumps(sketches))
     rows = [{rank: _sketch_in(text, index) for rank, text in enumerate(texts) if summaries[rank]} for index in unlike]
     return is_known, dict(zip(unlike, rows, strict=True))
 
@@ -111,12 +122,16 @@ def _gradient(param: torch.Tensor) -> torch.Tensor | None:
     return flat_like(gradient.detach(), param)
 
 
-def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]]) -> str:
+def _judge(rank_partition: RankPartition, what: str, rows: Mapping[int, dict[int, Sketch | None]]) -> str:
     """Return a text about the first tensor that differs; "" if none does, with a warning if rounding differs."""
     largest = 0.0
     for index, row in rows.items():
         present = [sketch for sketch in row.values() if sketch is not None]
-        lacking = [piece.owner for piece in share.by_param[index] if row.get(piece.owner, present[0]) is None]
+        lacking = [
+            owned_slice.owner
+            for owned_slice in rank_partition.by_param[index]
+            if row.get(owned_slice.owner, present[0]) is None
+        ]
         apart = [present[0].distance(sketch) for sketch in present]
         if lacking or not all(distance <= present[0].tolerance for distance in apart):  # nan is far, too
             listing = ", ".join(
@@ -124,7 +139,7 @@ def _judge(share: Share, what: str, rows: Mapping[int, dict[int, Sketch | None]]
                 for rank, sketch in list(row.items())[:8]
             )
             owners = f" (rank {', '.join(map(str, lacking))} owns it)" if lacking else ""
-            return f"parameter {index} of shape {tuple(share.params[index].shape)} is {listing}{owners}"
+            return f"parameter {index} of shape {tuple(rank_partition.params[index].shape)} is {listing}{owners}"
         largest = max(largest, *apart)
     if largest:
         logger.warning(
@@ -146,9 +161,9 @@ def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
     return gradient.fresh if isinstance(gradient, OwnedGradient) else gradient
 
 
-def is_whole(local_pieces: Sequence[LocalPiece]) -> bool:
-    """Return True if ``local_pieces``, those of one parameter, are all of it in one."""
-    return len(local_pieces) == 1 and local_pieces[0].piece.numel == local_pieces[0].param.numel()
+def is_whole(local_slices: Sequence[LocalSlice]) -> bool:
+    """Return True if ``local_slices``, those of one parameter, are all of it in one."""
+    return len(local_slices) == 1 and local_slices[0].owned_slice.numel == local_slices[0].param.numel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,8 +175,8 @@ class AveragingContext:
         owner_ref: weak reference to the optimizer, by which gradients know it.
     """
 
-    share: Share
-    board: Board
+    rank_partition: RankPartition
+    agreement: GroupAgreement
     staging: Callable[[torch.device], BufferPool]
     owner_ref: OwnerRef
 
@@ -183,30 +198,30 @@ class Averaging:
     """One averaging, from its first message until :meth:`end`.
 
     Attributes:
-        averages: of this rank's pieces, as they arrive.
+        averages: of this rank's slices, as they arrive.
         early: how many runs were sent before all gradients were there.
     """
 
-    means: AveragingContext
+    context: AveragingContext
     what: str
     early: int = 0
     averages: dict[OwnedSlice, torch.Tensor] = field(default_factory=dict[OwnedSlice, torch.Tensor])
     _sent: dict[int, _SentGradient] = field(default_factory=dict[int, _SentGradient])
-    _on_the_way: list[tuple[list[OwnedSlice], PendingReduce]] = field(
-        default_factory=list[tuple[list[OwnedSlice], PendingReduce]]
+    _on_the_way: list[tuple[list[OwnedSlice], ReduceHandle]] = field(
+        default_factory=list[tuple[list[OwnedSlice], ReduceHandle]]
     )
 
     def presence(self) -> Presence:
         """Return the dtype of each parameter's gradient that is sent or to be sent, None where there is none."""
         found: list[torch.dtype | None] = []
-        for index, param in enumerate(self.means.share.params):
+        for index, param in enumerate(self.context.rank_partition.params):
             gradient, sent = own_gradient(param), self._sent.get(index)
             found.append(gradient.dtype if gradient is not None else sent.dtype if sent is not None else None)
         return tuple(found)
 
     def again(self) -> tuple[int, ...]:
         """Return the parameters whose gradients are sent and that have got another one since."""
-        params = self.means.share.params
+        params = self.context.rank_partition.params
         return tuple(index for index in self._sent if own_gradient(params[index]) is not None)
 
     def send_early(self, indices: Sequence[int]) -> None:
@@ -221,23 +236,23 @@ class Averaging:
 
         While a message is on its way the next one is packed.
         """
-        for indices in _messages(self.means.share):
+        for indices in _messages(self.context.rank_partition):
             if len(self._on_the_way) > 1:
                 self._receive()
             self._send(indices)
         self.receive_all()
-        share = self.means.share
+        rank_partition = self.context.rank_partition
         for index, sent in self._sent.items():
-            param = share.params[index]
+            param = rank_partition.params[index]
             if param.grad is not sent.left:
                 continue  # somebody has dropped it, or put another one there
-            local_pieces = share.local_by_param[index]
-            parts = [self.averages[local.piece] for local in local_pieces]
+            local_slices = rank_partition.local_by_param[index]
+            parts = [self.averages[local.owned_slice] for local in local_slices]
             if sent.before is not None:
                 parts = [old.add_(new) for old, new in zip(sent.before.parts, parts, strict=True)]
             dtype = param.grad_dtype or sent.dtype  # another one if it was converted after its forward
             parts = [part.to(dtype) for part in parts]
-            param.grad = make_owned(param, parts, is_whole(local_pieces), self.means.owner_ref, dtype)
+            param.grad = make_owned(param, parts, is_whole(local_slices), self.context.owner_ref, dtype)
 
     def receive_all(self) -> None:
         """Wait for all that is on its way."""
@@ -245,16 +260,16 @@ class Averaging:
             self._receive()
 
     def _send(self, indices: Sequence[int], leaves_sign: bool = False) -> None:
-        means = self.means
+        context = self.context
         self._forget_dropped(indices)
-        pieces = means.share.pieces_of(indices)
-        owned = [self._owned(piece) for piece in pieces]
+        slices = context.rank_partition.slices_of(indices)
+        owned = [self._owned(owned_slice) for owned_slice in slices]
         dtype, device = owned[0].tensor.dtype, owned[0].tensor.device
-        pending = reduce_to_owners(owned, means.board, self.what, means.staging(device))
+        pending = reduce_to_owners(owned, context.agreement, self.what, context.staging(device))
         del owned
-        self._on_the_way.append((pieces, pending))
+        self._on_the_way.append((slices, pending))
         for index in indices:  # sent: what is not owned here is freed while the rest is on its way
-            param = means.share.params[index]
+            param = context.rank_partition.params[index]
             gradient = param.grad
             if index in self._sent and isinstance(gradient, OwnedGradient):
                 gradient.fresh = None  # it is sent for the second time
@@ -265,7 +280,7 @@ class Averaging:
                 left = (
                     before
                     if before is not None
-                    else make_owned(param, [], False, means.owner_ref, param.grad_dtype or dtype)
+                    else make_owned(param, [], False, context.owner_ref, param.grad_dtype or dtype)
                 )
                 left.is_sent = True
             if before is not None:
@@ -274,49 +289,53 @@ class Averaging:
             param.grad = left
 
     def _forget_dropped(self, indices: Sequence[int]) -> None:
-        share = self.means.share
+        rank_partition = self.context.rank_partition
         dropped = [
-            index for index in indices if index in self._sent and self._sent[index].left is not share.params[index].grad
+            index
+            for index in indices
+            if index in self._sent and self._sent[index].left is not rank_partition.params[index].grad
         ]
         if dropped:
             self.receive_all()
         for index in dropped:
             del self._sent[index]
-            for local in share.local_by_param[index]:
-                self.averages.pop(local.piece, None)
+            for local in rank_partition.local_by_param[index]:
+                self.averages.pop(local.owned_slice, None)
 
-    def _owned(self, piece: OwnedSlice) -> Owned:
-        param = self.means.share.params[piece.tensor]
+    def _owned(self, owned_slice: OwnedSlice) -> Owned:
+        param = self.context.rank_partition.params[owned_slice.tensor]
         gradient = own_gradient(param)
         if gradient is None:
-            raise StateError(f"{self.what}: parameter {piece.tensor} lost its gradient meanwhile")
-        return Owned(piece.owner, elements_of(piece, param, gradient))
+            raise StateError(f"{self.what}: parameter {owned_slice.tensor} lost its gradient meanwhile")
+        return Owned(owned_slice.owner, elements_of(owned_slice, param, gradient))
 
     def _receive(self) -> None:
-        pieces, pending = self._on_the_way.pop(0)
+        slices, pending = self._on_the_way.pop(0)
         averages, start = pending.wait(), 0
-        for piece in pieces:
-            if piece.owner != self.means.share.rank:
+        for owned_slice in slices:
+            if owned_slice.owner != self.context.rank_partition.rank:
                 continue
-            param = self.means.share.params[piece.tensor]
-            shape, stride = (param.shape, param.stride()) if piece.numel == param.numel() else ((piece.numel,), (1,))
-            if piece.numel * averages.element_size() < COPY_BELOW_BYTES:
-                window = averages[start : start + piece.numel].clone().as_strided(shape, stride)
+            param = self.context.rank_partition.params[owned_slice.tensor]
+            shape, stride = (
+                (param.shape, param.stride()) if owned_slice.numel == param.numel() else ((owned_slice.numel,), (1,))
+            )
+            if owned_slice.numel * averages.element_size() < COPY_BELOW_BYTES:
+                window = averages[start : start + owned_slice.numel].clone().as_strided(shape, stride)
             else:
-                window = carve(averages, start, shape, None if param.is_contiguous() else stride)
-            start += piece.numel
-            if piece in self.averages:
-                self.averages[piece] += window
+                window = suballocate(averages, start, shape, None if param.is_contiguous() else stride)
+            start += owned_slice.numel
+            if owned_slice in self.averages:
+                self.averages[owned_slice] += window
             else:
-                self.averages[piece] = window.detach()
+                self.averages[owned_slice] = window.detach()
 
 
-def _messages(share: Share) -> Iterator[list[int]]:
+def _messages(rank_partition: RankPartition) -> Iterator[list[int]]:
     """Yield the parameters of each message, the last run first: those of a run that have gradients of one kind."""
-    for run in reversed(share.runs):
+    for run in reversed(rank_partition.runs):
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in run:
-            gradient = own_gradient(share.params[index])
+            gradient = own_gradient(rank_partition.params[index])
             if gradient is not None:
                 kinds.setdefault((gradient.dtype, gradient.device), []).append(index)
         yield from kinds.values()
@@ -334,7 +353,7 @@ class EarlySends:
     def __init__(self, begin: weakref.WeakMethod[Callable[[], Averaging]]) -> None:
         self.is_held = False
         self._begin = begin
-        self._share: Share | None = None
+        self._rank_partition: RankPartition | None = None
         self._handles: dict[int, RemovableHandle] = {}
         self._expected: list[tuple[int, ...]] = []
         self._dtypes: Presence = ()
@@ -342,11 +361,11 @@ class EarlySends:
         self._missing: list[set[int]] = []
         self._next = 0
 
-    def listen(self, share: Share) -> None:
-        """Hear of the gradients of what trains of ``share``; nothing is expected before :meth:`expect`."""
-        self._share = share
+    def listen(self, rank_partition: RankPartition) -> None:
+        """Hear of the gradients of what trains of ``rank_partition``; nothing is expected before :meth:`expect`."""
+        self._rank_partition = rank_partition
         self.expect(())
-        for index, param in enumerate(share.params):
+        for index, param in enumerate(rank_partition.params):
             if index not in self._handles and param.is_leaf and param.requires_grad:
                 self._handles[index] = param.register_post_accumulate_grad_hook(_hearing(weakref.ref(self), index))
 
@@ -358,13 +377,13 @@ class EarlySends:
         """Send in the next backwards what the ranks have agreed that they had in this step; (): send nothing."""
         self._dtypes = presence
         self._expected = []
-        assert self._share is not None  # listen() comes first
-        share = self._share
-        for run in reversed(share.runs) if presence else ():
+        assert self._rank_partition is not None  # listen() comes first
+        rank_partition = self._rank_partition
+        for run in reversed(rank_partition.runs) if presence else ():
             kinds: dict[tuple[torch.dtype | None, torch.device], list[int]] = {}
             for index in run:
                 if presence[index] is not None:
-                    kinds.setdefault((presence[index], share.params[index].device), []).append(index)
+                    kinds.setdefault((presence[index], rank_partition.params[index].device), []).append(index)
             self._expected += map(tuple, kinds.values())
         self.expect_again()
 
@@ -391,9 +410,9 @@ class EarlySends:
             begin().send_early(indices)
 
     def _are_as_expected(self, indices: Sequence[int]) -> bool:
-        assert self._share is not None
+        assert self._rank_partition is not None
         for index in indices:
-            gradient = own_gradient(self._share.params[index])
+            gradient = own_gradient(self._rank_partition.params[index])
             if gradient is None or gradient.dtype != self._dtypes[index] or gradient.layout != torch.strided:
                 return False
         return True
@@ -408,14 +427,14 @@ def _hearing(sends_ref: weakref.ref[EarlySends], index: int) -> Callable[[torch.
     return on_gradient
 
 
-# ---- The gradients of a share: compared between ranks, handed to the local step, clipped by the norm of all.
+# ---- The gradients of a partition: compared between ranks, handed to the local step, clipped by the norm of all.
 
 
-def _describe_presence(share: Share, presence: Sequence[torch.dtype | None]) -> list[str]:
+def _describe_presence(rank_partition: RankPartition, presence: Sequence[torch.dtype | None]) -> list[str]:
     """Return ``presence`` in words, one line per parameter."""
     return [
         f"parameter {index} of shape {tuple(param.shape)} has {'no gradient' if dtype is None else f'one of {dtype}'}"
-        for index, (param, dtype) in enumerate(zip(share.params, presence, strict=True))
+        for index, (param, dtype) in enumerate(zip(rank_partition.params, presence, strict=True))
     ]
 
 
@@ -434,33 +453,41 @@ class KnownGradients:
         default_factory=set[tuple[Presence, tuple[int, ...], int]]
     )
 
-    def check(self, share: Share, board: Board, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> None:
+    def check(
+        self,
+        rank_partition: RankPartition,
+        agreement: GroupAgreement,
+        what: str,
+        *,
+        has_inputs: bool = True,
+        only_warn: bool = False,
+    ) -> None:
         """Ask whether the gradients may be stepped on, if that is not known; options as for :func:`are_same`.
 
         Raises: DesyncError on every rank if they differ between ranks; StateError if only some have been averaged.
         """
-        if board.size > 1 and not check_averaged(share, what) and not self.is_compared:
-            self.is_compared = are_same(share, board, what, has_inputs=has_inputs, only_warn=only_warn)
+        if agreement.size > 1 and not check_averaged(rank_partition, what) and not self.is_compared:
+            self.is_compared = are_same(rank_partition, agreement, what, has_inputs=has_inputs, only_warn=only_warn)
 
     def agree_on_presence(self, run: Averaging, presence: Presence) -> None:
         """Raises: DesyncError on every rank if ranks have gradients of other parameters to average."""
-        share, again = run.means.share, run.again()
+        rank_partition, again = run.context.rank_partition, run.again()
         key = (presence, again, run.early)
         if key not in self.presences:
-            facts = _describe_presence(share, presence)
+            facts = _describe_presence(rank_partition, presence)
             facts += [f"{run.early} messages were sent in backward", f"parameters {again} got gradients after that"]
-            run.means.board.agree(run.what, facts)
+            run.context.agreement.agree(run.what, facts)
             self.presences.add(key)
 
 
-def mark_spent(share: Share, owner_ref: OwnerRef) -> None:
+def mark_spent(rank_partition: RankPartition, owner_ref: OwnerRef) -> None:
     """Say of all gradients that a step in backward has used them, and free those that are not whole on this rank."""
-    for index, param in enumerate(share.params):
+    for index, param in enumerate(rank_partition.params):
         gradient = param.grad
         if gradient is None:
             continue
-        local_pieces = share.local_by_param[index]
-        here = share.partition == "whole" and is_whole(local_pieces)
+        local_slices = rank_partition.local_by_param[index]
+        here = rank_partition.partition == "whole" and is_whole(local_slices)
         # Of the gradient's shape, not the parameter's: whose new values may be on their way.
         owned = make_owned(gradient, [gradient] if here else [], here, owner_ref, gradient.dtype)
         owned.is_spent = True
@@ -468,26 +495,30 @@ def mark_spent(share: Share, owner_ref: OwnerRef) -> None:
 
 
 @contextmanager
-def attached(share: Share, received: Mapping[OwnedSlice, torch.Tensor] | None = None) -> Generator[None, None, None]:
+def attached(
+    rank_partition: RankPartition, received: Mapping[OwnedSlice, torch.Tensor] | None = None
+) -> Generator[None, None, None]:
     """Give the tensors of the local optimizer plain gradients for a while.
 
     ``received``: from another rank, in place of this rank's.
     """
     before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     try:
-        for local in share.local_pieces:
+        for local in rank_partition.local_slices:
             gradient = local.param.grad
             if received is None and local.is_param and not isinstance(gradient, OwnedGradient):
                 continue
             before.append((local.tensor, local.tensor.grad))
-            local.tensor.grad = received.get(local.piece) if received is not None else _plain(share, local, gradient)
+            local.tensor.grad = (
+                received.get(local.owned_slice) if received is not None else _plain(rank_partition, local, gradient)
+            )
         yield
     finally:
         for tensor, gradient in before:
             tensor.grad = gradient
 
 
-def _plain(share: Share, local: LocalPiece, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _plain(rank_partition: RankPartition, local: LocalSlice, gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None:
         return None
     if not isinstance(gradient, OwnedGradient):
@@ -495,17 +526,17 @@ def _plain(share: Share, local: LocalPiece, gradient: torch.Tensor | None) -> to
     parts = gradient.usable_parts()
     if gradient.is_whole:
         return gradient_for(local, parts[0])
-    return parts[share.local_by_param[local.piece.tensor].index(local)]
+    return parts[rank_partition.local_by_param[local.owned_slice.tensor].index(local)]
 
 
-def check_averaged(share: Share, what: str) -> bool:
+def check_averaged(rank_partition: RankPartition, what: str) -> bool:
     """Return True if gradients have been averaged to their owners, False if they are plain or there are none.
 
     Raises: StateError if some came after the averaging, which a step would leave out or take as if they were of all ranks.
     """
-    if OwnedGradient not in {type(param.grad) for param in share.params}:
+    if OwnedGradient not in {type(param.grad) for param in rank_partition.params}:
         return False
-    for index, param in enumerate(share.params):
+    for index, param in enumerate(rank_partition.params):
         if isinstance(param.grad, OwnedGradient):
             param.grad.usable_parts()
         elif param.grad is not None:
@@ -516,19 +547,19 @@ def check_averaged(share: Share, what: str) -> bool:
     return True
 
 
-def clip_gradients(share: Share, owner: GradientOwner | None, limit: Limit) -> torch.Tensor:
+def clip_gradients(rank_partition: RankPartition, owner: GradientOwner | None, limit: Limit) -> torch.Tensor:
     """Scale all gradients to ``limit``, each rank reading its own elements only; return the norm before.
 
     Plain gradients must be the same on all ranks, or be this rank's alone to judge (``owner`` None: nothing is exchanged).
     """
-    gradients = [param.grad for param in share.params if param.grad is not None]
+    gradients = [param.grad for param in rank_partition.params if param.grad is not None]
     usable = {id(each): each.usable_parts() for each in gradients if isinstance(each, OwnedGradient)}
     counted: list[torch.Tensor] = gradients
     if owner is not None:
-        plain = ((local, local.param.grad) for local in share.local_pieces)
+        plain = ((local, local.param.grad) for local in rank_partition.local_slices)
         own = [gradient_for(local, each) for local, each in plain if each is not None and id(each) not in usable]
         counted = own + [part for parts in usable.values() for part in parts]
-    power = limit.power(counted, share.params[0].device)
+    power = limit.power(counted, rank_partition.params[0].device)
     if owner is not None:
         power = owner.sum_over_ranks(power, limit.is_max)
     scaled = [part for each in gradients for part in usable.get(id(each), [each])]

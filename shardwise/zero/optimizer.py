@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: every rank keeps and updates the optimizer state of its share of the parameters (ZeRO-1).
+"""ZeroRedundancyOptimizer: every rank keeps and updates the optimizer state of its partition of the parameters (ZeRO-1).
 
 Source: ZeRO, arXiv 1910.02054; behaves as the class of this name in ``torch.distributed.optim`` where that works.
 Design: docs/design/004-zero.md.
@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from shardwise.collectives.owned import broadcast_object as _broadcast_object
 from shardwise.collectives.streams import watch_device
-from shardwise.consistency.agreement import open_board
+from shardwise.consistency.agreement import open_agreement
 from shardwise.errors import StateError
 from shardwise.fsdp.clip import Limit, OwnedGradient
 from shardwise.observe import note
-from shardwise.optim.pieces import after_load, after_state_dict, before_load, before_state_dict
+from shardwise.optim.slices import after_load, after_state_dict, before_load, before_state_dict
 from shardwise.optim.state_dict import BlankState, Checkpoint, HeldState, refuse_other_state
+from shardwise.zero.backend import Overlapped, ZeroBackend, ZeroJoinHook
 from shardwise.zero.gradients import clip_gradients
 from shardwise.zero.partition import (
     Partition,
@@ -36,10 +37,9 @@ from shardwise.zero.partition import (
     describe_params,
     flatten_groups,
     make_local_optimizer,
-    make_share,
+    make_rank_partition,
 )
 from shardwise.zero.state_dict import ShardedState, load_whole, whole_state_dict
-from shardwise.zero.stepper import Overlapped, ShareStepper, ZeroJoinHook
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
 
@@ -83,7 +83,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         >>> optimizer.step()  # doctest: +SKIP
     """
 
-    _stepper: ShareStepper
+    _backend: ZeroBackend
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         Joinable.__init__(self)
         self.initialized = False
-        self._board = open_board(process_group, "ZeroRedundancyOptimizer")
-        self.process_group = self._board.group
-        self.rank, self.world_size = self._board.rank, self._board.size
+        self._agreement = open_agreement(process_group, "ZeroRedundancyOptimizer")
+        self.process_group = self._agreement.group
+        self.rank, self.world_size = self._agreement.rank, self._agreement.size
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self.partition: Partition = partition
@@ -119,17 +119,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             plain = checked_optimizer_class(optimizer_class, overlap_with_ddp)
             check_partition(partition, plain, given, defaults)
             Optimizer.__init__(self, given, defaults)
-            share = make_share(self._groups, partition, self.world_size, self.rank)
-            local = make_local_optimizer(share, self._groups, lambda groups: plain(groups, **defaults))
+            rank_partition = make_rank_partition(self._groups, partition, self.world_size, self.rank)
+            local = make_local_optimizer(rank_partition, self._groups, lambda groups: plain(groups, **defaults))
             self.defaults = local.optim.defaults  # schedulers look there for what the optimizer has
             overlapped = Overlapped(overlap_grad_reduce, overlap_param_gather)
-            self._stepper = ShareStepper(local, self._board, parameters_as_bucket_view, overlapped)
+            self._backend = ZeroBackend(local, self._agreement, parameters_as_bucket_view, overlapped)
             kind = f"partition={partition!r}, {optimizer_class.__name__}, {overlapped}"
             return [kind, *describe_params(self._groups)]
 
-        agree_on(self._board, "ZeroRedundancyOptimizer(...)", build)
+        agree_on(self._agreement, "ZeroRedundancyOptimizer(...)", build)
         watch_device(self._groups[0]["params"][0].device)
-        self._stepper.lay_out()
+        self._backend.lay_out()
         self.initialized = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -142,17 +142,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return
 
         def check() -> list[str]:
-            self._stepper.local.members.check(self._groups)
+            self._backend.local.members.check(self._groups)
             given = checked_params([dict(param_group)])
-            check_dense([*self._stepper.share.params, *flatten_groups(given)], self._mixed_dtypes)
+            check_dense([*self._backend.rank_partition.params, *flatten_groups(given)], self._mixed_dtypes)
             return describe_params([*self._groups, *[item for item in given if isinstance(item, dict)]])
 
-        agree_on(self._board, "add_param_group", check)
+        agree_on(self._agreement, "add_param_group", check)
         super().add_param_group(param_group)
-        self._stepper.add_last_group()
+        self._backend.add_last_group()
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:  # pyright: ignore
-        """Update this rank's share, then bring every rank's share to all.  Collective.
+        """Update this rank's partition, then bring every rank's partition to all.  Collective.
 
         Gradients must be the same on all ranks (DDP) or reduced with :meth:`reduce_gradients`.  ``closure`` and
         ``kwargs`` go to the local optimizer, whose result is returned.  With ``overlap_with_ddp`` it only warns.
@@ -162,12 +162,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             logger.warning("`step()` should not be included in the training loop when `overlap_with_ddp=True`")
             return None
         Join.notify_join_context(self)
-        return self._stepper.step(closure, kwargs)
+        return self._backend.step(closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) the gradients of all parameters, and of this rank's pieces."""
-        self._stepper.drop_averaging()
-        for param in self._stepper.share.params:
+        """Drop (or zero) the gradients of all parameters, and of this rank's slices."""
+        self._backend.drop_averaging()
+        for param in self._backend.rank_partition.params:
             if isinstance(param.grad, OwnedGradient):
                 param.grad = None if set_to_none else torch.zeros_like(param, requires_grad=False)
         super().zero_grad(set_to_none)
@@ -182,7 +182,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises: DesyncError on all ranks if they have gradients of other parameters; StateError in ``Join``.
         """
         if self.world_size > 1:
-            self._stepper.reduce()
+            self._backend.reduce()
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
@@ -191,7 +191,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Without ``overlap_grad_reduce`` they do anyway.  Gradients that come after their parameter's were sent are sent once
         more, and added: that is right, but twice the bytes, and all ranks must do it.
         """
-        sends = self._stepper.sends
+        sends = self._backend.sends
         was = sends is not None and sends.is_held
         try:
             if sends is not None:
@@ -206,7 +206,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises: DesyncError where another rank failed or did not take part in the step.
         """
-        self._stepper.arrivals.wait()
+        self._backend.arrivals.wait()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -225,11 +225,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "with overlap_with_ddp=True the step has been made when backward returns; make the optimizer without "
                 "overlap to clip, or clip in the communication hook"
             )
-        stepper = self._stepper
-        stepper.known.check(stepper.share, self._board, f"clip_grad_norm_() before step {stepper.num_steps + 1}")
+        backend = self._backend
+        backend.known.check(
+            backend.rank_partition, self._agreement, f"clip_grad_norm_() before step {backend.num_steps + 1}"
+        )
         # In Join not every rank is here, but those that are have all gradients.
-        owner = None if stepper.is_joining else stepper
-        return clip_gradients(stepper.share, owner, Limit(max_norm, norm_type, error_if_nonfinite))
+        owner = None if backend.is_joining else backend
+        return clip_gradients(backend.rank_partition, owner, Limit(max_norm, norm_type, error_if_nonfinite))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.
@@ -237,14 +239,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Extra memory: the state itself on ``to``, the largest tensor elsewhere.  Without a step since the last call for
         the same rank it moves nothing.
         """
-        self._stepper.consolidate(to)
+        self._backend.consolidate(to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as the plain optimizer would, on the rank it was consolidated to.
 
         Raises: StateError (a RuntimeError) elsewhere, or if a step was made since.
         """
-        consolidated = self._stepper.consolidated
+        consolidated = self._backend.consolidated
         if consolidated is None or consolidated.state is None:
             raise StateError(
                 f"Optimizer state has not been consolidated on this rank since the last step. Please call "
@@ -255,36 +257,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return after_state_dict(self, whole_state_dict(consolidated.state, self._groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a whole state (ours, torch's or the plain optimizer's); this rank keeps copies of its share.
+        """Load a whole state (ours, torch's or the plain optimizer's); this rank keeps copies of its partition.
 
         Not collective; ``state_dict`` is not changed.  Raises: ConfigError (a ValueError) if groups do not match.
         """
-        load_whole(self._stepper.local, before_load(self, state_dict))
-        self._stepper.mark_loaded()
+        load_whole(self._backend.local, before_load(self, state_dict))
+        self._backend.mark_loaded()
         after_load(self)
 
     def sharded(
         self, names: Mapping[str, torch.Tensor] | None = None, loading: bool | Checkpoint = False, flat: bool = False
     ) -> ShardedState:
-        """Return this rank's share of the state for ``torch.distributed.checkpoint``; see :class:`ShardedState`."""
-        return ShardedState(self._stepper.local, self._stepper.mark_loaded, names, loading, flat)
+        """Return this rank's partition of the state for ``torch.distributed.checkpoint``; see :class:`ShardedState`."""
+        return ShardedState(self._backend.local, self._backend.mark_loaded, names, loading, flat)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that steps along on ranks without inputs; ``kwargs`` are not used.
 
         From here to the end of the ``Join`` every step costs one more small all-reduce: active ranks pass reduced
-        gradients to the ranks that have joined, which could not update their share otherwise.
+        gradients to the ranks that have joined, which could not update their partition otherwise.
         """
-        stepper = self._stepper
-        stepper.begin_join()
+        backend = self._backend
+        backend.begin_join()
         if self.overlap_with_ddp:  # DDP's hook makes the step, in backward
-            return ZeroJoinHook(lambda: None, stepper.end_join)
-        return ZeroJoinHook(lambda: stepper.step(None, {}, is_active=False), stepper.end_join)
+            return ZeroJoinHook(lambda: None, backend.end_join)
+        return ZeroJoinHook(lambda: backend.step(None, {}, is_active=False), backend.end_join)
 
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._stepper.share.params[0].device
+        return self._backend.rank_partition.params[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -293,8 +295,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def optim(self) -> Optimizer:
-        """The local optimizer, which holds this rank's pieces and their state."""
-        return self._stepper.local.optim
+        """The local optimizer, which holds this rank's slices and their state."""
+        return self._backend.local.optim
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -312,7 +314,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         torch's ``get_optimizer_state_dict`` steps on zero gradients where there is none, so it must be there on all ranks.
         Raises: StateError from what would take entries off it or put others there.
         """
-        return HeldState(self._stepper.local.states()) if self._stepper.has_state else BlankState()
+        return HeldState(self._backend.local.states()) if self._backend.has_state else BlankState()
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -320,6 +322,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             refuse_other_state()
 
 
-def share_stepper(optimizer: ZeroRedundancyOptimizer) -> ShareStepper:
-    """Return what steps ``optimizer`` on the shares of all ranks."""
-    return optimizer._stepper  # pyright: ignore[reportPrivateUsage]
+def zero_backend(optimizer: ZeroRedundancyOptimizer) -> ZeroBackend:
+    """Return what steps ``optimizer`` on the partitions of all ranks."""
+    return optimizer._backend  # pyright: ignore[reportPrivateUsage]

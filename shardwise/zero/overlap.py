@@ -15,13 +15,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.collectives.owned import Owned, PendingBroadcast, PendingReduce, launch_broadcasts, reduce_to_owners
+from shardwise.collectives.owned import BroadcastHandle, Owned, ReduceHandle, launch_broadcasts, reduce_to_owners
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
+from shardwise.zero.backend import ZeroBackend
 from shardwise.zero.gradients import mark_spent
-from shardwise.zero.optimizer import ZeroRedundancyOptimizer, share_stepper
-from shardwise.zero.partition import LocalPiece, elements_of, gradient_for, is_dense
-from shardwise.zero.stepper import ShareStepper
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
+from shardwise.zero.partition import LocalSlice, elements_of, gradient_for, is_dense
 
 # No ``from __future__ import annotations``: DDP compares the hook's annotations with the types themselves.
 
@@ -38,13 +38,13 @@ class Overlap:
     Attributes:
         hook: reduces a bucket's gradients, unless ``reduce`` is "owner".
         ddp: weakly: its reducer holds the hook, so that each would keep the other alive.
-        index_of: the number of each parameter in the share.
+        index_of: the number of each parameter in the partition.
         strides: of the parameters when DDP laid out its buckets.
     """
 
     hook: DDPHook
     ddp: weakref.ref[DistributedDataParallel]
-    stepper: ShareStepper
+    backend: ZeroBackend
     reduce: Reduce
     warmup: Warmup
     is_interleaved: bool
@@ -58,7 +58,7 @@ class _Bucket:
 
     indices: list[int]
     gradients: list[torch.Tensor]
-    reduced: Future[torch.Tensor] | PendingReduce
+    reduced: Future[torch.Tensor] | ReduceHandle
     buffer: torch.Tensor
 
 
@@ -70,8 +70,8 @@ class _Backward:
     has_step: bool = True
     has_unused: bool = False
     buckets: list[_Bucket] = field(default_factory=list[_Bucket])
-    broadcasts: list[tuple[list[int], list[PendingBroadcast]]] = field(
-        default_factory=list[tuple[list[int], list[PendingBroadcast]]]
+    broadcasts: list[tuple[list[int], list[BroadcastHandle]]] = field(
+        default_factory=list[tuple[list[int], list[BroadcastHandle]]]
     )
 
 
@@ -89,7 +89,7 @@ def make_hook(overlap: Overlap) -> DDPHook:
 
 
 def _take_up_params(overlap: Overlap) -> None:
-    params = overlap.stepper.share.params
+    params = overlap.backend.rank_partition.params
     for index in range(len(overlap.strides), len(params)):
         overlap.index_of[params[index]] = index
         overlap.strides.append(params[index].stride())
@@ -109,20 +109,20 @@ def _begin(overlap: Overlap, running: _Backward) -> None:
     if running.has_step:
         _take_up_params(overlap)
         _check_memory_order(overlap)
-        overlap.stepper.refresh()
+        overlap.backend.refresh()
 
 
 def _check_memory_order(overlap: Overlap) -> None:
     """Raises: ConfigError for a parameter whose strides have changed: DDP may lay out its buckets by the old ones."""
-    for index, (param, stride) in enumerate(zip(overlap.stepper.share.params, overlap.strides, strict=True)):
+    for index, (param, stride) in enumerate(zip(overlap.backend.rank_partition.params, overlap.strides, strict=True)):
         if param.stride() != stride:
             text = (
                 f"parameter {index} of shape {tuple(param.shape)} has strides {param.stride()}, but had {stride} when the "
                 "hook was made: in which order DDP's buckets hold its gradient is not known. Change memory formats first, "
                 "then make DDP and the hook"
             )
-            board = overlap.stepper.board
-            board.report_failure(f"rank {board.name}: {text}")
+            agreement = overlap.backend.agreement
+            agreement.report_failure(f"rank {agreement.name}: {text}")
             raise ConfigError(text)
 
 
@@ -147,13 +147,15 @@ def _launch(overlap: Overlap, running: _Backward, state: object, bucket: dist.Gr
         future = overlap.hook(state, bucket)
         running.buckets.append(_Bucket(indices, gradients, future, bucket.buffer()))
         return future
-    stepper = overlap.stepper
+    backend = overlap.backend
     place = dict(zip(indices, gradients, strict=True))
     owned: list[Owned] = []
-    for piece in stepper.share.pieces_of(indices):
-        gradient = elements_of(piece, stepper.share.params[piece.tensor], place[piece.tensor])
-        owned.append(Owned(piece.owner, gradient))
-    reduced = reduce_to_owners(owned, stepper.board, _what(stepper), stepper.staging(bucket.buffer().device))
+    for owned_slice in backend.rank_partition.slices_of(indices):
+        gradient = elements_of(
+            owned_slice, backend.rank_partition.params[owned_slice.tensor], place[owned_slice.tensor]
+        )
+        owned.append(Owned(owned_slice.owner, gradient))
+    reduced = reduce_to_owners(owned, backend.agreement, _what(backend), backend.staging(bucket.buffer().device))
     running.buckets.append(_Bucket(indices, gradients, reduced, bucket.buffer()))
     done: Future[torch.Tensor] = Future()
     done.set_result(bucket.buffer())
@@ -181,21 +183,21 @@ def _finish(overlap: Overlap, running: _Backward) -> None:
         _step_bucket(overlap, running, running.buckets.pop(0))
     _end(overlap, running)
     if overlap.reduce == "owner" and graph_task_id() != -1:
-        call_after_backward(lambda: mark_spent(overlap.stepper.share, weakref.ref(overlap.stepper)))
+        call_after_backward(lambda: mark_spent(overlap.backend.rank_partition, weakref.ref(overlap.backend)))
 
 
 def _end(overlap: Overlap, running: _Backward) -> None:
     for indices, pending in running.broadcasts:
-        overlap.stepper.expect(indices, pending)
+        overlap.backend.expect(indices, pending)
     running.broadcasts = []
-    overlap.stepper.mark_stepped()
+    overlap.backend.mark_stepped()
 
 
 def _step_bucket(overlap: Overlap, running: _Backward, bucket: _Bucket) -> None:
-    stepper = overlap.stepper
+    backend = overlap.backend
     known = [index for index in bucket.indices if index >= 0]
-    if isinstance(bucket.reduced, PendingReduce):
-        mine = stepper.share.local_pieces_of(known)
+    if isinstance(bucket.reduced, ReduceHandle):
+        mine = backend.rank_partition.local_slices_of(known)
         parts = bucket.reduced.wait().split(bucket.reduced.sizes)
         pairs = [
             (local, part.as_strided(local.tensor.shape, local.tensor.stride()))
@@ -203,21 +205,22 @@ def _step_bucket(overlap: Overlap, running: _Backward, bucket: _Bucket) -> None:
         ]
         _keep_whole(bucket, pairs)
     else:
-        place = _gradients_of(bucket, _wait_future(stepper, bucket.reduced))
+        place = _gradients_of(bucket, _wait_future(backend, bucket.reduced))
         pairs = [
-            (local, gradient_for(local, place[local.piece.tensor])) for local in stepper.share.local_pieces_of(known)
+            (local, gradient_for(local, place[local.owned_slice.tensor]))
+            for local in backend.rank_partition.local_slices_of(known)
         ]
     if pairs:
-        stepper.local.step_pieces(pairs)
-    launched = launch_broadcasts(stepper.layout.broadcasts_of(known), stepper.board, _what(stepper))
+        backend.local.step_slices(pairs)
+    launched = launch_broadcasts(backend.layout.broadcasts_of(known), backend.agreement, _what(backend))
     running.broadcasts.append((known, launched))
 
 
-def _wait_future(stepper: ShareStepper, future: Future[torch.Tensor]) -> torch.Tensor:
+def _wait_future(backend: ZeroBackend, future: Future[torch.Tensor]) -> torch.Tensor:
     try:
         result = future.wait()
     except RuntimeError as error:
-        raise stepper.board.explain(_what(stepper), error) from error
+        raise backend.agreement.explain(_what(backend), error) from error
     return result[0] if isinstance(result, list) else result
 
 
@@ -234,30 +237,30 @@ def _gradients_of(bucket: _Bucket, reduced: torch.Tensor) -> dict[int, torch.Ten
     return dict(zip(bucket.indices, views, strict=True))
 
 
-def _keep_whole(bucket: _Bucket, pairs: list[tuple[LocalPiece, torch.Tensor]]) -> None:
+def _keep_whole(bucket: _Bucket, pairs: list[tuple[LocalSlice, torch.Tensor]]) -> None:
     """Write averages of whole parameters where DDP will take ``.grad`` from."""
     place = dict(zip(bucket.indices, bucket.gradients, strict=True))
     for local, gradient in pairs:
         if local.is_param:
-            place[local.piece.tensor].copy_(gradient)
+            place[local.owned_slice.tensor].copy_(gradient)
 
 
 def _step_from_gradients(overlap: Overlap, running: _Backward) -> None:
     """Step on ``.grad`` as DDP left it: parameters that no rank used have none and must not change."""
-    stepper = overlap.stepper
+    backend = overlap.backend
     pairs = [
         (local, gradient_for(local, local.param.grad))
-        for local in stepper.share.local_pieces
+        for local in backend.rank_partition.local_slices
         if local.param.grad is not None
     ]
-    stepper.local.step_pieces(pairs)
-    launched = launch_broadcasts(stepper.layout.broadcasts, stepper.board, _what(stepper))
-    running.broadcasts.append((list(range(len(stepper.share.params))), launched))
+    backend.local.step_slices(pairs)
+    launched = launch_broadcasts(backend.layout.broadcasts, backend.agreement, _what(backend))
+    running.broadcasts.append((list(range(len(backend.rank_partition.params))), launched))
     _end(overlap, running)
 
 
-def _what(stepper: ShareStepper) -> str:
-    return f"step number {stepper.num_steps + 1} in DDP's backward"
+def _what(backend: ZeroBackend) -> str:
+    return f"step number {backend.num_steps + 1} in DDP's backward"
 
 
 # ---- Communication hooks that let a ZeroRedundancyOptimizer step inside the backward of torch's
@@ -330,12 +333,12 @@ def _make(
             "reduce='owner' cannot tell unused parameters from zero gradients: use reduce='all' or a DDP without "
             "find_unused_parameters"
         )
-    stepper = share_stepper(zero)
-    known = set(stepper.share.params)
+    backend = zero_backend(zero)
+    known = set(backend.rank_partition.params)
     strangers = sum(param.requires_grad and param not in known for param in ddp.parameters())
     if strangers and reduce == "owner":
         raise ConfigError(
             f"{strangers} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
             "gradients: pass them to it or use reduce='all'"
         )
-    return make_hook(Overlap(hook or allreduce_hook, weakref.ref(ddp), stepper, reduce, warmup, is_interleaved))
+    return make_hook(Overlap(hook or allreduce_hook, weakref.ref(ddp), backend, reduce, warmup, is_interleaved))

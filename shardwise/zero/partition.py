@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import are_neighbours, carve, is_own
+from shardwise.collectives.buffer_pool import are_neighbours, is_own, suballocate
 from shardwise.collectives.owned import Broadcast, BufferOffset, Owned, plan_broadcasts
-from shardwise.consistency.agreement import Board
+from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ArgumentTypeError, ConfigError, LayoutError
-from shardwise.layout import OwnedSlice, add_loads, even_pieces, runs_of, whole_pieces
-from shardwise.optim.pieces import MakeOptimizer, Members, is_sharded, is_sharded_tensor
+from shardwise.layout import OwnedSlice, add_loads, even_slices, runs_of, whole_slices
+from shardwise.optim.slices import MakeOptimizer, Members, is_sharded, is_sharded_tensor
 from shardwise.optim.state_dict import copy_options, options_of, step_in_sync
 from shardwise.optim.sums import why_not_cut
 
@@ -135,7 +135,7 @@ def check_partition(
     """Try the optimizer on small tensors, whole and cut in two: ``partition="even"`` needs the same result.
 
     ``params``: those of :func:`checked_params`; the options of the first group are tried.
-    Raises: ConfigError if the results differ, the optimizer refuses pieces, or there is no such partition.
+    Raises: ConfigError if the results differ, the optimizer refuses slices, or there is no such partition.
     """
     if partition not in ("whole", "even"):
         raise ConfigError(f"partition is {partition!r}, expected 'whole' or 'even'")
@@ -153,7 +153,7 @@ def check_partition(
         raise ConfigError(f"partition='even' would change the result: {name} {reason}; {advice}")
 
 
-def agree_on(board: Board, what: str, facts: Callable[[], list[str]]) -> None:
+def agree_on(agreement: GroupAgreement, what: str, facts: Callable[[], list[str]]) -> None:
     """Return once ``facts``, which may do more, has returned the same on every rank.  Collective.
 
     Raises: what ``facts`` raises on this rank; DesyncError if it raised or returned something else on another.
@@ -165,7 +165,7 @@ def agree_on(board: Board, what: str, facts: Callable[[], list[str]]) -> None:
     except Exception as raised:
         error = raised
     try:
-        board.agree(what, found, error)
+        agreement.agree(what, found, error)
     finally:
         del error  # an error and the frame it was raised in would keep each other, and the group, alive
 
@@ -201,18 +201,18 @@ def _as_tensors(params: object) -> list[torch.Tensor]:
     )
 
 
-# ---- The pieces a rank updates: views of parameters in memory order, their gradients, and flat buffers under them.
+# ---- The slices a rank updates: views of parameters in memory order, their gradients, and flat buffers under them.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalPiece:
-    """A piece that this rank updates.
+class LocalSlice:
+    """A slice that this rank updates.
 
-    ``tensor`` is what the local optimizer holds: the parameter itself when the piece is all of it and the partition is
+    ``tensor`` is what the local optimizer holds: the parameter itself when the slice is all of it and the partition is
     "whole", else a 1-D leaf view of its memory (0-D for a 0-D parameter).
     """
 
-    piece: OwnedSlice
+    owned_slice: OwnedSlice
     param: torch.Tensor
     tensor: torch.Tensor
 
@@ -225,7 +225,7 @@ class LocalPiece:
 def partition_groups(
     groups: Sequence[Mapping[str, Any]], kind: Partition, num_ranks: int
 ) -> tuple[tuple[OwnedSlice, ...], ...]:
-    """Return the pieces of each group; ``OwnedSlice.tensor`` counts over all groups.
+    """Return the slices of each group; ``OwnedSlice.tensor`` counts over all groups.
 
     Groups are dealt one after the other onto the loads of those before, so a group added later moves nothing.  What is
     cut evenly is cut run by run: all ranks have some of what travels at once, so that all of them send at all times.
@@ -238,10 +238,10 @@ def partition_groups(
         of_group: list[OwnedSlice] = []
         for run in [range(len(numels))] if kind == "whole" else runs_of(numels, num_ranks):
             own = [numels[index] for index in run]
-            pieces = (whole_pieces if kind == "whole" else even_pieces)(own, num_ranks, loads)
-            loads = add_loads(loads, pieces)
+            slices = (whole_slices if kind == "whole" else even_slices)(own, num_ranks, loads)
+            loads = add_loads(loads, slices)
             first = offset + run.start
-            of_group += [OwnedSlice(p.tensor + first, p.owner, p.start, p.stop) for p in pieces]
+            of_group += [OwnedSlice(p.tensor + first, p.owner, p.start, p.stop) for p in slices]
         found.append(tuple(of_group))
         offset += len(numels)
     return tuple(found)
@@ -258,20 +258,22 @@ def runs_of_groups(groups: Sequence[Mapping[str, Any]], num_ranks: int) -> tuple
     return tuple(runs)
 
 
-def make_local(piece: OwnedSlice, param: torch.Tensor, kind: Partition) -> LocalPiece:
-    """Return the piece with the tensor that the local optimizer updates."""
+def make_local(owned_slice: OwnedSlice, param: torch.Tensor, kind: Partition) -> LocalSlice:
+    """Return the slice with the tensor that the local optimizer updates."""
     if kind == "whole":
-        return LocalPiece(piece, param, param)
-    view = view_of(piece, param)
+        return LocalSlice(owned_slice, param, param)
+    view = view_of(owned_slice, param)
     torch_private.give_attributes(torch_private.attributes_of(param), view)
-    return LocalPiece(piece, param, view)
+    return LocalSlice(owned_slice, param, view)
 
 
-def view_of(piece: OwnedSlice, param: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``piece`` as a tensor on ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
+def view_of(owned_slice: OwnedSlice, param: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``owned_slice`` as a tensor on ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
     if param.dim() == 0:
         return param.detach()
-    return flat_view(param.detach())[piece.start : piece.stop].detach()  # without the base that a view keeps for ever
+    return flat_view(param.detach())[
+        owned_slice.start : owned_slice.stop
+    ].detach()  # without the base that a view keeps for ever
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -302,52 +304,52 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return tensor.permute(memory_order(param)).reshape(-1)
 
 
-def elements_of(piece: OwnedSlice, param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor`` (shape of ``param``) that belong to ``piece``, 1-D in the order of ``param``."""
-    return flat_like(tensor, param)[piece.start : piece.stop]
+def elements_of(owned_slice: OwnedSlice, param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``tensor`` (shape of ``param``) that belong to ``owned_slice``, 1-D in the order of ``param``."""
+    return flat_like(tensor, param)[owned_slice.start : owned_slice.stop]
 
 
-def gradient_for(local: LocalPiece, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the part of the parameter's ``gradient`` that belongs to the piece, shaped like its tensor."""
+def gradient_for(local: LocalSlice, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the part of the parameter's ``gradient`` that belongs to the slice, shaped like its tensor."""
     if local.is_param or local.param.dim() == 0:
         return gradient
-    return elements_of(local.piece, local.param, gradient)
+    return elements_of(local.owned_slice, local.param, gradient)
 
 
 def owned_views(
-    pieces: Iterable[OwnedSlice],
+    slices: Iterable[OwnedSlice],
     params: Sequence[torch.Tensor],
     places: Mapping[int, BufferOffset] | None = None,
     moving: Sequence[bool] | None = None,
 ) -> list[Owned]:
-    """Return 1-D views of the moving pieces (default: those that train), neighbours of one owner next to each other.
+    """Return 1-D views of the moving slices (default: those that train), neighbours of one owner next to each other.
 
     ``places``: where :func:`pack_params` meant the parameters to lie; None: they lie alike on all ranks.
     """
     moving = [param.requires_grad for param in params] if moving is None else moving
     found = [
-        Owned(piece.owner, view_of(piece, params[piece.tensor]).view(-1), _place(piece, places))
-        for piece in pieces
-        if moving[piece.tensor]
+        Owned(owned_slice.owner, view_of(owned_slice, params[owned_slice.tensor]).view(-1), _place(owned_slice, places))
+        for owned_slice in slices
+        if moving[owned_slice.tensor]
     ]
     return sorted(found, key=lambda item: (item.owner, str(item.tensor.dtype), str(item.tensor.device)))
 
 
-def _place(piece: OwnedSlice, places: Mapping[int, BufferOffset] | None) -> BufferOffset | None:
+def _place(owned_slice: OwnedSlice, places: Mapping[int, BufferOffset] | None) -> BufferOffset | None:
     if places is None:
         return None
-    place = places.get(piece.tensor, BufferOffset(-1 - piece.tensor, 0))  # not packed: next to nothing
-    return BufferOffset(place.buffer, place.offset + piece.start)
+    place = places.get(owned_slice.tensor, BufferOffset(-1 - owned_slice.tensor, 0))  # not packed: next to nothing
+    return BufferOffset(place.buffer, place.offset + owned_slice.start)
 
 
 def pack_params(
-    pieces_of_groups: Sequence[Sequence[OwnedSlice]],
+    slices_of_groups: Sequence[Sequence[OwnedSlice]],
     params: Sequence[torch.Tensor],
     kind: Partition,
     moving: Sequence[bool] | None = None,
     packed: Container[int] = (),
 ) -> dict[int, BufferOffset]:
-    """Lay parameters one after the other, so that a rank's pieces are neighbours; return where each is to lie.
+    """Lay parameters one after the other, so that a rank's slices are neighbours; return where each is to lie.
 
     One buffer per owner (whole) or group (even), dtype and device.  A parameter whose memory somebody else may hold
     (an alias, a state dict, another process) stays where it is: the places are the same on every rank all the same.
@@ -356,17 +358,17 @@ def pack_params(
     """
     moving = [param.requires_grad for param in params] if moving is None else moving
     buffers: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    for number, pieces in enumerate(pieces_of_groups):
-        for piece in pieces:
-            param = params[piece.tensor]
-            if not moving[piece.tensor]:
-                if piece.tensor in packed and not is_held(param):
+    for number, slices in enumerate(slices_of_groups):
+        for owned_slice in slices:
+            param = params[owned_slice.tensor]
+            if not moving[owned_slice.tensor]:
+                if owned_slice.tensor in packed and not is_held(param):
                     param.data = param.detach().clone()
                 continue
-            key = (piece.owner if kind == "whole" else number, param.dtype, param.device)
+            key = (owned_slice.owner if kind == "whole" else number, param.dtype, param.device)
             members = buffers.setdefault(key, [])
-            if piece.tensor not in members[-1:]:  # the pieces of one tensor come one after the other
-                members.append(piece.tensor)
+            if owned_slice.tensor not in members[-1:]:  # the slices of one tensor come one after the other
+                members.append(owned_slice.tensor)
     places: dict[int, BufferOffset] = {}
     for number, members in enumerate(buffers.values()):
         offset = 0
@@ -392,7 +394,7 @@ def _pack(members: Sequence[torch.Tensor]) -> None:
     buffer = movable[0].new_empty(sum(param.numel() for param in movable), requires_grad=False)
     offset = 0
     for param in movable:
-        place = carve(buffer, offset, param.shape, param.stride())
+        place = suballocate(buffer, offset, param.shape, param.stride())
         place.copy_(param.detach())
         param.data = place
         offset += param.numel()
@@ -404,12 +406,12 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
-    """The parameters of all ranks in pieces, and the pieces that are this rank's.
+class RankPartition:
+    """The parameters of all ranks in slices, and the slices that are this rank's.
 
     Attributes:
         params: in the order of the groups; ``OwnedSlice.tensor`` is an index into them.
-        by_param: the pieces of each parameter.
+        by_param: the slices of each parameter.
         runs: the numbers of the parameters that travel together, in their order.
     """
 
@@ -417,54 +419,58 @@ class Share:
     partition: Partition
     num_ranks: int
     rank: int
-    pieces_of_groups: tuple[tuple[OwnedSlice, ...], ...]
-    local_pieces: tuple[LocalPiece, ...]
+    slices_of_groups: tuple[tuple[OwnedSlice, ...], ...]
+    local_slices: tuple[LocalSlice, ...]
     by_param: tuple[tuple[OwnedSlice, ...], ...]
-    local_by_param: tuple[tuple[LocalPiece, ...], ...]
+    local_by_param: tuple[tuple[LocalSlice, ...], ...]
     runs: tuple[tuple[int, ...], ...]
 
     @property
-    def pieces(self) -> list[OwnedSlice]:
-        """All ranks' pieces, in the order of the groups."""
-        return [piece for pieces in self.pieces_of_groups for piece in pieces]
+    def slices(self) -> list[OwnedSlice]:
+        """All ranks' slices, in the order of the groups."""
+        return [owned_slice for slices in self.slices_of_groups for owned_slice in slices]
 
-    def pieces_of(self, indices: Iterable[int]) -> list[OwnedSlice]:
-        """Return all ranks' pieces of these parameters, in the order of :attr:`params`."""
-        return [piece for index in sorted(indices) for piece in self.by_param[index]]
+    def slices_of(self, indices: Iterable[int]) -> list[OwnedSlice]:
+        """Return all ranks' slices of these parameters, in the order of :attr:`params`."""
+        return [owned_slice for index in sorted(indices) for owned_slice in self.by_param[index]]
 
-    def local_pieces_of(self, indices: Iterable[int]) -> list[LocalPiece]:
-        """Return this rank's pieces of these parameters, in the same order."""
+    def local_slices_of(self, indices: Iterable[int]) -> list[LocalSlice]:
+        """Return this rank's slices of these parameters, in the same order."""
         return [local for index in sorted(indices) for local in self.local_by_param[index]]
 
     def tensors_of_group(self, number: int) -> list[torch.Tensor]:
-        """Return what the local optimizer updates of a group, in the order of :attr:`local_pieces`."""
-        members = set(self.pieces_of_groups[number])
-        return [local.tensor for local in self.local_pieces if local.piece in members]
+        """Return what the local optimizer updates of a group, in the order of :attr:`local_slices`."""
+        members = set(self.slices_of_groups[number])
+        return [local.tensor for local in self.local_slices if local.owned_slice in members]
 
 
-def make_share(
-    groups: Sequence[Mapping[str, Any]], partition: Partition, num_ranks: int, rank: int, former: Share | None = None
-) -> Share:
-    """Return the share of ``rank``; pieces that it had in ``former`` keep their tensors, which have state."""
+def make_rank_partition(
+    groups: Sequence[Mapping[str, Any]],
+    partition: Partition,
+    num_ranks: int,
+    rank: int,
+    former: RankPartition | None = None,
+) -> RankPartition:
+    """Return the partition of ``rank``; slices that it had in ``former`` keep their tensors, which have state."""
     params = flatten_groups(groups)
-    pieces_of_groups = partition_groups(groups, partition, num_ranks)
-    known = {local.piece: local for local in former.local_pieces} if former is not None else {}
+    slices_of_groups = partition_groups(groups, partition, num_ranks)
+    known = {local.owned_slice: local for local in former.local_slices} if former is not None else {}
     by_param: list[list[OwnedSlice]] = [[] for _ in params]
-    local_by_param: list[list[LocalPiece]] = [[] for _ in params]
-    local_pieces: list[LocalPiece] = []
-    for piece in (piece for pieces in pieces_of_groups for piece in pieces):
-        by_param[piece.tensor].append(piece)
-        if piece.owner == rank:
-            local = known.get(piece) or make_local(piece, params[piece.tensor], partition)
-            local_pieces.append(local)
-            local_by_param[piece.tensor].append(local)
-    return Share(
+    local_by_param: list[list[LocalSlice]] = [[] for _ in params]
+    local_slices: list[LocalSlice] = []
+    for owned_slice in (owned_slice for slices in slices_of_groups for owned_slice in slices):
+        by_param[owned_slice.tensor].append(owned_slice)
+        if owned_slice.owner == rank:
+            local = known.get(owned_slice) or make_local(owned_slice, params[owned_slice.tensor], partition)
+            local_slices.append(local)
+            local_by_param[owned_slice.tensor].append(local)
+    return RankPartition(
         tuple(params),
         partition,
         num_ranks,
         rank,
-        pieces_of_groups,
-        tuple(local_pieces),
+        slices_of_groups,
+        tuple(local_slices),
         tuple(map(tuple, by_param)),
         tuple(map(tuple, local_by_param)),
         runs_of_groups(groups, num_ranks),
@@ -473,7 +479,7 @@ def make_share(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where the parameters of a share lay, and which of them were to be sent, when it was made.
+    """Where the parameters of a partition lay, and which of them were to be sent, when it was made.
 
     Attributes:
         trainable: which parameters required gradients.
@@ -482,7 +488,7 @@ class Layout:
         broadcasts: of all of them; the same calls on every rank, wherever a rank's parameters lie.
     """
 
-    share: Share
+    rank_partition: RankPartition
     trainable: tuple[bool, ...]
     moving: tuple[bool, ...]
     addresses: tuple[int, ...]
@@ -495,7 +501,9 @@ class Layout:
         """Return the broadcasts of these parameters; planned once."""
         key = tuple(indices)
         if key not in self.by_indices:
-            self.by_indices[key] = _plan(self.share, self.share.pieces_of(key), self.moving, self.places)
+            self.by_indices[key] = _plan(
+                self.rank_partition, self.rank_partition.slices_of(key), self.moving, self.places
+            )
         return self.by_indices[key]
 
 
@@ -514,49 +522,49 @@ def addresses_of(params: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple(param.data_ptr() for param in params)
 
 
-def make_layout(share: Share, packs: bool, packed: frozenset[int] = frozenset()) -> Layout:
+def make_layout(rank_partition: RankPartition, packs: bool, packed: frozenset[int] = frozenset()) -> Layout:
     """Plan the broadcasts, and put memory and views in order, for the parameters as they are now.
 
-    ``packs``: keep them in buffers, so that a rank's pieces are neighbours.  ``packed``: those that an earlier layout has
+    ``packs``: keep them in buffers, so that a rank's slices are neighbours.  ``packed``: those that an earlier layout has
     moved; that layout must be gone, since its views would count as somebody who holds the memory.
     """
-    params = share.params
+    params = rank_partition.params
     moving = moving_of(params)
     places: Mapping[int, Any] = {}
     if packs:
-        for local in share.local_pieces:
+        for local in rank_partition.local_slices:
             if not local.is_param:
                 local.tensor.data = local.param.new_empty(local.tensor.shape)
-        places = pack_params(share.pieces_of_groups, params, share.partition, moving, packed)
-    for local in share.local_pieces:
+        places = pack_params(rank_partition.slices_of_groups, params, rank_partition.partition, moving, packed)
+    for local in rank_partition.local_slices:
         if not local.is_param:
-            local.tensor.data = view_of(local.piece, local.param)
-    broadcasts = _plan(share, share.pieces, moving, places) if share.num_ranks > 1 else ()
+            local.tensor.data = view_of(local.owned_slice, local.param)
+    broadcasts = _plan(rank_partition, rank_partition.slices, moving, places) if rank_partition.num_ranks > 1 else ()
     trainable, addresses = trainable_of(params), addresses_of(params)
-    return Layout(share, trainable, moving, addresses, places, packed | frozenset(places), broadcasts)
+    return Layout(rank_partition, trainable, moving, addresses, places, packed | frozenset(places), broadcasts)
 
 
 def _plan(
-    share: Share, pieces: Iterable[OwnedSlice], moving: Sequence[bool], places: Mapping[int, Any]
+    rank_partition: RankPartition, slices: Iterable[OwnedSlice], moving: Sequence[bool], places: Mapping[int, Any]
 ) -> tuple[Broadcast, ...]:
-    return plan_broadcasts(owned_views(pieces, share.params, places, moving))
+    return plan_broadcasts(owned_views(slices, rank_partition.params, places, moving))
 
 
-# ---- The optimizer that a rank runs over its share, and the param groups that users see of it.
+# ---- The optimizer that a rank runs over its partition, and the param groups that users see of it.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalOptimizer:
-    """A rank's share of the parameters and the optimizer that updates it.
+    """A rank's partition of the parameters and the optimizer that updates it.
 
     Attributes:
-        optim: over the tensors of ``share.local_pieces``, in their order.
+        optim: over the tensors of ``rank_partition.local_slices``, in their order.
         groups: the param groups that users see, of whole parameters: the live list.
         members: what is in them.
         make: builds another optimizer like ``optim``, to be tried out.
     """
 
-    share: Share
+    rank_partition: RankPartition
     optim: Optimizer
     groups: list[dict[str, Any]]
     members: Members
@@ -565,11 +573,13 @@ class LocalOptimizer:
     def with_last_group(self) -> LocalOptimizer:
         """Return the same with the group that was added to ``groups``; what has state keeps it."""
         copy_options(self.groups[:-1], self.optim.param_groups)
-        share = self.share
-        share = make_share(self.groups, share.partition, share.num_ranks, share.rank, share)
-        self.optim.add_param_group(_local_group(share, self.groups, len(self.groups) - 1))
+        rank_partition = self.rank_partition
+        rank_partition = make_rank_partition(
+            self.groups, rank_partition.partition, rank_partition.num_ranks, rank_partition.rank, rank_partition
+        )
+        self.optim.add_param_group(_local_group(rank_partition, self.groups, len(self.groups) - 1))
         self.pull_options()
-        return replace(self, share=share, members=Members(self.groups))
+        return replace(self, rank_partition=rank_partition, members=Members(self.groups))
 
     def push_options(self) -> None:
         """Let the optimizer follow the options that users have set.
@@ -587,19 +597,19 @@ class LocalOptimizer:
         """Step the optimizer with the options that users have set, also within ``closure``."""
         return step_in_sync(partial(self.optim.step, **kwargs), closure, self.groups, self.optim.param_groups)
 
-    def state_of(self, local: LocalPiece) -> Mapping[str, Any]:
-        """Return the state of a piece; empty if it has none."""
+    def state_of(self, local: LocalSlice) -> Mapping[str, Any]:
+        """Return the state of a slice; empty if it has none."""
         return self.optim.state.get(local.tensor, {})
 
     def states(self) -> dict[torch.Tensor, Mapping[str, Any]]:
         """Return the state that this rank holds of each parameter; empty where others own it."""
         return {
             param: self.state_of(local[0]) if local else {}
-            for param, local in zip(self.share.params, self.share.local_by_param, strict=True)
+            for param, local in zip(self.rank_partition.params, self.rank_partition.local_by_param, strict=True)
         }
 
-    def step_pieces(self, gradients: Sequence[tuple[LocalPiece, torch.Tensor]]) -> None:
-        """Update these pieces only, with these gradients."""
+    def step_slices(self, gradients: Sequence[tuple[LocalSlice, torch.Tensor]]) -> None:
+        """Update these slices only, with these gradients."""
         chosen = {id(local.tensor) for local, _ in gradients}
         before = [(local.tensor, local.tensor.grad) for local, _ in gradients]
         try:
@@ -612,16 +622,18 @@ class LocalOptimizer:
                 tensor.grad = gradient
 
 
-def make_local_optimizer(share: Share, groups: list[dict[str, Any]], make: MakeOptimizer) -> LocalOptimizer:
-    """Return the optimizer of ``share``, with the options of ``groups``."""
-    optim = make([_local_group(share, groups, i) for i in range(len(groups))])
-    local = LocalOptimizer(share, optim, groups, Members(groups), make)
+def make_local_optimizer(
+    rank_partition: RankPartition, groups: list[dict[str, Any]], make: MakeOptimizer
+) -> LocalOptimizer:
+    """Return the optimizer of ``rank_partition``, with the options of ``groups``."""
+    optim = make([_local_group(rank_partition, groups, i) for i in range(len(groups))])
+    local = LocalOptimizer(rank_partition, optim, groups, Members(groups), make)
     local.pull_options()
     return local
 
 
-def _local_group(share: Share, groups: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
-    return {**groups[number], "params": share.tensors_of_group(number)}
+def _local_group(rank_partition: RankPartition, groups: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+    return {**groups[number], "params": rank_partition.tensors_of_group(number)}
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""A rank's share of a ZeroRedundancyOptimizer's state as ``torch.distributed.checkpoint`` (DCP) reads and writes it.
+"""A rank's partition of a ZeroRedundancyOptimizer's state as ``torch.distributed.checkpoint`` (DCP) reads and writes it.
 
-Pieces are stored as rectangular boxes of the parameter's shape, so a checkpoint does not depend on the number of ranks
+Slices are stored as rectangular boxes of the parameter's shape, so a checkpoint does not depend on the number of ranks
 or the partition, and a plain optimizer's ``state_dict()`` loads it and is loaded from it.
 """
 
@@ -15,13 +15,21 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardwise.collectives.owned import gather_objects, receive_tensor, send_tensor
-from shardwise.consistency.agreement import Board
+from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.layout import Box, OwnedSlice, boxes
-from shardwise.optim.pieces import copied
+from shardwise.optim.slices import copied
 from shardwise.optim.state_dict import Checkpoint, in_form, is_flat, load_indexed, only_saved, options_of, unflattened
 from shardwise.optim.sums import states_after_zeros
-from shardwise.zero.partition import LocalOptimizer, LocalPiece, Partition, Share, elements_of, flat_view, memory_order
+from shardwise.zero.partition import (
+    LocalOptimizer,
+    LocalSlice,
+    Partition,
+    RankPartition,
+    elements_of,
+    flat_view,
+    memory_order,
+)
 
 # ---- The state of a ZeroRedundancyOptimizer as one plain dict: streamed to one rank, and loaded from one.
 
@@ -47,44 +55,47 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceState:
-    """State of one piece: per name a description of a tensor to come, or the value itself (scalars, objects)."""
+class SliceState:
+    """State of one slice: per name a description of a tensor to come, or the value itself (scalars, objects)."""
 
-    piece: OwnedSlice
+    owned_slice: OwnedSlice
     values: dict[str, Any]
 
 
-def consolidate(local: LocalOptimizer, board: Board, to: int) -> Consolidated:
-    """Stream all state to group rank ``to``.  Collective; every rank sends in the order of its pieces.
+def consolidate(local: LocalOptimizer, agreement: GroupAgreement, to: int) -> Consolidated:
+    """Stream all state to group rank ``to``.  Collective; every rank sends in the order of its slices.
 
     Tensors are sent from where they lie and received in place: the extra memory is the state itself on ``to`` and, on
     senders, nothing (a copy of one tensor if it has gaps in memory).
     """
     what = f"consolidate_state_dict(to={to})"
-    share = local.share
-    mine = sorted(share.local_pieces, key=lambda own: (own.piece.tensor, own.piece.start))
-    described = [PieceState(own.piece, _describe(own.piece, local.state_of(own), share.partition)) for own in mine]
-    gathered = gather_objects(described, to, board, what)
+    rank_partition = local.rank_partition
+    mine = sorted(rank_partition.local_slices, key=lambda own: (own.owned_slice.tensor, own.owned_slice.start))
+    described = [
+        SliceState(own.owned_slice, _describe(own.owned_slice, local.state_of(own), rank_partition.partition))
+        for own in mine
+    ]
+    gathered = gather_objects(described, to, agreement, what)
     if gathered is None:
         for own in mine:
             for value in local.state_of(own).values():
-                if _is_streamed(value, own.piece, share.partition):
-                    send_tensor(_flat(value), to, board, what)
+                if _is_streamed(value, own.owned_slice, rank_partition.partition):
+                    send_tensor(_flat(value), to, agreement, what)
         return Consolidated(to, None)
-    states = {own.piece: local.state_of(own) for own in mine}
+    states = {own.owned_slice: local.state_of(own) for own in mine}
     whole: dict[int, StateOfParam] = {}
     merged = [item for items in gathered for item in items if item.values]
-    for item in sorted(merged, key=lambda item: (item.piece.tensor, item.piece.start)):
-        values = whole.setdefault(item.piece.tensor, {})
+    for item in sorted(merged, key=lambda item: (item.owned_slice.tensor, item.owned_slice.start)):
+        values = whole.setdefault(item.owned_slice.tensor, {})
         for name, value in item.values.items():
             if not isinstance(value, Described):
                 values.setdefault(name, value)
                 continue
-            target = _target(values, name, value, item.piece, share)
-            if item.piece in states:
-                target.copy_(_flat(states[item.piece][name]))
+            target = _target(values, name, value, item.owned_slice, rank_partition)
+            if item.owned_slice in states:
+                target.copy_(_flat(states[item.owned_slice][name]))
             else:
-                receive_tensor(target, item.piece.owner, board, what)
+                receive_tensor(target, item.owned_slice.owner, agreement, what)
     return Consolidated(to, whole)
 
 
@@ -96,30 +107,30 @@ def whole_state_dict(state: Mapping[int, StateOfParam], groups: Sequence[Mapping
 
 
 def load_whole(local: LocalOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Give the local optimizer its share of a whole ``state_dict``, as copies; options come from the dict.
+    """Give the local optimizer its partition of a whole ``state_dict``, as copies; options come from the dict.
 
     Raises: ConfigError if the groups do not match, LayoutError if a state tensor does not fit its parameter.
     """
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    load_share(local, state_dict, keys, _share_of)
+    load_rank_partition(local, state_dict, keys, _partition_of)
 
 
-def load_share(
+def load_rank_partition(
     local: LocalOptimizer,
     state_dict: Mapping[str, Any],
     keys: Sequence[Any],
-    take: Callable[[LocalPiece, str, Any], Any],
+    take: Callable[[LocalSlice, str, Any], Any],
 ) -> None:
     """Let the local optimizer load state and options of ``state_dict``.
 
-    ``keys``: of each parameter in its "state".  ``take``: returns a piece's part of a value, given its name.
+    ``keys``: of each parameter in its "state".  ``take``: returns a slice's part of a value, given its name.
     Raises: ConfigError if the groups do not match.
     """
     groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     _check_groups([len(group["params"]) for group in groups], local.groups)
     states: list[StateOfParam | None] = []
-    for own in local.share.local_pieces:
-        values = state_dict["state"].get(keys[own.piece.tensor])
+    for own in local.rank_partition.local_slices:
+        values = state_dict["state"].get(keys[own.owned_slice.tensor])
         states.append({name: take(own, name, value) for name, value in values.items()} if values else None)
     load_indexed(local.optim, states, groups)
     local.pull_options()
@@ -138,16 +149,16 @@ def _check_groups(sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> 
         )
 
 
-def _is_streamed(value: object, piece: OwnedSlice, kind: Partition) -> TypeGuard[torch.Tensor]:
+def _is_streamed(value: object, owned_slice: OwnedSlice, kind: Partition) -> TypeGuard[torch.Tensor]:
     if type(value) is not torch.Tensor or value.dim() == 0:  # what has a form of its own travels as an object
         return False
-    return kind == "whole" or tuple(value.shape) == (piece.numel,)
+    return kind == "whole" or tuple(value.shape) == (owned_slice.numel,)
 
 
-def _describe(piece: OwnedSlice, state: Mapping[str, Any], kind: Partition) -> dict[str, Any]:
+def _describe(owned_slice: OwnedSlice, state: Mapping[str, Any], kind: Partition) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in state.items():
-        if _is_streamed(value, piece, kind):
+        if _is_streamed(value, owned_slice, kind):
             strides = value.stride() if _flat(value).data_ptr() == value.data_ptr() else _dense_strides(value.shape)
             found[name] = Described(tuple(value.shape), strides, value.dtype, value.device.type == "cpu")
         else:
@@ -166,28 +177,30 @@ def _dense_strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _share_of(local: LocalPiece, name: str, value: Any) -> Any:
+def _partition_of(local: LocalSlice, name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if local.is_param or value.dim() == 0:
         return copied(value)
     if value.shape != local.param.shape:
         raise LayoutError(
-            f"state {name!r} of parameter {local.piece.tensor} has shape {tuple(value.shape)}, expected "
+            f"state {name!r} of parameter {local.owned_slice.tensor} has shape {tuple(value.shape)}, expected "
             f"{tuple(local.param.shape)}: partition='even' needs element-wise state; use partition='whole'"
         )
-    return elements_of(local.piece, local.param, value.detach()).clone()
+    return elements_of(local.owned_slice, local.param, value.detach()).clone()
 
 
-def _target(values: StateOfParam, name: str, value: Described, piece: OwnedSlice, share: Share) -> torch.Tensor:
-    param = share.params[piece.tensor]
+def _target(
+    values: StateOfParam, name: str, value: Described, owned_slice: OwnedSlice, rank_partition: RankPartition
+) -> torch.Tensor:
+    param = rank_partition.params[owned_slice.tensor]
     device = torch.device("cpu") if value.on_cpu else param.device
-    if share.partition == "whole":
+    if rank_partition.partition == "whole":
         values[name] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
         return flat_view(values[name])
     if name not in values:
         values[name] = torch.empty_like(param, dtype=value.dtype, device=device, requires_grad=False)
-    return flat_view(values[name])[piece.start : piece.stop]
+    return flat_view(values[name])[owned_slice.start : owned_slice.stop]
 
 
 class StateSlice(torch.Tensor):
@@ -246,7 +259,7 @@ class StateSlice(torch.Tensor):
 
 
 class ShardedState:
-    """A rank's share of the state as a DCP ``Stateful``; made by ``zero.sharded()``.
+    """A rank's partition of the state as a DCP ``Stateful``; made by ``zero.sharded()``.
 
     Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
     names of the parameters, or with ``flat`` too those of torch's ``flatten_optimizer_state_dict``. To load into an
@@ -275,19 +288,19 @@ class ShardedState:
         self._flat = flat
         by_id = {id(param): name for name, param in names.items()} if names is not None else None
         self._keys: list[int | str] = []
-        for index, param in enumerate(local.share.params):
+        for index, param in enumerate(local.rank_partition.params):
             if by_id is not None and id(param) not in by_id:
                 raise ConfigError(f"names lacks parameter {index} of shape {tuple(param.shape)}")
             self._keys.append(index if by_id is None else by_id[id(param)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's pieces, or it flat."""
+        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's slices, or it flat."""
         state: dict[int | str, StateOfParam] = {}
         made = {} if self._loading is False else _blank_state(self._local)
-        for own in self._local.share.local_pieces:
-            values = self._local.state_of(own) or made.get(own.piece)
+        for own in self._local.rank_partition.local_slices:
+            values = self._local.state_of(own) or made.get(own.owned_slice)
             if values:
-                state[self._keys[own.piece.tensor]] = {k: _outward(v, own) for k, v in values.items()}
+                state[self._keys[own.owned_slice.tensor]] = {k: _outward(v, own) for k, v in values.items()}
         if not isinstance(self._loading, bool):
             state = only_saved(state, self._loading, self._keys)
         keys = iter(self._keys)
@@ -301,33 +314,35 @@ class ShardedState:
             state_dict = unflattened(
                 state_dict, [[next(keys) for _ in group["params"]] for group in self._local.groups]
             )
-        load_share(self._local, state_dict, self._keys, _inward)
+        load_rank_partition(self._local, state_dict, self._keys, _inward)
         self._loaded()
 
 
-def _outward(value: Any, local: LocalPiece) -> Any:
+def _outward(value: Any, local: LocalSlice) -> Any:
     if local.is_param or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    return StateSlice.make(value, local.param, local.piece.start)
+    return StateSlice.make(value, local.param, local.owned_slice.start)
 
 
-def _inward(local: LocalPiece, _name: str, value: Any) -> Any:
+def _inward(local: LocalSlice, _name: str, value: Any) -> Any:
     if isinstance(value, StateSlice):
         return value.local
     if isinstance(value, torch.Tensor) and value.dim() > 0 and not local.is_param:
-        return elements_of(local.piece, local.param, value).clone()
+        return elements_of(local.owned_slice, local.param, value).clone()
     return value
 
 
 def _blank_state(local: LocalOptimizer) -> dict[OwnedSlice, StateOfParam]:
-    """Return state of the right names, shapes and dtypes for trainable pieces without any."""
+    """Return state of the right names, shapes and dtypes for trainable slices without any."""
     local.push_options()
     lacking = {
-        id(own.tensor): own for own in local.share.local_pieces if own.param.requires_grad and not local.state_of(own)
+        id(own.tensor): own
+        for own in local.rank_partition.local_slices
+        if own.param.requires_grad and not local.state_of(own)
     }
     groups = [
         {**group, "params": [tensor for tensor in group["params"] if id(tensor) in lacking]}
         for group in local.optim.param_groups
     ]
     states = states_after_zeros(local.make, groups)
-    return {own.piece: state for own, state in zip(lacking.values(), states, strict=True)}
+    return {own.owned_slice: state for own, state in zip(lacking.values(), states, strict=True)}

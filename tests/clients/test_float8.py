@@ -37,10 +37,10 @@ def make(seed: int = 0, hidden: int = 64) -> nn.Sequential:
     return convert_to_float8_training(nn.Sequential(*blocks), config=config)
 
 
-def shard(model: nn.Sequential, door: Callable[..., Any], **options: Any) -> Any:
+def shard(model: nn.Sequential, api: Callable[..., Any], **options: Any) -> Any:
     for block in model:
-        door(block, **options)
-    return door(model, **options)
+        api(block, **options)
+    return api(model, **options)
 
 
 class Trained:

@@ -65,10 +65,10 @@ def train(model: nn.Module, rank: int, size: int, steps: int = 3) -> list[torch.
     return [full(param).detach().clone() for param in adapters]
 
 
-def shard(model: nn.Sequential, door: Callable[..., Any]) -> Any:
+def shard(model: nn.Sequential, api: Callable[..., Any]) -> Any:
     for block in model:
-        door(block)
-    return door(model)
+        api(block)
+    return api(model)
 
 
 @on_ranks(1, 2, 4)

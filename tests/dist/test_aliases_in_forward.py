@@ -53,7 +53,7 @@ def _cut(model: nn.Sequential, **options: Any) -> nn.Sequential:
     return model
 
 
-DOORS: dict[str, Callable[[nn.Sequential], Any]] = {
+APIS: dict[str, Callable[[nn.Sequential], Any]] = {
     "reshards": lambda model: _cut(model, reshard_after_forward=True),
     "keeps": lambda model: _cut(model, reshard_after_forward=False),
     "shard_model": lambda model: shard_model(model, min_unit_bytes=0),
@@ -66,14 +66,14 @@ needs_refusals = pytest.mark.skipif(not can_refuse_reads(), reason="torch 2.11 e
 
 @needs_refusals
 @pytest.mark.parametrize(
-    ("num_ranks", "door"),
+    ("num_ranks", "api"),
     [(2, "reshards"), (2, "keeps"), (2, "shard_model"), (4, "hybrid")],
     ids=lambda each: str(each),
 )
 @on_ranks()
-def test_aliases_of_forward_raise_once_their_memory_is_gone_and_training_goes_on(door: str) -> None:
+def test_aliases_of_forward_raise_once_their_memory_is_gone_and_training_goes_on(api: str) -> None:
     model, plain = _model(), _model()
-    DOORS[door](model)
+    APIS[api](model)
     assert_trains_alike(model, plain, steps=1)
     for kept in [list(block.kept) for block in model]:
         for alias in kept:

@@ -27,25 +27,25 @@ def older(model: nn.Module, **_: Any) -> nn.Module:
     return replicate(model, device_ids=None) if isinstance(model, nn.Sequential) else model
 
 
-DOORS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate, "older": older}
-BY_HAND = {**DOORS, **({"torch": torch_fully_shard} if hasattr(TorchModule, "finalize_backward") else {})}
+APIS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate, "older": older}
+BY_HAND = {**APIS, **({"torch": torch_fully_shard} if hasattr(TorchModule, "finalize_backward") else {})}
 KEEPS = {"fully_shard": fully_shard}
 if hasattr(TorchModule, "set_keep_unsharded_storage"):
     KEEPS["torch"] = torch_fully_shard
 
 
-def sharded(door: str, model: nn.Module, is_hybrid: bool = False) -> Any:
+def sharded(api: str, model: nn.Module, is_hybrid: bool = False) -> Any:
     size = dist.get_world_size()
     arguments: dict[str, Any] = {}
     if is_hybrid:
         arguments["mesh"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
     for child in model.children():
-        BY_HAND[door](child, **arguments)
-    return BY_HAND[door](model, **arguments)
+        BY_HAND[api](child, **arguments)
+    return BY_HAND[api](model, **arguments)
 
 
-def by_hand(door: str, model: nn.Module, is_hybrid: bool = False) -> Any:
-    model = sharded(door, model, is_hybrid)
+def by_hand(api: str, model: nn.Module, is_hybrid: bool = False) -> Any:
+    model = sharded(api, model, is_hybrid)
     model.set_manual_backward_finalization(True)  # pyright: ignore[reportCallIssue]
     return model
 
@@ -60,15 +60,15 @@ def step_alike(model: nn.Module, reference: nn.Module) -> None:
     assert_same(model, reference, REORDERED)
 
 
-def run_accumulation(door: str, is_hybrid: bool, is_async: bool, syncs_last: bool) -> None:
-    model, reference = by_hand(door, build("plain"), is_hybrid), build("plain")
+def run_accumulation(api: str, is_hybrid: bool, is_async: bool, syncs_last: bool) -> None:
+    model, reference = by_hand(api, build("plain"), is_hybrid), build("plain")
     assert model.finalize_backward() is None, "nothing has run yet"
     for step in range(3):
         for number in range(3):
             model.set_requires_gradient_sync(syncs_last and number == 2)
             loss_of(model, 10 * step + number).backward()
             loss_of(reference, 10 * step + number).backward()
-            if door in ("fully_shard", "replicate"):
+            if api in ("fully_shard", "replicate"):
                 assert all(param.grad is None for param in model.parameters()), (
                     "gradients show before they are complete"
                 )
@@ -84,20 +84,20 @@ def run_accumulation(door: str, is_hybrid: bool, is_async: bool, syncs_last: boo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", BY_HAND)
+@pytest.mark.parametrize("api", BY_HAND)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_several_backwards_are_reduced_by_one_call(door: str, is_async: bool) -> None:
-    run_accumulation(door=door, is_hybrid=False, is_async=is_async, syncs_last=False)
+def test_several_backwards_are_reduced_by_one_call(api: str, is_async: bool) -> None:
+    run_accumulation(api=api, is_hybrid=False, is_async=is_async, syncs_last=False)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("door", sorted({"fully_shard", "torch"} & {*BY_HAND}))
-def test_several_backwards_are_reduced_by_one_call_over_replicas(door: str) -> None:
-    run_accumulation(door=door, is_hybrid=True, is_async=True, syncs_last=True)
+@pytest.mark.parametrize("api", sorted({"fully_shard", "torch"} & {*BY_HAND}))
+def test_several_backwards_are_reduced_by_one_call_over_replicas(api: str) -> None:
+    run_accumulation(api=api, is_hybrid=True, is_async=True, syncs_last=True)
 
 
-def run_every_backward_syncs(door: str, is_hybrid: bool) -> None:
-    model, reference = by_hand(door, build("plain"), is_hybrid), build("plain")
+def run_every_backward_syncs(api: str, is_hybrid: bool) -> None:
+    model, reference = by_hand(api, build("plain"), is_hybrid), build("plain")
     model.set_is_last_backward(True)
     for step in range(2):
         for number in range(2):
@@ -105,20 +105,20 @@ def run_every_backward_syncs(door: str, is_hybrid: bool) -> None:
                 model.set_requires_all_reduce(number == 1)
             for each in (model, reference):
                 loss_of(each, 10 * step + number).backward()
-            assert door == "older" or all(param.grad is None for param in model.parameters())
+            assert api == "older" or all(param.grad is None for param in model.parameters())
         model.finalize_backward()
         step_alike(model, reference)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_backwards_may_all_sync_before_one_call(door: str) -> None:
-    run_every_backward_syncs(door=door, is_hybrid=False)
+@pytest.mark.parametrize("api", APIS)
+def test_backwards_may_all_sync_before_one_call(api: str) -> None:
+    run_every_backward_syncs(api=api, is_hybrid=False)
 
 
 @on_ranks(4)
 def test_sums_over_shards_alone_wait_for_the_replicas() -> None:
-    run_every_backward_syncs(door="fully_shard", is_hybrid=True)
+    run_every_backward_syncs(api="fully_shard", is_hybrid=True)
 
 
 def older_unit(model: nn.Module) -> Any:
@@ -282,12 +282,12 @@ def take_full(module: Any) -> list[nn.Parameter]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", KEEPS)
-def test_kept_memory_stays_where_it_is(door: str) -> None:
+@pytest.mark.parametrize("api", KEEPS)
+def test_kept_memory_stays_where_it_is(api: str) -> None:
     model = build("plain")
     for child in model.children():
-        KEEPS[door](child)
-    KEEPS[door](model)
+        KEEPS[api](child)
+    KEEPS[api](model)
     reference = build("plain")
     seen: list[tuple[int, ...]] = []
 
@@ -330,11 +330,11 @@ def test_kept_memory_shows_nothing_stale_and_is_planned() -> None:
     engine = engine_of(model)
     recorder = Recorder(engine)
     loss_of(model, 3).backward()
-    assert tuple(recorder.calls) == engine.journal.plan.calls
+    assert tuple(recorder.calls) == engine.exec_order.plan.calls
     moved = [call for call in recorder.calls if call.op in (Op.WAIT, Op.RESHARD)]
     assert moved
     assert not any(call.num_bytes for call in moved), "memory that stays was counted as coming and going"
-    leased = engine.means.pool.leased_bytes
+    leased = engine.comm_ctx.pool.used_bytes
     model.double()
     model(batch(4).double()).sum().backward()
-    assert engine.means.pool.leased_bytes == 2 * leased, "memory of the parameters before the conversion stays too"
+    assert engine.comm_ctx.pool.used_bytes == 2 * leased, "memory of the parameters before the conversion stays too"

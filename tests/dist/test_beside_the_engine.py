@@ -106,11 +106,11 @@ def test_a_hook_registered_on_a_parameter_that_stays_full_gets_the_reduced_gradi
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["fully_shard", "replicate", "replicate_older"])
+@pytest.mark.parametrize("api", ["fully_shard", "replicate", "replicate_older"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_hook_that_follows_the_accumulation_sees_all_that_has_been_accumulated(door: str, when: str) -> None:
+def test_a_hook_that_follows_the_accumulation_sees_all_that_has_been_accumulated(api: str, when: str) -> None:
     model, plain = _blocks(), _blocks()
-    shard = {"fully_shard": _sharded, "replicate": _replicated, "replicate_older": _older}[door]
+    shard = {"fully_shard": _sharded, "replicate": _replicated, "replicate_older": _older}[api]
     calls = {id(model): 0, id(plain): 0}
 
     def follow(which: int, param: torch.Tensor) -> None:
@@ -246,9 +246,9 @@ def _new_parameter(model: nn.Sequential) -> None:
 def test_parameters_that_come_after_sharding_are_refused_unless_frozen_ignored_or_sharded(
     change: Callable[[nn.Sequential], None], warm: bool
 ) -> None:
-    for door in (_sharded, replicate):
+    for api in (_sharded, replicate):
         model = _blocks()
-        door(model)
+        api(model)
         if warm:
             _step(model)
         change(model)
@@ -377,9 +377,9 @@ class _Codebook(nn.Module):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("way", ["data", "assign", "count"])
 def test_what_forward_writes_to_a_parameter_reaches_the_shards(way: str) -> None:
-    for door in (_sharded, replicate):
+    for api in (_sharded, replicate):
         model = _blocks(lambda: _Codebook(way))
-        door(model)
+        api(model)
         assert_trains_alike(model, _blocks(lambda: _Codebook(way)), steps=4)
 
 
@@ -462,15 +462,15 @@ def test_a_step_without_any_gradient_after_a_backward_that_named_shards_is_warne
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("api", [fully_shard, replicate])
 @pytest.mark.parametrize("warm", [True, False])
-def test_shards_can_be_moved_to_shared_memory_and_train_there(door: Any, warm: bool) -> None:
+def test_shards_can_be_moved_to_shared_memory_and_train_there(api: Any, warm: bool) -> None:
     outer, plain = (
         nn.Sequential(_blocks()),
         nn.Sequential(_blocks()),
     )  # a module that nobody has sharded asks the others
     plain.load_state_dict(outer.state_dict())
-    door(outer[0])
+    api(outer[0])
     if warm:
         outer(batch(0))
     outer.share_memory()
@@ -484,9 +484,9 @@ def test_shards_can_be_moved_to_shared_memory_and_train_there(door: Any, warm: b
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_a_sharded_module_is_not_pickled_and_the_error_says_what_to_save(door: Any) -> None:
-    model = nn.ModuleList([door(_blocks())])
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_a_sharded_module_is_not_pickled_and_the_error_says_what_to_save(api: Any) -> None:
+    model = nn.ModuleList([api(_blocks())])
     for attempt in (pickle.dumps, copy.copy, lambda each: torch.save(each, io.BytesIO())):
         with pytest.raises(StateError, match=r"cannot be pickled.* Save its state_dict\(\)"):
             attempt(model[0] if attempt is copy.copy else model)
@@ -496,28 +496,28 @@ def test_a_sharded_module_is_not_pickled_and_the_error_says_what_to_save(door: A
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_lazy_parameters_are_named_and_nothing_is_changed(door: Any) -> None:
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_lazy_parameters_are_named_and_nothing_is_changed(api: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LazyLinear(9), nn.Linear(9, 6))
     with pytest.raises(ConfigError, match=r"0\.weight has no shape yet.* Run one forward of the plain model"):
-        door(model)
+        api(model)
     assert type(model) is nn.Sequential
     model(batch(0))
     plain = copy.deepcopy(model)
-    door(model)
+    api(model)
     assert_trains_alike(model, plain)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_scripted_modules_are_named_and_train_beside_the_others_where_they_are_ignored(door: Any) -> None:
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_scripted_modules_are_named_and_train_beside_the_others_where_they_are_ignored(api: Any) -> None:
     torch.manual_seed(0)
     first, last = nn.Linear(6, 9), nn.Linear(9, 6).requires_grad_(False)
     plain = copy.deepcopy(nn.Sequential(first, last))
     model = nn.Sequential(first, torch.jit.trace(last, torch.ones(2, 9)))
     with pytest.raises(ConfigError, match=r"1\.weight belongs to a module of torch.jit.script or trace"):
-        door(model)
+        api(model)
     assert type(model) is nn.Sequential
-    door(model, ignored_params=set(model[1].parameters()))
+    api(model, ignored_params=set(model[1].parameters()))
     assert_trains_alike(model, plain)

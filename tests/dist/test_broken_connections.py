@@ -17,7 +17,7 @@ from helpers.inside import parts_from
 from helpers.ranks import on_ranks
 
 from shardwise.collectives.host.send_recv import PeerLink
-from shardwise.consistency.process_groups import await_collective, break_off, closed_to, mend
+from shardwise.consistency.process_groups import abort_connections, await_collective, closed_to, reconnect_group
 
 LARGE = 1 << 23  # elements; much more than sockets hold
 # What gloo says itself, where it does; not that time is up.
@@ -44,7 +44,7 @@ def break_off_in_the_middle(group: Group, begin: Callable[[], object]) -> None:
     os.kill(int(pids), signal.SIGSTOP)
     try:
         kept = begin()
-        break_off(group)
+        abort_connections(group)
         del kept
     finally:
         os.kill(int(pids), signal.SIGCONT)
@@ -131,8 +131,8 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 @on_ranks(2)
 def test_a_mended_group_counts_as_connected() -> None:
     with patient_group() as group:
-        break_off(group)
+        abort_connections(group)
         assert closed_to(group) == [1 - dist.get_rank()]
         dist.barrier()
-        mend(group)
+        reconnect_group(group)
         assert closed_to(group) == []

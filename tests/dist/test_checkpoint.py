@@ -76,9 +76,9 @@ def test_a_rank_that_cannot_write_fails_all_and_the_old_state_stands(
 
 @on_ranks(2)
 def test_training_during_the_write_changes_nothing_in_the_file(tmp_path: Path) -> None:
-    for door in ("fully_shard", "zero even", "whole matrix"):
-        folder = tmp_path / door
-        model, optimizer = made(door)
+    for api in ("fully_shard", "zero even", "whole matrix"):
+        folder = tmp_path / api
+        model, optimizer = made(api)
         train(model, optimizer, range(2))
         optimizer.param_groups[0]["lr"] = 0.07
         held, create = threading.Event(), Files.create

@@ -47,7 +47,7 @@ def ways() -> list[str]:
 def is_free(way: Way) -> bool:
     """True if all memory that was lent has come back, each storage once."""
     idle = [id(slab) for slabs in way.pool.free.values() for slab in slabs]
-    return way.pool.leased_bytes == 0 and len(set(idle)) == len(idle)
+    return way.pool.used_bytes == 0 and len(set(idle)) == len(idle)
 
 
 @on_ranks(1, 2, 4)
@@ -56,7 +56,7 @@ def test_all_gather_delivers_every_ranks_section_in_order_to_the_bit() -> None:
         with way_over(name) as way:
             for shapes, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
                 ends = way.ends(3.0, shapes=LAYOUTS[shapes], full_dtype=dtype)[0]
-                with way.span() as comm:
+                with way.in_pass() as comm:
                     comm.all_gather(ends).wait()
                 assert ends.is_right(), (name, shapes, dtype)
 
@@ -67,7 +67,7 @@ def test_reduce_scatter_sums_with_the_stated_scale() -> None:
         with way_over(name) as way:
             for shapes, scale in itertools.product(LAYOUTS, SCALES):
                 ends = Gradients(way, 2.0, LAYOUTS[shapes])
-                with way.span("backward") as comm:
+                with way.in_pass("backward") as comm:
                     comm.reduce_scatter(ends, SCALES[scale][0]).wait()
                 assert ends.is_right(SCALES[scale][1]), (name, shapes, scale)
 
@@ -79,7 +79,7 @@ def test_all_reduce_sums_in_place_with_the_stated_scale() -> None:
             for scale, divisor in SCALES.values():
                 found = torch.arange(5.0) + way.rank
                 expected = sum((torch.arange(5.0) + rank for rank in range(way.size)), torch.zeros(5))
-                with way.span() as comm:
+                with way.in_pass() as comm:
                     comm.all_reduce(found, scale).wait()
                 assert torch.equal(found, expected / (divisor or way.size)), (name, scale)
 
@@ -92,7 +92,7 @@ def test_sums_in_place_do_not_mix_however_long_they_are_and_in_whatever_order_th
             for kind, dtype, scale in itertools.product(("forward", "backward"), DTYPES, (Scale(), Scale(1.0))):
                 numels = (3, 0, 1, 65, 6 * SUM_SLOT_BYTES // dtype.itemsize + 5, 130)
                 found = [whole((numel,), number + way.rank).to(dtype) for number, numel in enumerate(numels)]
-                with way.span(kind) as comm:
+                with way.in_pass(kind) as comm:
                     pendings = [comm.all_reduce(each, scale) for each in found]
                     for pending in reversed(pendings):
                         pending.wait()
@@ -107,7 +107,7 @@ def test_sums_in_place_do_not_mix_however_long_they_are_and_in_whatever_order_th
 def test_a_sum_that_nobody_waits_for_in_its_span_is_there_after_it_and_one_that_is_cancelled_writes_no_more() -> None:
     with way_over("shared memory") as way:
         kept, dropped = whole((40,), way.rank), whole((40,), way.rank)
-        with way.span("backward") as comm:
+        with way.in_pass("backward") as comm:
             pending = comm.all_reduce(kept, Scale(1.0))
             comm.all_reduce(dropped, Scale(1.0)).cancel()
             dropped.fill_(-1.0)  # somebody else's now
@@ -126,7 +126,7 @@ def test_a_sum_that_has_ended_keeps_nothing_of_its_tensor() -> None:
         try:
             tensor = torch.ones(40)
             kept = weakref.ref(tensor.untyped_storage())
-            with way.span("backward") as comm:
+            with way.in_pass("backward") as comm:
                 comm.all_reduce(tensor, Scale()).wait()
             del tensor
             assert kept() is None
@@ -140,7 +140,7 @@ def test_sums_of_many_replicas_are_the_same_bits_on_every_rank_and_in_rank_order
         torch.manual_seed(0)
         terms = [torch.randn(1000) for _ in range(way.size)]
         found = terms[way.rank].clone()
-        with way.span("backward") as comm:
+        with way.in_pass("backward") as comm:
             comm.all_reduce(found, Scale(3.0)).wait()
         total = terms[0] + terms[1]
         for term in terms[2:]:
@@ -158,7 +158,7 @@ def test_one_rank_whose_collectives_are_watched_sends_all_sums_to_the_backend() 
             packed = way.comm.packed
             counted = mock.patch.object(packed, "all_reduce", wraps=packed.all_reduce)
             mode = CommDebugMode() if way.rank == watching else nullcontext()
-            with counted as calls, way.span("backward") as comm, mode:
+            with counted as calls, way.in_pass("backward") as comm, mode:
                 for pending in [comm.all_reduce(each, Scale(1.0)) for each in found]:
                     pending.wait()
             by_backend = [call.args[0].numel() for call in calls.call_args_list]
@@ -172,12 +172,12 @@ def test_sums_after_an_exception_do_not_mix_with_those_before_it_however_late_ot
     with way_over("shared memory") as way:
         for late in range(2):
             before, after = whole((70,), way.rank), whole((90,), 5 * way.rank)
-            with pytest.raises(KeyError), way.span("backward") as comm:
+            with pytest.raises(KeyError), way.in_pass("backward") as comm:
                 comm.all_reduce(before, Scale(1.0))
                 time.sleep(0.2 if way.rank == late else 0.0)
                 comm.all_reduce(before.clone(), Scale(1.0))
                 raise KeyError
-            with way.span("backward") as comm:
+            with way.in_pass("backward") as comm:
                 comm.all_reduce(after, Scale(1.0)).wait()
             assert torch.equal(after, sum(whole((90,), 5 * rank) for rank in range(way.size)))
 
@@ -208,7 +208,7 @@ def test_ranks_that_sum_different_things_are_told_and_nobody_gets_numbers_of_bot
             if way.rank != 1:
                 contents, numel, dtype, scale = others[0]
             tensor = torch.ones(numel, dtype=dtype)
-            with pytest.raises(TransportError) as raised, way.span() as comm:
+            with pytest.raises(TransportError) as raised, way.in_pass() as comm:
                 comm.all_reduce(tensor, scale, contents).wait()
             texts = [""] * way.size
             dist.all_gather_object(texts, str(raised.value))
@@ -236,12 +236,12 @@ def test_collectives_on_their_way_together_do_not_mix() -> None:
     for name in ways():
         with way_over(name) as way:
             gathers = way.ends(*range(4), shapes=UNEVEN)
-            with way.span() as comm:
+            with way.in_pass() as comm:
                 pendings = [comm.all_gather(each) for each in gathers]
                 for pending in reversed(pendings):
                     pending.wait()
             reductions = [Gradients(way, 10.0 * number, label=f"number {number}") for number in range(5)]
-            with way.span("backward") as comm:
+            with way.in_pass("backward") as comm:
                 pendings = [comm.reduce_scatter(each, Scale()) for each in reductions]
                 for pending in pendings[::2] + pendings[1::2]:
                     pending.wait()
@@ -253,7 +253,7 @@ def test_a_second_wait_and_a_cancel_after_a_wait_do_nothing() -> None:
     for name in ways():
         with way_over(name) as way:
             gather, reduction = way.ends(1.0, shapes=SHAPES)[0], Gradients(way, 5.0)
-            with way.span("backward") as comm:
+            with way.in_pass("backward") as comm:
                 pendings = [comm.all_gather(gather), comm.reduce_scatter(reduction, Scale())]
                 for _ in range(2):
                     for pending in pendings:
@@ -277,7 +277,7 @@ def test_what_is_cancelled_is_not_delivered_and_the_next_call_works() -> None:
             first, second = way.ends(1.0, 2.0, shapes=UNEVEN)
             reductions = [Gradients(way, 3.0), Gradients(way, 4.0)]
             full = first.buffer.hold(way.pool).fill_(-1.0)
-            with way.span("backward") as comm:
+            with way.in_pass("backward") as comm:
                 cancelled = [comm.all_gather(first), comm.reduce_scatter(reductions[0], Scale())]
                 for pending in cancelled:
                     pending.cancel()
@@ -298,7 +298,7 @@ def test_memory_comes_back_once_whether_waited_for_or_cancelled() -> None:
         with way_over(name) as way:
             for mode in ("wait", "cancel"):
                 gather, reduction = way.ends(1.0, shapes=UNEVEN)[0], Gradients(way, 2.0, UNEVEN)
-                with way.span("backward") as comm:
+                with way.in_pass("backward") as comm:
                     for pending in (comm.all_gather(gather), comm.reduce_scatter(reduction, Scale())):
                         getattr(pending, mode)()
                 gather.buffer.drop()
@@ -312,7 +312,7 @@ def test_a_warm_span_allocates_nothing() -> None:
             counts: list[int] = []
             for _ in range(3):
                 gather = way.ends(1.0, shapes=UNEVEN)[0]
-                with way.span("backward") as comm:
+                with way.in_pass("backward") as comm:
                     comm.all_gather(gather).wait()
                     comm.reduce_scatter(Gradients(way, 2.0, UNEVEN), Scale()).wait()
                 gather.buffer.drop()
@@ -326,13 +326,13 @@ def test_spans_that_all_ranks_leave_by_an_exception_leave_the_next_one_working()
         with way_over(name) as way:
             for number in range(2):
                 gather, reduction = way.ends(1.0, shapes=SHAPES)[0], Gradients(way, 2.0)
-                with pytest.raises(KeyError), way.span("backward") as comm:
+                with pytest.raises(KeyError), way.in_pass("backward") as comm:
                     comm.all_gather(gather).wait()
                     dist.barrier()  # all have come as far as this
                     raise KeyError(number)
                 dist.barrier()
                 after = way.ends(5.0, shapes=SHAPES)[0]
-                with way.span("backward") as comm:
+                with way.in_pass("backward") as comm:
                     comm.all_gather(after).wait()
                     comm.reduce_scatter(reduction, Scale()).wait()
                 assert after.is_right(), name

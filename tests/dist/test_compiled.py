@@ -16,7 +16,7 @@ from torch import nn
 from shardwise import fully_shard
 from shardwise.testing.models import Block
 
-Door = Callable[..., Any]
+Api = Callable[..., Any]
 WAYS = (  # scope, compiled before it is sharded
     ("blocks by their method", True),
     ("blocks by the function", False),
@@ -30,10 +30,10 @@ def make() -> nn.Sequential:
     return nn.Sequential(Block(6, 9), Block(6, 7), Block(6, 5))
 
 
-def shard(model: nn.Sequential, door: Door) -> None:
+def shard(model: nn.Sequential, api: Api) -> None:
     for block in model:
-        door(block)
-    door(model)
+        api(block)
+    api(model)
 
 
 def compile_in(model: nn.Sequential, scope: str, **options: Any) -> nn.Module:
@@ -59,11 +59,11 @@ def train(model: nn.Module, called: nn.Module) -> list[torch.Tensor]:
     return [full(param).detach().clone() for param in model.parameters()]
 
 
-def compiled(door: Door, scope: str, is_before: bool, **options: Any) -> list[torch.Tensor]:
+def compiled(api: Api, scope: str, is_before: bool, **options: Any) -> list[torch.Tensor]:
     torch.compiler.reset()
     model = make()
     called = compile_in(model, scope, **options) if is_before else model
-    shard(model, door)
+    shard(model, api)
     return train(model, called if is_before else compile_in(model, scope, **options))
 
 
@@ -81,9 +81,9 @@ def test_a_compiled_model_trains_as_uncompiled_whether_it_was_compiled_before_or
 
 @on_ranks(1, fresh=True)
 def test_one_graph_of_several_units_is_refused_with_the_way_to_compile_them() -> None:
-    for door, words in (
+    for api, words in (
         (fully_shard, r"shardwise gathers.*block\.compile\(fullgraph=True\)"),
         (torchs.fully_shard, "skipped|disable"),
     ):
         with pytest.raises(Exception, match=f"(?s)(?:{words})"):  # of a private class of torch's
-            compiled(door, "whole", is_before=False, backend="eager", fullgraph=True)
+            compiled(api, "whole", is_before=False, backend="eager", fullgraph=True)

@@ -61,7 +61,7 @@ def averaged(model: nn.Module, seeds: range) -> dict[str, torch.Tensor]:
     return found
 
 
-def doors(num_ranks: int) -> dict[str, Any]:
+def apis(num_ranks: int) -> dict[str, Any]:
     """Return what shards a model, by name, with the policy that is allowed there."""
     found: dict[str, Any] = {
         "sharded": lambda model: fully_shard(model, compression=BOTH),
@@ -76,7 +76,7 @@ def doors(num_ranks: int) -> dict[str, Any]:
 
 @on_ranks(2, 4)
 def test_gradients_are_within_half_a_step_of_each_rank_and_small_ones_are_exact(num_ranks: int) -> None:
-    for name, shard in doors(num_ranks).items():
+    for name, shard in apis(num_ranks).items():
         model, plain = twins()
         shard(model)
         if name == "sharded":  # what is compared is the reduction: without loss in the gather
@@ -116,7 +116,7 @@ def test_every_rank_computes_with_the_same_bits_near_the_shards(num_ranks: int) 
 
 @on_ranks(2, 4)
 def test_what_was_sent_over_steps_follows_the_sum_of_gradients(num_ranks: int) -> None:
-    for name, shard in doors(num_ranks).items():
+    for name, shard in apis(num_ranks).items():
         model, plain = twins()
         shard(model)
         if name == "sharded":
@@ -360,9 +360,9 @@ def test_coded_sums_take_the_memory_of_three_units_or_of_what_may_be_open() -> N
         attachment = attachment_of(model)
         engine = attachment and engine_of(attachment.unit)
         assert engine is not None
-        engine.means.pool.reset_peak()
+        engine.comm_ctx.pool.reset_peak()
         backward(model, 1)
-        return engine.means.pool.peak_leased_bytes
+        return engine.comm_ctx.pool.peak_used_bytes
 
     three, nine = peak_bytes(3), peak_bytes(9)
     assert 0 < nine <= three

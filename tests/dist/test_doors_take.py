@@ -1,4 +1,4 @@
-"""What the doors are given: modules in any order, classes, models that another door has taken."""
+"""What the APIs are given: modules in any order, classes, models that another API has taken."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ def test_a_weight_that_the_root_uses_too_stays_with_the_root() -> None:
 
 
 @on_ranks(2)
-def test_what_doors_refuse() -> None:
-    for door in (fully_shard, replicate):
+def test_what_apis_refuse() -> None:
+    for api in (fully_shard, replicate):
         with pytest.raises(ConfigError, match=r"found the class Block\. Make an instance"):
-            door(Block)
+            api(Block)
         with pytest.raises(ConfigError, match="found 3 of type int"):
-            door([nn.Linear(2, 2), 3])
+            api([nn.Linear(2, 2), 3])
         with pytest.raises(ConfigError, match="an empty list"):
-            door([])
+            api([])
     with pytest.raises(ConfigError, match="takes the root module"):
         shard_model(Block)
     model = fully_shard(Block(6, 5))
@@ -154,13 +154,13 @@ def test_a_method_that_is_not_forward_says_how_to_register_it() -> None:
         def encode(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.weight.t()
 
-    for door in (fully_shard, replicate, shard_model):
-        model = door(WithMethod(6, 4))
+    for api in (fully_shard, replicate, shard_model):
+        model = api(WithMethod(6, 4))
         with pytest.raises(StateError, match="register_fsdp_forward_method"):
             model.encode(torch.ones(2, 6))
 
 
-def test_type_checkers_see_what_doors_return() -> None:
+def test_type_checkers_see_what_apis_return() -> None:
     # As text: what else the signatures name need not be there at run time.
     assert [each.__annotations__["return"] for each in get_overloads(fully_shard)] == ["FSDPModule", "list[FSDPModule]"]
     assert [each.__annotations__["return"] for each in get_overloads(replicate)] == [

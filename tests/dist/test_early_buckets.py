@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import DesyncError, TransportError, policy, replicate
 from shardwise.collectives.routes import Transport
-from shardwise.consistency.agreement import Bulletin
+from shardwise.consistency.agreement import MismatchCheck
 from shardwise.observe import Op
 from shardwise.testing.models import Block
 
@@ -257,7 +257,7 @@ def test_only_a_first_step_asks_other_ranks_what_they_reduce() -> None:
         _, model = made(change=lambda model: model.nothing.requires_grad_(False))
         for step in range(3):
             loss = model(batch(step)).sum()
-            with mock.patch.object(Bulletin, "check_facts") as check:
+            with mock.patch.object(MismatchCheck, "check_facts") as check:
                 loss.backward()
             assert check.call_count == (step == 0), check.call_args_list  # of all parameters, in the first
 

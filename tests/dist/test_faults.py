@@ -36,7 +36,7 @@ OF_DOOR = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_every_place_of_a_door_is_come_to(pool: WorkerPool, door: Any, tmp_path: Path) -> None:
+def test_every_place_of_an_api_is_come_to(pool: WorkerPool, door: Any, tmp_path: Path) -> None:
     program = Program(door, "auto")
     seen = pool.run(places_seen, num_ranks=2, program=program, folder=str(tmp_path))
     assert set(EVERYWHERE) | set(OF_DOOR[door]) | {"checkpoint save", "checkpoint load"} <= set(seen[0])

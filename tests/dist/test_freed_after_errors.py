@@ -46,11 +46,11 @@ class Fails(nn.Module):
         return BlowsInBackward.apply(y) if self.place == "backward" else y
 
 
-def _by_blocks(door: Callable[..., Any], **options: Any) -> Callable[[nn.Sequential], Any]:
-    return lambda model: [door(each, **options) for each in (*model, model)]
+def _by_blocks(api: Callable[..., Any], **options: Any) -> Callable[[nn.Sequential], Any]:
+    return lambda model: [api(each, **options) for each in (*model, model)]
 
 
-DOORS: dict[str, Callable[[Any], Any]] = {
+APIS: dict[str, Callable[[Any], Any]] = {
     "fully_shard": _by_blocks(fully_shard),
     "keeps": _by_blocks(fully_shard, reshard_after_forward=False),
     "shard_model": shard_model,
@@ -68,9 +68,9 @@ FAILURES: dict[str, Callable[[Fails, nn.Parameter], Any]] = {
 }
 
 
-def _try(door: str, failure: str, warm: bool) -> weakref.ref[nn.Module]:
+def _try(api: str, failure: str, warm: bool) -> weakref.ref[nn.Module]:
     model = nn.Sequential(Fails(), Fails())
-    DOORS[door](model)
+    APIS[api](model)
     if warm:
         model(torch.ones(3, 6)).sum().backward()
     FAILURES[failure](model[0], model[0].block.up.weight)
@@ -80,11 +80,11 @@ def _try(door: str, failure: str, warm: bool) -> weakref.ref[nn.Module]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_model_whose_step_failed_is_freed_with_all_it_holds(door: str, warm: bool) -> None:
+def test_a_model_whose_step_failed_is_freed_with_all_it_holds(api: str, warm: bool) -> None:
     for failure in FAILURES:
-        freed = _try(door, failure, warm)
+        freed = _try(api, failure, warm)
         nn.Linear(2, 2)(torch.ones(2, 2)).sum().backward()  # until then torch keeps the last error of this thread
         gc.collect()
         assert freed() is None, failure

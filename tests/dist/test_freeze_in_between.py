@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import fully_shard, replicate
 from shardwise.testing.models import Block
 
-Door = Callable[[nn.Module], None]
+Api = Callable[[nn.Module], None]
 # Before a step's forward, and between its forward and its backward: what a parameter of the first block is told.
 STEPS: tuple[tuple[bool | None, bool | None], ...] = (
     (False, True),  # thawed in between

@@ -90,7 +90,7 @@ def test_a_change_on_all_ranks_is_no_error() -> None:
     model(x, skip=1).sum().backward()
 
 
-def train_differently(door: str, how: str) -> str:
+def train_differently(api: str, how: str) -> str:
     """Rank 1 has another model, or freezes a parameter after two steps; return the message that this rank got."""
     rank = dist.get_rank()
     odd = rank == 1
@@ -98,13 +98,13 @@ def train_differently(door: str, how: str) -> str:
     model = nn.Sequential(*(nn.Linear(before, after) for before, after in itertools.pairwise(widths)))
     if odd and how == "frozen":
         model[0].bias.requires_grad_(False)
-    if door == "replicate":
+    if api == "replicate":
         replicate(model)
     else:
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
-        model.set_transport(door)
+        model.set_transport(api)
     try:
         for step in range(4):
             if odd and how == "frozen later" and step == 2:
@@ -116,7 +116,7 @@ def train_differently(door: str, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("door", "how"),
+    ("api", "how"),
     [
         ("replicate", "width"),
         ("replicate", "block"),
@@ -126,10 +126,10 @@ def train_differently(door: str, how: str) -> str:
         ("gloo", "frozen"),
     ],
 )
-def test_ranks_that_would_reduce_different_gradients_meet_before(pool: WorkerPool, door: str, how: str) -> None:
+def test_ranks_that_would_reduce_different_gradients_meet_before(pool: WorkerPool, api: str, how: str) -> None:
     """Backends that are given other sizes than their peers end the process; of the same size they mix parameters."""
     messages = pool.run(
-        train_differently, door=door, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=5.0, fresh=True
+        train_differently, api=api, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=5.0, fresh=True
     )
     assert all(message.startswith("DesyncError") for message in messages), messages
     what = {"width": "of shape (16, 8)", "block": "2.weight of shape (8, 8)", "frozen": "frozen"}
@@ -147,17 +147,17 @@ class Branches(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["replicate", "collective", "gloo"])
-def test_ranks_may_come_to_the_same_gradients_in_another_order(door: str) -> None:
+@pytest.mark.parametrize("api", ["replicate", "collective", "gloo"])
+def test_ranks_may_come_to_the_same_gradients_in_another_order(api: str) -> None:
     """What is held from microbatches without sync comes from other branches on each rank; what is reduced is the same."""
     torch.manual_seed(0)
     model = Branches()
     plain = copy.deepcopy(model)
-    if door == "replicate":
+    if api == "replicate":
         replicate(model)
     else:
         fully_shard(model, reshard_after_forward=False)
-        model.set_transport(door)
+        model.set_transport(api)
     assert isinstance(model, FSDPModule)
     rank = dist.get_rank()
     for _ in range(2):

@@ -35,7 +35,7 @@ c10d_ops, funcol = torch.ops.c10d, torch.ops.c10d_functional
 
 
 @contextlib.contextmanager
-def our_door() -> Iterator[None]:
+def our_api() -> Iterator[None]:
     """Let torch's test models shard themselves with our function."""
     original = common_fsdp.fully_shard
     common_fsdp.fully_shard = fully_shard
@@ -57,7 +57,7 @@ def run_2d_mlp(with_pipeline_axis: bool) -> None:
         torch.manual_seed(42)
         model = MLPStack(width)
         reference = DistributedDataParallel(copy.deepcopy(model), process_group=mesh["dp"].get_group())
-        with our_door():
+        with our_api():
             model.parallelize(mesh["tp"], mesh["dp"], recomputes, reshard_after_forward=reshard)
         torch.manual_seed(42 + mesh["dp"].get_local_rank() + 1)
         train_beside(reference, model, lambda width=width: torch.randn(8, width), steps=3, foreach=False)
@@ -84,7 +84,7 @@ def test_tp_with_fsdp_offloading() -> None:
     model = MLPStack(16)
     reference = copy.deepcopy(model)
     ref_optim = torch.optim.Adam(reference.parameters(), lr=1e-2, foreach=False)
-    with our_door():
+    with our_api():
         model.parallelize(mesh["tp"], mesh["dp"], False, reshard_after_forward=True, offload_policy=CPUOffloadPolicy())
     assert all(param.device.type == "cpu" for param in model.parameters())
     num_mlps = sum(isinstance(module, MLP) for module in model.modules())

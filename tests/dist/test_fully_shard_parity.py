@@ -31,7 +31,7 @@ TRANSPORTS_AND_RANKS = [("auto", 2), ("gloo", 2), ("auto", 4)]
 
 
 def assert_used(model: nn.Module, transport: Transport) -> None:
-    link = engine_of(model).means.spans.known_links.get(dist.group.WORLD.group_name)
+    link = engine_of(model).comm_ctx.pass_tracker.known_links.get(dist.group.WORLD.group_name)
     assert (link.name if link is not None else None) == LINKS[transport]
 
 

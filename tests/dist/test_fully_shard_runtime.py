@@ -34,17 +34,17 @@ def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
             loss_of(model, name=name).backward()
             loss_of(model, name=name).backward()
             engine = engine_of(model)
-            plan = engine.journal.plan
+            plan = engine.exec_order.plan
             assert plan is not None
             recorder = Recorder(engine)
-            engine.means.pool.reset_peak()
-            before = engine.means.pool.num_allocations
+            engine.comm_ctx.pool.reset_peak()
+            before = engine.comm_ctx.pool.num_allocations
             loss_of(model, name=name).backward()
             assert tuple(recorder.events) == plan.calls, (name, reshard)
-            assert engine.journal.plan is plan
-            assert engine.means.pool.peak_leased_bytes == peak_bytes(plan.calls)
-            assert engine.means.pool.num_allocations == before, "a warm step allocated"
-            assert engine.means.pool.leased_bytes == 0
+            assert engine.exec_order.plan is plan
+            assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls)
+            assert engine.comm_ctx.pool.num_allocations == before, "a warm step allocated"
+            assert engine.comm_ctx.pool.used_bytes == 0
             expected = {"auto": "shared memory", "gloo": "send/recv", "collective": "collectives"}[transport]
             assert {route for _, route in plan.routes} <= {expected, "collectives"}, plan.routes
     set_default_transport("auto")
@@ -61,22 +61,22 @@ def test_gathers_ahead_by_bytes_go_as_planned_and_hold_no_more() -> None:
             for _ in range(2):
                 loss_of(model, name="plain").backward()
             engine = engine_of(model)
-            plan = engine.journal.plan
+            plan = engine.exec_order.plan
             assert plan is not None
             assert plan.ahead_bytes == describe_units(model).ahead_bytes
             assert ("gathered ahead within" in str(describe_units(model))) == (num_bytes is not None)
             recorder = Recorder(engine)
-            engine.means.pool.reset_peak()
+            engine.comm_ctx.pool.reset_peak()
             loss = loss_of(model, name="plain")
             loss.backward()
             results.append(loss.detach())
             assert tuple(recorder.events) == plan.calls
-            assert engine.means.pool.peak_leased_bytes == peak_bytes(plan.calls) <= (plan.ahead_bytes or 1 << 30)
-            most = max(len(units) for units in plan.ahead)
+            assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls) <= (plan.ahead_bytes or 1 << 30)
+            most = max(len(units) for units in plan.prefetches)
             assert most == 1 if num_bytes is None else most >= 1 if num_bytes == 0 else most > 2
             model.set_gather_ahead_bytes(None)  # the next plan is that of one unit
             loss_of(model, name="plain").backward()
-            assert engine.journal.plan.ahead_bytes is None
+            assert engine.exec_order.plan.ahead_bytes is None
         assert results[0] == results[1] == results[2]
 
 
@@ -94,9 +94,9 @@ def test_forward_holds_two_units_with_prefetch(transport: Transport, num_units: 
         model(batch).sum().backward()
     with torch.no_grad():
         model(batch)
-        engine_of(model).means.pool.reset_peak()
+        engine_of(model).comm_ctx.pool.reset_peak()
         model(batch)
-    assert engine_of(model).means.pool.peak_leased_bytes == num_units * 64 * 64 * 4
+    assert engine_of(model).comm_ctx.pool.peak_used_bytes == num_units * 64 * 64 * 4
 
 
 @on_ranks(2)
@@ -198,7 +198,7 @@ def fragile() -> Fragile:
 
 def assert_clean(model: nn.Module) -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    assert engine_of(model).means.pool.leased_bytes == 0
+    assert engine_of(model).comm_ctx.pool.used_bytes == 0
 
 
 @on_ranks(2)
@@ -267,10 +267,10 @@ def test_an_interrupted_forward_is_over_and_training_goes_on(shape: str, kind: t
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
     plain = copy.deepcopy(model)
-    door = replicate if shape == "replicate" else fully_shard
+    api = replicate if shape == "replicate" else fully_shard
     if shape == "blocks":
-        door(model[0])
-    door(model)
+        api(model[0])
+    api(model)
 
     def interrupt(*_: object) -> None:
         raise kind
@@ -309,8 +309,8 @@ def test_another_order_unshards_on_demand_and_plans_again() -> None:
     recorder.events.clear()
     loss_of(model).backward()
     loss_of(model).backward()
-    calls = recorder.calls[-len(engine_of(model).journal.plan.calls) :]
-    assert tuple(calls) == engine_of(model).journal.plan.calls
+    calls = recorder.calls[-len(engine_of(model).exec_order.plan.calls) :]
+    assert tuple(calls) == engine_of(model).exec_order.plan.calls
     assert any(call.op is Op.UNSHARD for call in calls)
 
 

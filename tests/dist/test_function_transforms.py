@@ -28,7 +28,7 @@ def _per_block(model: nn.Sequential, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-DOORS: dict[str, Callable[[nn.Sequential], Any]] = {
+APIS: dict[str, Callable[[nn.Sequential], Any]] = {
     "fully_shard": _per_block,
     "resharded": lambda model: _per_block(model, reshard_after_forward=True),
     "full": lambda model: _per_block(model, reshard_after_forward=False),
@@ -51,10 +51,10 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def _first_and_later(door: Callable[[nn.Sequential], Any], program: Program) -> None:
+def _first_and_later(api: Callable[[nn.Sequential], Any], program: Program) -> None:
     """Transform a model in its first forward, train it, and transform it again."""
     x, plain, model = torch.linspace(-1, 1, 10).view(2, 5), _model(), _model()
-    model = door(model) or model
+    model = api(model) or model
     optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1) for trained in (plain, model)]
     for _ in range(2):
         for run, expected in (
@@ -70,12 +70,12 @@ def _first_and_later(door: Callable[[nn.Sequential], Any], program: Program) -> 
         torch.testing.assert_close(full(mine), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
-def test_a_transform_over_the_inputs_of_a_model_is_that_of_one_process(door: str) -> None:
+def test_a_transform_over_the_inputs_of_a_model_is_that_of_one_process(api: str) -> None:
     for name, program in PROGRAMS.items():
         try:
-            _first_and_later(DOORS[door], program)
+            _first_and_later(APIS[api], program)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -102,13 +102,13 @@ def _with_vjp(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y.square().mean() + pull_back(torch.ones_like(y))[0].square().mean()
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
-def test_a_loss_over_transformed_outputs_trains_as_on_one_process(door: str) -> None:
+def test_a_loss_over_transformed_outputs_trains_as_on_one_process(api: str) -> None:
     x = torch.linspace(-1, 1, 10).view(2, 5)
     for name, loss in LOSSES.items():
         plain, model = _model(), _model()
-        model = DOORS[door](model) or model
+        model = APIS[api](model) or model
         for step in range(3):
             for net in (plain, model):
                 net.zero_grad()

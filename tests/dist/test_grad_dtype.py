@@ -26,9 +26,9 @@ def older(model: nn.Module) -> nn.Module:
     return replicate(model, device_ids=None)
 
 
-DOORS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate, "older": older}
+APIS: dict[str, Callable[..., Any]] = {"fully_shard": fully_shard, "replicate": replicate, "older": older}
 # Before 2.15 torch's class knows nothing of grad_dtype.
-BESIDE = {**DOORS, **({"torch": torch_fully_shard} if hasattr(torch.Tensor, "_has_grad_dtype_override") else {})}
+BESIDE = {**APIS, **({"torch": torch_fully_shard} if hasattr(torch.Tensor, "_has_grad_dtype_override") else {})}
 
 
 def chosen(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -37,11 +37,11 @@ def chosen(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-def sharded(door: str, model: nn.Module, **arguments: Any) -> Any:
-    if door != "older":
+def sharded(api: str, model: nn.Module, **arguments: Any) -> Any:
+    if api != "older":
         for child in model.children():
-            BESIDE[door](child, **arguments)
-    return BESIDE[door](model, **arguments)
+            BESIDE[api](child, **arguments)
+    return BESIDE[api](model, **arguments)
 
 
 def backward(model: nn.Module, number: int) -> None:
@@ -59,12 +59,12 @@ def assert_gradients(model: nn.Module, reference: nn.Module, dtype: torch.dtype)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", BESIDE)
+@pytest.mark.parametrize("api", BESIDE)
 @pytest.mark.parametrize("is_early", [True, False], ids=["chosen-before", "chosen-after"])
 @pytest.mark.parametrize("syncs", [True, False], ids=["syncs", "syncs-last"])
-def test_microbatches_accumulate_in_it(door: str, is_early: bool, syncs: bool) -> None:
+def test_microbatches_accumulate_in_it(api: str, is_early: bool, syncs: bool) -> None:
     model, reference = build("plain").to(BF16), chosen(build("plain").to(BF16), FP32)
-    model = sharded(door, chosen(model, FP32)) if is_early else chosen(sharded(door, model), FP32)
+    model = sharded(api, chosen(model, FP32)) if is_early else chosen(sharded(api, model), FP32)
     for step in range(2):
         for number in range(4):
             model.set_requires_gradient_sync(syncs or number == 3)
@@ -77,9 +77,9 @@ def test_microbatches_accumulate_in_it(door: str, is_early: bool, syncs: bool) -
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_it_is_kept_over_conversions_loading_and_copies(door: str) -> None:
-    model, reference = sharded(door, chosen(build("plain"), FP64)), chosen(build("plain"), FP64)
+@pytest.mark.parametrize("api", APIS)
+def test_it_is_kept_over_conversions_loading_and_copies(api: str) -> None:
+    model, reference = sharded(api, chosen(build("plain"), FP64)), chosen(build("plain"), FP64)
     backward(model, 0)
     backward(reference, 0)
     kept = [full(param.grad).clone() for param in model.parameters()]
@@ -125,11 +125,11 @@ def test_it_may_be_chosen_after_a_step() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", sorted({"fully_shard", "replicate", "torch"} & {*BESIDE}))
-def test_a_reduce_dtype_goes_before_it(door: str) -> None:
+@pytest.mark.parametrize("api", sorted({"fully_shard", "replicate", "torch"} & {*BESIDE}))
+def test_a_reduce_dtype_goes_before_it(api: str) -> None:
     model, reference = chosen(build("plain"), BF16), chosen(build("plain").to(BF16), FP32)
-    policy = (TorchPrecision if door == "torch" else MixedPrecisionPolicy)(BF16, FP32)
-    model = sharded(door, model, mp_policy=policy)
+    policy = (TorchPrecision if api == "torch" else MixedPrecisionPolicy)(BF16, FP32)
+    model = sharded(api, model, mp_policy=policy)
     backward_in = batch(0)
     model(backward_in).square().mean().backward()
     reference(backward_in.to(BF16)).square().mean().backward()
@@ -139,16 +139,16 @@ def test_a_reduce_dtype_goes_before_it(door: str) -> None:
         assert torch.equal(full(param.grad), other.grad.to(BF16)), "not reduced in reduce_dtype"
 
 
-def policy_of(door: str) -> Any:
-    return (TorchPrecision if door == "torch" else MixedPrecisionPolicy)(param_dtype=BF16)
+def policy_of(api: str) -> Any:
+    return (TorchPrecision if api == "torch" else MixedPrecisionPolicy)(param_dtype=BF16)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", BESIDE)
-def test_none_takes_gradients_as_they_come(door: str) -> None:
-    model = sharded(door, chosen(build("plain"), None), **({} if door == "older" else {"mp_policy": policy_of(door)}))
+@pytest.mark.parametrize("api", BESIDE)
+def test_none_takes_gradients_as_they_come(api: str) -> None:
+    model = sharded(api, chosen(build("plain"), None), **({} if api == "older" else {"mp_policy": policy_of(api)}))
     backward(model, 0)
-    expected = FP32 if door == "older" else BF16
+    expected = FP32 if api == "older" else BF16
     assert {param.grad.dtype for param in model.parameters()} == {expected}
     assert all(param.grad_dtype is None for param in model.parameters())
     backward(model, 1)
@@ -156,13 +156,13 @@ def test_none_takes_gradients_as_they_come(door: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["fully_shard", "replicate"])
-def test_zeros_for_unused_parameters_need_a_dtype(door: str) -> None:
-    model = sharded(door, chosen(build("plain"), None))
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_zeros_for_unused_parameters_need_a_dtype(api: str) -> None:
+    model = sharded(api, chosen(build("plain"), None))
     model.set_reduce_scatter_unused_params(True)
     with pytest.raises(ConfigError, match="reduce_dtype"):
         backward(model, 0)
-    model = sharded(door, chosen(build("plain"), None), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
+    model = sharded(api, chosen(build("plain"), None), mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32))
     model.set_reduce_scatter_unused_params(True)
     backward(model, 0)
     assert {param.grad.dtype for param in model.parameters()} == {FP32}

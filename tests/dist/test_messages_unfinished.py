@@ -23,7 +23,7 @@ from torch import nn
 from shardwise import DesyncError, fully_shard
 from shardwise.collectives.host import send_recv as unfinished
 from shardwise.collectives.host.send_recv import PeerLink
-from shardwise.collectives.protocol import Pending, Scale
+from shardwise.collectives.protocol import Handle, Scale
 from shardwise.testing import WorkerPool
 
 LARGE = 1 << 20  # elements; more than sockets hold
@@ -90,7 +90,7 @@ def test_memory_of_messages_that_do_not_end_is_never_lent_again(waits: bool) -> 
                     pending.cancel()
             gather.buffer.drop()
             assert link.pool.idle_bytes == 0, "memory that a backend may still write to went back to the pool"
-            assert link.pool.leased_bytes == 0
+            assert link.pool.used_bytes == 0
             assert [addresses_of(memory) for memory in gather.lost] == [{full}]
             assert unfinished.num_kept(group) > 0
             del pendings, pending
@@ -108,7 +108,7 @@ def test_a_model_whose_gather_fails_does_not_lend_its_full_parameters_again() ->
     batch = torch.ones(2, 8)
     with parts_from(1):
         model(batch).sum().backward()
-        pool = engine_of(model).means.pool
+        pool = engine_of(model).comm_ctx.pool
         pool.trim()
         if dist.get_rank() == 0:
             posted: list[int] = []
@@ -137,7 +137,7 @@ MODES = ("wait", "cancel")
 ENDS = ("close", "abort")
 
 
-def end(pending: Pending, mode: str, ends: Ends | Gradients, lives: bool) -> None:
+def end(pending: Handle, mode: str, ends: Ends | Gradients, lives: bool) -> None:
     if mode == "cancel":
         pending.cancel()
         return

@@ -85,7 +85,7 @@ def _beside_tensor_parallelism(net: nn.Module) -> None:
     _per_layer(net, mesh=mesh["dp"])
 
 
-DOORS: dict[str, Callable[[nn.Module], object]] = {
+APIS: dict[str, Callable[[nn.Module], object]] = {
     "fully_shard": _per_layer,
     "smaller mesh": lambda net: _per_layer(net, reshard_after_forward=2),
     "mixed precision": lambda net: _per_layer(net, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
@@ -122,24 +122,24 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("init_fn", [None, _by_hand])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(4)
 def test_an_initialized_model_has_the_values_of_one_process(
-    door: str, init_fn: Callable[[nn.Module], object] | None
+    api: str, init_fn: Callable[[nn.Module], object] | None
 ) -> None:
     plain, model = _on_meta(), _on_meta()
-    DOORS[door](model)
+    APIS[api](model)
     torch.manual_seed(1)
     init_parameters(plain, init_fn)
     expected = torch.rand(3)
-    torch.manual_seed(1 if door == "plain" else 1 + dist.get_rank())  # a plain model does not know of other ranks
+    torch.manual_seed(1 if api == "plain" else 1 + dist.get_rank())  # a plain model does not know of other ranks
     init_parameters(model, init_fn)
     _assert_same(model, plain)
     assert model.head.weight is model.embedding.weight
     assert not torch.isnan(plain.head.weight).any()
     if not dist.get_rank():
         assert torch.equal(torch.rand(3), expected)
-    if door not in ("plain", "mixed precision", "tensor parallel"):
+    if api not in ("plain", "mixed precision", "tensor parallel"):
         for net in (plain, model):
             net.eval()
         tokens = torch.arange(6).view(2, 3)
@@ -251,9 +251,9 @@ def test_parameters_that_some_ranks_alone_have_left_without_values_are_named_on_
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
-@pytest.mark.parametrize("door", ["fully_shard", "shard_model"])
+@pytest.mark.parametrize("api", ["fully_shard", "shard_model"])
 @on_ranks(2)
-def test_shards_that_are_drawn_with_one_seed_are_named(door: str) -> None:
+def test_shards_that_are_drawn_with_one_seed_are_named(api: str) -> None:
     def build() -> nn.Sequential:
         return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 5))
 
@@ -263,7 +263,7 @@ def test_shards_that_are_drawn_with_one_seed_are_named(door: str) -> None:
 
     for seeds in ((0, 0), (0, 1)):
         model = _on_meta(build)
-        fully_shard(model) if door == "fully_shard" else shard_model(model)
+        fully_shard(model) if api == "fully_shard" else shard_model(model)
         model.to_empty(device="cpu")
         torch.manual_seed(seeds[dist.get_rank()])
         reset(model)

@@ -1,4 +1,4 @@
-"""Ranks that build or do different things hear of it by name, behind the doors whose ranks would else mix tensors up."""
+"""Ranks that build or do different things hear of it by name, with the APIs whose ranks would else mix tensors up."""
 
 from __future__ import annotations
 

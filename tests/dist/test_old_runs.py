@@ -1,4 +1,4 @@
-"""Run folders from before: their checkpoints are read, whatever ranks and door go on, and nothing in them is run."""
+"""Run folders from before: their checkpoints are read, whatever ranks and API go on, and nothing in them is run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _losses(run: Path) -> list[float]:
 
 
 @on_ranks(2, fresh=True)
-def test_an_old_run_goes_on_to_the_same_losses_and_behind_another_door(tmp_path: Path) -> None:
+def test_an_old_run_goes_on_to_the_same_losses_and_behind_another_api(tmp_path: Path) -> None:
     run = _old_run(tmp_path)
     config = dataclasses.replace(BASE, data=str(tmp_path / "text"))
     for shard in ("optimizer", "full"):

@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 
 from shardwise import ShardedOptimizer, StateError, ZeroRedundancyOptimizer, checkpoint, fully_shard
 
-DOORS = ["ZeRO whole", "ZeRO even", "sharded", "sharded over fully_shard"]
+APIS = ["ZeRO whole", "ZeRO even", "sharded", "sharded over fully_shard"]
 
 
-def _made(door: str) -> tuple[nn.Sequential, Optimizer]:
+def _made(api: str) -> tuple[nn.Sequential, Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
-    if door == "sharded over fully_shard":
+    if api == "sharded over fully_shard":
         fully_shard(model)
-    if door.startswith("sharded"):
+    if api.startswith("sharded"):
         return model, ShardedOptimizer(dict(model.named_parameters()), torch.optim.SGD, lr=0.1, momentum=0.9)
-    partition: Any = door.split()[1]
+    partition: Any = api.split()[1]
     return model, ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, partition=partition, lr=0.1, momentum=0.9
     )
@@ -53,9 +53,9 @@ def _delete_each(optimizer: Optimizer) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_state_that_is_taken_off_or_put_there_is_refused(door: str) -> None:
-    model, optimizer = _made(door)
+@pytest.mark.parametrize("api", APIS)
+def test_state_that_is_taken_off_or_put_there_is_refused(api: str) -> None:
+    model, optimizer = _made(api)
     for _ in range(2):
         _step(model, optimizer)
     assert len(optimizer.state) == 4
@@ -76,9 +76,9 @@ def test_state_that_is_taken_off_or_put_there_is_refused(door: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_an_entry_of_state_cannot_be_made_before_there_is_any(door: str) -> None:
-    model, optimizer = _made(door)
+@pytest.mark.parametrize("api", APIS)
+def test_an_entry_of_state_cannot_be_made_before_there_is_any(api: str) -> None:
+    model, optimizer = _made(api)
     assert not optimizer.state
     weight = next(model.parameters())
     with pytest.raises((StateError, KeyError)):
@@ -108,10 +108,10 @@ def _no_group(optimizer: Optimizer) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("change", [_fewer, _none, _others, _another_group, _no_group])
-def test_param_groups_with_other_parameters_are_refused(door: str, change: Callable[[Optimizer], None]) -> None:
-    model, optimizer = _made(door)
+def test_param_groups_with_other_parameters_are_refused(api: str, change: Callable[[Optimizer], None]) -> None:
+    model, optimizer = _made(api)
     _step(model, optimizer)
     change(optimizer)
     with pytest.raises(StateError, match=r"param_groups hold other parameters .* Add parameters with add_param_group"):
@@ -122,9 +122,9 @@ def test_param_groups_with_other_parameters_are_refused(door: str, change: Calla
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_param_groups_may_be_other_dicts_with_other_options(door: str) -> None:
-    model, optimizer = _made(door)
+@pytest.mark.parametrize("api", APIS)
+def test_param_groups_may_be_other_dicts_with_other_options(api: str) -> None:
+    model, optimizer = _made(api)
     _step(model, optimizer)
     optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.0}]
     before = [param.detach().clone() for param in model.parameters()]
@@ -135,9 +135,9 @@ def test_param_groups_may_be_other_dicts_with_other_options(door: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_hooks_on_state_dicts_are_called_and_may_put_another_in_its_place(door: str) -> None:
-    model, optimizer = _made(door)
+@pytest.mark.parametrize("api", APIS)
+def test_hooks_on_state_dicts_are_called_and_may_put_another_in_its_place(api: str) -> None:
+    model, optimizer = _made(api)
     _step(model, optimizer)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.consolidate_state_dict(to=0)
@@ -163,9 +163,9 @@ def test_hooks_on_state_dicts_are_called_and_may_put_another_in_its_place(door: 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_defaults_are_those_of_the_optimizer_which_schedulers_of_momentum_look_at(door: str) -> None:
-    model, optimizer = _made(door)
+@pytest.mark.parametrize("api", APIS)
+def test_defaults_are_those_of_the_optimizer_which_schedulers_of_momentum_look_at(api: str) -> None:
+    model, optimizer = _made(api)
     plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9)
     assert optimizer.defaults == plain.defaults
     schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.5, total_steps=6) for each in (optimizer, plain)]
@@ -235,9 +235,9 @@ def test_options_set_before_a_group_is_added_are_kept(kind: str, change: Change)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_options_set_in_a_closure_are_those_of_the_step(door: str) -> None:
-    model, optimizer = _made(door)
+@pytest.mark.parametrize("api", APIS)
+def test_options_set_in_a_closure_are_those_of_the_step(api: str) -> None:
+    model, optimizer = _made(api)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -253,9 +253,9 @@ def test_options_set_in_a_closure_are_those_of_the_step(door: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_group_is_not_added_to_groups_with_other_parameters(door: str) -> None:
-    optimizer = _made(door)[1]
+@pytest.mark.parametrize("api", APIS)
+def test_a_group_is_not_added_to_groups_with_other_parameters(api: str) -> None:
+    optimizer = _made(api)[1]
     _fewer(optimizer)
     late = nn.Parameter(torch.ones(2))
     with pytest.raises(StateError, match="param_groups hold other parameters"):
@@ -268,7 +268,7 @@ def test_a_group_is_not_added_to_groups_with_other_parameters(door: str) -> None
     ("kind", "through"),
     [
         ("plain", "checkpoint"),  # its own load_state_dict keeps the strides that it is given
-        *((kind, through) for kind in DOORS[:3] for through in ("checkpoint", "state dict")),
+        *((kind, through) for kind in APIS[:3] for through in ("checkpoint", "state dict")),
     ],
 )
 def test_loaded_state_has_the_memory_order_of_its_parameter(kind: str, through: str, tmp_path: Path) -> None:

@@ -76,14 +76,14 @@ def my_stages(pp: int, pp_rank: int, per_rank: int, is_v: bool) -> list[int]:
     return [pp_rank + pp * number for number in range(per_rank)]
 
 
-def shard(module: nn.Sequential, door: Callable[..., Any], mesh: Any, **options: Any) -> Any:
+def shard(module: nn.Sequential, api: Callable[..., Any], mesh: Any, **options: Any) -> Any:
     """Shard a stage in two units: its layer, and what is left."""
-    door(module[0], mesh=mesh, **options)
-    return door(module, mesh=mesh, **options)
+    api(module[0], mesh=mesh, **options)
+    return api(module, mesh=mesh, **options)
 
 
 def run(
-    name: str, door: Callable[..., Any], mesh: Any, watch: Callable[[Any], None] = lambda _: None, **options: Any
+    name: str, api: Callable[..., Any], mesh: Any, watch: Callable[[Any], None] = lambda _: None, **options: Any
 ) -> dict[int, nn.Module]:
     """Train for some steps; return this rank's stages by their numbers."""
     kind, per_rank = SCHEDULES[name]
@@ -92,7 +92,7 @@ def run(
     modules = make_stage_modules(count)
     mine = my_stages(pp, pp_rank, per_rank, kind in (ScheduleZBVZeroBubble, ScheduleDualPipeV))
     for number in mine:
-        shard(modules[number], door, mesh["dp"], **options)
+        shard(modules[number], api, mesh["dp"], **options)
         watch(modules[number])
     cpu, group = torch.device("cpu"), mesh["pp"].get_group()
     stages = [PipelineStage(modules[number], number, count, cpu, group=group) for number in mine]

@@ -54,12 +54,12 @@ def test_gradients_are_dropped_through_what_was_unsharded_by_hand(way: str, wait
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_an_evaluation_that_comes_first_after_a_change_leaves_memory_to_train_in(door: Any, transport: Any) -> None:
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_an_evaluation_that_comes_first_after_a_change_leaves_memory_to_train_in(api: Any, transport: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), nn.Linear(6, 6))
     plain = copy.deepcopy(model)
-    door(model)
+    api(model)
     model.set_transport(transport)
     model(batch(0)).sum()
     keeps: list[dict[str, torch.Tensor]] = []  # who holds memory keeps parameters from coming home to it
@@ -77,13 +77,13 @@ def test_an_evaluation_that_comes_first_after_a_change_leaves_memory_to_train_in
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("api", [fully_shard, replicate])
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_shards_that_are_put_in_place_need_not_be_contiguous(door: Any, evaluates: bool) -> None:
+def test_shards_that_are_put_in_place_need_not_be_contiguous(api: Any, evaluates: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), nn.Linear(6, 6))
     plain = copy.deepcopy(model)
-    door(model)
+    api(model)
     model(batch(0)).sum()
     model.reshard()
     for owner in model.modules():
@@ -120,8 +120,8 @@ def test_replicated_parameters_compute_as_they_lie_after_a_transposition_in_plac
 @on_ranks(2)
 @pytest.mark.parametrize("crosses", [True, False])
 @pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_shared_weights_stay_shared_or_say_so(door: Callable[[nn.Module], Any], warm: bool, crosses: bool) -> None:
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_shared_weights_stay_shared_or_say_so(api: Callable[[nn.Module], Any], warm: bool, crosses: bool) -> None:
     """Loading with ``assign=True`` leaves one parameter per place."""
     texts: list[str] = []
     handler = logging.Handler()
@@ -133,8 +133,8 @@ def test_shared_weights_stay_shared_or_say_so(door: Callable[[nn.Module], Any], 
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         model[1].weight = model[0].weight
         if crosses:
-            door(model[0])
-        door(model)
+            api(model[0])
+        api(model)
         if warm:
             model(batch(0)).sum().backward()
         state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -312,15 +312,15 @@ class TwoRecurrent(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("units", [["first"], ["second"], ["first", "second"]])
-@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("api", [fully_shard, replicate])
 @pytest.mark.parametrize("begun", [False, True], ids=["", "after a forward"])
-def test_recurrent_modules_that_share_weights_are_converted(units: list[str], door: Any, begun: bool) -> None:
+def test_recurrent_modules_that_share_weights_are_converted(units: list[str], api: Any, begun: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(TwoRecurrent())  # plain: what is converted is found from above the units
     plain = copy.deepcopy(model)
     for name in units:
-        door(model[0].get_submodule(name))
-    door(model[0])
+        api(model[0].get_submodule(name))
+    api(model[0])
     if begun:
         assert_trains_alike(model, plain)
     for each in (model, plain):
@@ -384,18 +384,18 @@ class Hollow(nn.Module):
 
 @on_ranks(4)
 @pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("door", ["fully_shard", "kept", "hybrid", "replicate"])
-def test_parameters_may_have_no_elements(transport: Any, door: str) -> None:
+@pytest.mark.parametrize("api", ["fully_shard", "kept", "hybrid", "replicate"])
+def test_parameters_may_have_no_elements(transport: Any, api: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Hollow(only=True), Hollow(only=False), nn.Linear(6, 6))
     plain = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     with over(transport):
         for block in (*model, model):
-            if door == "replicate":
+            if api == "replicate":
                 replicate(block)
             else:
-                fully_shard(block, mesh=mesh if door == "hybrid" else None, reshard_after_forward=door != "kept")
+                fully_shard(block, mesh=mesh if api == "hybrid" else None, reshard_after_forward=api != "kept")
     assert_trains_alike(model, plain)
     assert model[0].rows.grad is None
     model(batch(0)).sum().backward()
@@ -420,14 +420,14 @@ class ChangedThroughAView(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_outputs_may_be_views_written_to_through_others(door: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_outputs_may_be_views_written_to_through_others(api: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(ChangedThroughAView(), ChangedThroughAView())
     model = copy.deepcopy(plain)
     for block in model:
-        door(block)
-    door(model)
+        api(block)
+    api(model)
     for each in (model, plain):
         each(batch(0)).square().mean().backward()
     average_gradients(plain)
@@ -452,10 +452,10 @@ def test_an_all_reduce_hook_with_a_stream_runs_without_an_accelerator() -> None:
 def test_tensors_that_functional_call_puts_in_place_of_parameters_are_refused_and_the_model_goes_on() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
-    for door in (fully_shard, replicate):
+    for api in (fully_shard, replicate):
         model = copy.deepcopy(plain)
-        door(model[0])
-        door(model)
+        api(model[0])
+        api(model)
         own = dict(model.named_parameters())
         assert torch.equal(torch.func.functional_call(model, own, batch(0)), plain(batch(0)))
         doubled = {name: param * 2 for name, param in own.items()}
@@ -466,20 +466,20 @@ def test_tensors_that_functional_call_puts_in_place_of_parameters_are_refused_an
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["fully_shard", "replicate", "older way"])
-def test_parameters_that_change_their_dtype_before_backward(door: str) -> None:
+@pytest.mark.parametrize("api", ["fully_shard", "replicate", "older way"])
+def test_parameters_that_change_their_dtype_before_backward(api: str) -> None:
     torch.manual_seed(0)
     x = batch(0)
     gradients: list[torch.Tensor] = []
     for there_and_back in (None, True, False):
         torch.manual_seed(0)
         model = nn.Sequential(Block(6, 9), Block(6, 7))
-        if door == "fully_shard":
+        if api == "fully_shard":
             for block in model:
                 fully_shard(block, reshard_after_forward=False)
             fully_shard(model)
         else:
-            replicate(model, **({} if door == "replicate" else {"device_ids": None}))
+            replicate(model, **({} if api == "replicate" else {"device_ids": None}))
         loss = model(x).square().mean()
         if there_and_back is not None:
             model.double()
@@ -487,7 +487,7 @@ def test_parameters_that_change_their_dtype_before_backward(door: str) -> None:
             model.float()
         if there_and_back is False:
             # Parameters that stay what they were give what torch gives on one process.
-            error, text = (RuntimeError, "scalar type") if door == "older way" else (StateError, "after the forward")
+            error, text = (RuntimeError, "scalar type") if api == "older way" else (StateError, "after the forward")
             with pytest.raises(error, match=text):
                 loss.backward()
             continue

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import ConfigError, DesyncError, ZeroRedundancyOptimizer, fully_shard, shard_model
 
-Door = Callable[..., Any]
+Api = Callable[..., Any]
 
 
 def layers(model: nn.Module, **options: Any) -> nn.Module:
@@ -61,13 +61,13 @@ def named(model: nn.Module, match: str) -> None:
             forward(model)
 
 
-@pytest.mark.parametrize("door", [layers, whole, hybrid])
+@pytest.mark.parametrize("api", [layers, whole, hybrid])
 @on_ranks(2, 4)
-def test_ranks_with_seeds_of_their_own_are_named_in_the_first_forward(door: Door) -> None:
+def test_ranks_with_seeds_of_their_own_are_named_in_the_first_forward(api: Api) -> None:
     norms = [torch.empty(()) for _ in range(dist.get_world_size())]
     model = Net(dist.get_rank())
     dist.all_gather(norms, model[0].bias.detach().norm())
-    model = door(model)
+    model = api(model)
     said = ", ".join(f"of norm {norm:.6g} on rank {rank}" for rank, norm in enumerate(norms))
     with torch.no_grad():
         named(copy.deepcopy(model), rf"0.bias of shape \(7,\) is {said}, and \d more parameters differ")
@@ -138,12 +138,12 @@ def test_what_differs_by_rounding_is_warned_of() -> None:
     assert "ranks do not begin with the same bits; they differ by" in told[0]
 
 
-@pytest.mark.parametrize("door", [layers, whole, hybrid])
+@pytest.mark.parametrize("api", [layers, whole, hybrid])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @on_ranks(2, 4)
-def test_sync_module_states_gives_all_ranks_the_values_of_the_first(door: Door, device: str) -> None:
+def test_sync_module_states_gives_all_ranks_the_values_of_the_first(api: Api, device: str) -> None:
     rank = dist.get_rank()
-    model = door(Net(rank, "cpu" if rank == 0 else device), sync_module_states=True)
+    model = api(Net(rank, "cpu" if rank == 0 else device), sync_module_states=True)
     plain = Net()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.full_tensor(), expected), name

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import FSDPModule, StateError, ZeroRedundancyOptimizer, fully_shard, replicate
 
 older_replicate = functools.partial(replicate, device_ids=None)
-DOORS: list[Callable[..., Any]] = [fully_shard, replicate, older_replicate]
+APIS: list[Callable[..., Any]] = [fully_shard, replicate, older_replicate]
 
 
 def _model() -> nn.Sequential:
@@ -27,10 +27,10 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
 
 
-def _through(door: Callable[..., Any], model: nn.Sequential) -> nn.Sequential:
-    if door is not older_replicate:  # whose one root is the unit
-        door(model[0])
-    door(model)
+def _through(api: Callable[..., Any], model: nn.Sequential) -> nn.Sequential:
+    if api is not older_replicate:  # whose one root is the unit
+        api(model[0])
+    api(model)
     return model
 
 
@@ -44,11 +44,11 @@ def _replace(model: nn.Sequential, sharded: list[nn.Parameter], *_: object) -> N
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("when", ["unsharded by hand", "end of backward"])
-def test_what_is_put_in_place_of_full_parameters_stays(door: Any, when: str) -> None:
+def test_what_is_put_in_place_of_full_parameters_stays(api: Any, when: str) -> None:
     model, plain = _model(), _model()
-    door(model)
+    api(model)
     for each in (model, plain):
         params = list(each.parameters())
         if when == "end of backward":
@@ -68,11 +68,11 @@ def test_what_is_put_in_place_of_full_parameters_stays(door: Any, when: str) -> 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("door", "where"), [(fully_shard, "forward"), (replicate, "forward"), (fully_shard, "backward")]
+    ("api", "where"), [(fully_shard, "forward"), (replicate, "forward"), (fully_shard, "backward")]
 )
 @pytest.mark.parametrize("warm", [True, False])
-def test_a_parameter_that_is_replaced_before_its_unit_is_full_is_named(door: Any, warm: bool, where: str) -> None:
-    model = _through(door, _model())
+def test_a_parameter_that_is_replaced_before_its_unit_is_full_is_named(api: Any, warm: bool, where: str) -> None:
+    model = _through(api, _model())
     plain = _model()
     if warm:
         for each in (model, plain):
@@ -96,11 +96,11 @@ def test_a_parameter_that_is_replaced_before_its_unit_is_full_is_named(door: Any
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("when", ["before the first step", "between steps", "in backward"])
 @pytest.mark.parametrize("way", ["none", "gone"])
-def test_a_parameter_that_is_set_to_none_does_not_come_back(door: Any, when: str, way: str) -> None:
-    model = _through(door, _model())
+def test_a_parameter_that_is_set_to_none_does_not_come_back(api: Any, when: str, way: str) -> None:
+    model = _through(api, _model())
 
     def take_off(*_: object) -> None:
         if way == "none":
@@ -122,10 +122,10 @@ def test_a_parameter_that_is_set_to_none_does_not_come_back(door: Any, when: str
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("api", [fully_shard, replicate])
 @pytest.mark.parametrize("way", ["to_empty", "double"])
-def test_what_is_replaced_and_converted_after_a_forward_gets_no_gradient_of_it(door: Any, way: str) -> None:
-    model = _through(door, _model())
+def test_what_is_replaced_and_converted_after_a_forward_gets_no_gradient_of_it(api: Any, way: str) -> None:
+    model = _through(api, _model())
     out = model(batch(0))
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -140,17 +140,17 @@ def test_what_is_replaced_and_converted_after_a_forward_gets_no_gradient_of_it(d
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["replicate", "replicate without sync", "zero", "zero while backward runs"])
-def test_plain_parameters_that_are_converted_after_a_forward_get_gradients_that_they_can_hold(door: str) -> None:
+@pytest.mark.parametrize("api", ["replicate", "replicate without sync", "zero", "zero while backward runs"])
+def test_plain_parameters_that_are_converted_after_a_forward_get_gradients_that_they_can_hold(api: str) -> None:
     model = _model().double()
     optimizer = None
-    if door.startswith("zero"):
+    if api.startswith("zero"):
         params = model.parameters()
-        overlaps = door != "zero"
+        overlaps = api != "zero"
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, overlap_grad_reduce=overlaps)
     else:
         replicate(model, device_ids=None)
-        model.set_requires_gradient_sync(door == "replicate")  # type: ignore[operator]
+        model.set_requires_gradient_sync(api == "replicate")  # type: ignore[operator]
     loss = model(torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)).sum()  # alike on all ranks
     wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     model.float()
@@ -182,10 +182,10 @@ def _and_back(model: nn.Sequential) -> None:
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("api", [fully_shard, replicate])
 @pytest.mark.parametrize("change", [_write_past_torchs_count, _rounded, _and_back])
-def test_values_that_change_by_a_conversion_between_forward_and_backward_are_named(door: Any, change: Any) -> None:
-    model = _through(door, _model())
+def test_values_that_change_by_a_conversion_between_forward_and_backward_are_named(api: Any, change: Any) -> None:
+    model = _through(api, _model())
     model(batch(0)).sum().backward()
     before = [param.grad.clone() for param in model.parameters()]
     model.zero_grad()
@@ -203,13 +203,13 @@ def test_values_that_change_by_a_conversion_between_forward_and_backward_are_nam
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
+@pytest.mark.parametrize("api", [fully_shard, replicate])
 @pytest.mark.parametrize("change", [_write_past_torchs_count, _rounded, _and_back])
 @pytest.mark.parametrize("between", ["two forwards", "two backwards"])
 def test_graphs_of_before_a_conversion_are_told_apart_from_those_of_after_it(
-    door: Any, change: Any, between: str
+    api: Any, change: Any, between: str
 ) -> None:
-    model, plain = _through(door, _model()), _model()
+    model, plain = _through(api, _model()), _model()
     for each in (model, plain):
         losses = [each(batch(0)).sum()]
         if between == "two backwards":
@@ -250,9 +250,9 @@ def test_conversions_of_what_has_no_plain_bits_are_no_matter() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", [fully_shard, replicate])
-def test_what_is_converted_and_loaded_before_another_forward_is_nobodys_business(door: Any) -> None:
-    model, plain = _through(door, _model()), _model()
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_what_is_converted_and_loaded_before_another_forward_is_nobodys_business(api: Any) -> None:
+    model, plain = _through(api, _model()), _model()
     for each in (model, plain):
         each(batch(0)).sum()  # of which no backward comes
         each.double().float()

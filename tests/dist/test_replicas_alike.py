@@ -16,7 +16,7 @@ from torch.distributed.tensor import init_device_mesh
 from shardwise import DesyncError, fully_shard, replicate
 from shardwise.consistency.store import SAMPLE_NUMEL, sample_of
 
-Door = Callable[[nn.Module], nn.Module]
+Api = Callable[[nn.Module], nn.Module]
 
 
 def hybrid(model: nn.Module) -> nn.Module:
@@ -55,16 +55,16 @@ def step(model: nn.Module, rows: int = 4) -> None:
     model(torch.ones(rows, 5, dtype=dtype)).sum().backward()
 
 
-@pytest.mark.parametrize("door", [each, whole, older])
+@pytest.mark.parametrize("api", [each, whole, older])
 @pytest.mark.parametrize("is_frozen", [False, True])
 @on_ranks(2)
-def test_replicas_that_differ_are_named_on_every_rank(door: Door, is_frozen: bool) -> None:
+def test_replicas_that_differ_are_named_on_every_rank(api: Api, is_frozen: bool) -> None:
     model = net()
     model[2].requires_grad_(not is_frozen)
     spoil(model)
     norms = [torch.empty(()) for _ in range(2)]
     dist.all_gather(norms, model[2].weight.detach().norm())
-    model = door(model)
+    model = api(model)
     said = f"2.weight is of norm {norms[0]:.6g} on rank 0, of norm {norms[1]:.6g} on rank 1. Each would add"
     for _ in range(2):  # who goes on is told again
         with pytest.raises(DesyncError, match=said):
@@ -83,12 +83,12 @@ def test_replicas_of_shards_are_compared_with_their_own() -> None:
         step(model)
 
 
-@pytest.mark.parametrize("door", [each, whole, older])
+@pytest.mark.parametrize("api", [each, whole, older])
 @on_ranks(2)
-def test_values_that_are_made_equal_before_the_first_step_are_right(door: Door) -> None:
+def test_values_that_are_made_equal_before_the_first_step_are_right(api: Api) -> None:
     model = net()
     spoil(model)
-    model = door(model)
+    model = api(model)
     if dist.get_rank() == 0:  # nobody waits for a replica that evaluates alone
         with torch.no_grad():
             model(torch.ones(1, 5))

@@ -169,7 +169,7 @@ def test_collectives_of_a_step_are_the_predicted_ones() -> None:
         # Blocks give their parameters back after forward, all but the last unit of a pass; the root keeps its own.
         assert ops.count(Op.UNSHARD) == 1 + 2 * names
         assert ops.count(Op.REDUCE) == 1 + names
-        assert tuple(recorder.calls) == engine.journal.plan.calls
+        assert tuple(recorder.calls) == engine.exec_order.plan.calls
         assert {call.unit for call in recorder.calls} == set(units(model)), "plans and tables have the same names"
         gathered = sum(count for op, count in comm.get_comm_counts().items() if "gather" in str(op))
         assert gathered == 1 + 2 * names, comm.get_comm_counts()
@@ -252,9 +252,9 @@ def test_wrong_arguments_are_refused_and_change_nothing() -> None:
 
 @on_ranks(2)
 def test_a_model_that_is_sharded_is_refused() -> None:
-    for door in (shard_model, fully_shard, replicate):
+    for api in (shard_model, fully_shard, replicate):
         model = build("uneven")
-        door(model)
+        api(model)
         with pytest.raises(StateError, match=r"Stacked was sharded before.*Call shard_model once"):
             shard_model(model)
 

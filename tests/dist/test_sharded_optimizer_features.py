@@ -73,8 +73,8 @@ def test_a_unit_is_updated_in_one_call() -> None:
                     _backward(tensors, 10 * step + microbatch)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert found._stepper.num_runs == 4, found._stepper.num_runs
-        assert each._stepper.num_runs == len(_named(model))
+        assert found._backend.num_runs == 4, found._backend.num_runs
+        assert each._backend.num_runs == len(_named(model))
         _assert_close(model, plain)
         fused = "fused" in options
         for a, b in zip(model.parameters(), single.parameters(), strict=True):
@@ -105,7 +105,7 @@ def test_gradients_and_memory_may_come_and_go() -> None:
         for optimizer in (found, expected):
             optimizer.step()
             optimizer.zero_grad()
-        counts.append(found._stepper.num_runs)
+        counts.append(found._backend.num_runs)
     _assert_close(model, plain)
     # Its step count differs for good, so that it is updated by itself and cuts its unit in three.
     assert counts[0] == 4, counts
@@ -279,11 +279,11 @@ def test_whole_matrices_take_two_exchanges_a_step() -> None:
         expected.step()
     for name, param in params.items():
         assert torch.equal(param.full_tensor(), plain[name]), name
-    owners = found._stepper.owners
+    owners = found._backend.owners
     assert set(owners) == set(shapes)
     loads = [sum(shapes[n][0] for n in shapes if owners[n] == rank) for rank in range(mesh.size())]
     assert max(loads) <= 1.35 * sum(loads) / len(loads), loads
-    held = sum(v.numel() for s in found._stepper.optimizer.state.values() for v in s.values())
+    held = sum(v.numel() for s in found._backend.optimizer.state.values() for v in s.values())
     assert held <= 1.5 * sum(w.numel() for w in wholes.values()) / mesh.size()
 
 
@@ -354,7 +354,7 @@ def test_an_error_in_a_whole_matrix_is_named_on_all_ranks() -> None:
     wholes = {"a": torch.randn(4, 3), "b": torch.randn(6, 6)}
     params = {n: nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for n, w in wholes.items()}
     found = ShardedOptimizer(params, Explodes, lr=0.1)
-    owner = found._stepper.owners["a"]
+    owner = found._backend.owners["a"]
     for param in params.values():
         param.grad = torch.ones_like(param)
     with pytest.raises(StateError, match=rf"raised on rank {owner};.*{'singular' if rank == owner else 'see'}"):

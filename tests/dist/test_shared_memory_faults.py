@@ -64,7 +64,7 @@ def train(num_steps: int) -> list[Any]:
 
 
 def link_of(model: nn.Module) -> HostLink:
-    link = engine_of(model).means.spans.known_links.get(dist.group.WORLD.group_name)
+    link = engine_of(model).comm_ctx.pass_tracker.known_links.get(dist.group.WORLD.group_name)
     assert link is not None
     return link  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""State saved behind one door is read behind every other, on another number of ranks, and training goes on to the bit."""
+"""State saved with one API is read with every other, on another number of ranks, and training goes on to the bit."""
 
 from itertools import product
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.sharded import step_on_drawn_gradients
-from helpers.state_doors import OPTIONS, Door, adamw, fully_sharded, itself, sharded, zero
+from helpers.state_doors import OPTIONS, Api, adamw, fully_sharded, itself, sharded, zero
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -41,17 +41,17 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(7))
 
 
-DOORS: dict[str, Door] = {
-    "fully_shard": Door(fully_sharded, adamw),
-    "sharded elementwise": Door(fully_sharded, sharded()),
-    "sharded whole matrix": Door(fully_sharded, sharded("whole_matrix")),
-    "sharded over replicas": Door(lambda model: replicate(model), sharded()),
-    "zero whole": Door(itself, zero("whole")),
-    "zero even": Door(itself, zero("even")),
-    "replicate": Door(lambda model: replicate(model), adamw),
-    "plain": Door(itself, adamw),
-    "plain with names": Door(itself, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
-    "fully_shard with names": Door(fully_sharded, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
+APIS: dict[str, Api] = {
+    "fully_shard": Api(fully_sharded, adamw),
+    "sharded elementwise": Api(fully_sharded, sharded()),
+    "sharded whole matrix": Api(fully_sharded, sharded("whole_matrix")),
+    "sharded over replicas": Api(lambda model: replicate(model), sharded()),
+    "zero whole": Api(itself, zero("whole")),
+    "zero even": Api(itself, zero("even")),
+    "replicate": Api(lambda model: replicate(model), adamw),
+    "plain": Api(itself, adamw),
+    "plain with names": Api(itself, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
+    "fully_shard with names": Api(fully_sharded, lambda model: torch.optim.AdamW(model.named_parameters(), **OPTIONS)),
 }
 
 
@@ -100,9 +100,9 @@ def _whole(optimizer: Any, model: nn.Module) -> Any:
     return {"state": state, "param_groups": [{**found["param_groups"][0], "params": list(range(len(names)))}]}
 
 
-def save(door: str, form: Form, folder: str) -> None:
-    model = DOORS[door].wrap(Net())
-    optimizer = DOORS[door].make(model)
+def save(api: str, form: Form, folder: str) -> None:
+    model = APIS[api].wrap(Net())
+    optimizer = APIS[api].make(model)
     for seed in range(NUM_SAVED):
         step_on_drawn_gradients(model, optimizer, seed)
     for group in optimizer.param_groups:
@@ -165,8 +165,8 @@ def _read_whole(optimizer: Any, model: nn.Module, whole: Any) -> None:
     set_optimizer_state_dict(model, optimizer, by_name, options=FULL)
 
 
-def load(form: Form, folder: str, doors: list[str]) -> list[str]:
-    """Go on behind each of ``doors``; return what went wrong."""
+def load(form: Form, folder: str, apis: list[str]) -> list[str]:
+    """Go on with each of ``apis``; return what went wrong."""
     expected = Net()
     reference = adamw(expected)
     for seed in range(NUM_STEPS):
@@ -174,11 +174,11 @@ def load(form: Form, folder: str, doors: list[str]) -> list[str]:
             reference.param_groups[0]["lr"] = 0.07
         step_on_drawn_gradients(expected, reference, seed)
     wrong: list[str] = []
-    for name in doors:
-        door = DOORS[name]
-        model = door.wrap(Net())
+    for name in apis:
+        api = APIS[name]
+        model = api.wrap(Net())
         set_model_state_dict(model, torch.load(f"{folder}/weights"), options=FULL)
-        optimizer = door.make(model)
+        optimizer = api.make(model)
         try:
             _read(optimizer, model, form, folder)
         except Exception as error:
@@ -208,14 +208,14 @@ FORMS: dict[str, tuple[Form, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("door", "form"), [(door, form) for door, forms in FORMS.items() for form in forms])
-def test_what_one_door_saves_all_doors_read(pool: WorkerPool, tmp_path: Path, door: str, form: Form) -> None:
-    pool.run(save, num_ranks=1 if door.startswith("plain") else 4, door=door, form=form, folder=str(tmp_path))
-    plain = [name for name in DOORS if name.startswith("plain")]
-    on_two = [name for name in DOORS if name not in plain]
-    on_one = list(DOORS) if door == "zero even" else plain  # what is in the files does not depend on who reads them
-    for num_ranks, doors in ((2, on_two), (1, on_one)):
-        for wrong in pool.run(load, num_ranks=num_ranks, form=form, folder=str(tmp_path), doors=doors):
+@pytest.mark.parametrize(("api", "form"), [(api, form) for api, forms in FORMS.items() for form in forms])
+def test_what_one_api_saves_all_apis_read(pool: WorkerPool, tmp_path: Path, api: str, form: Form) -> None:
+    pool.run(save, num_ranks=1 if api.startswith("plain") else 4, api=api, form=form, folder=str(tmp_path))
+    plain = [name for name in APIS if name.startswith("plain")]
+    on_two = [name for name in APIS if name not in plain]
+    on_one = list(APIS) if api == "zero even" else plain  # what is in the files does not depend on who reads them
+    for num_ranks, apis in ((2, on_two), (1, on_one)):
+        for wrong in pool.run(load, num_ranks=num_ranks, form=form, folder=str(tmp_path), apis=apis):
             assert wrong == [], (num_ranks, "\n".join(wrong))
 
 
@@ -230,18 +230,18 @@ def _step_without_scale(model: nn.Module, optimizer: Any, seed: int) -> None:
     step_on_drawn_gradients(model, optimizer, seed, unused)
 
 
-def _folder_of(folder: str, door: str, form: Form) -> str:
-    return f"{folder}/{form} {door}"
+def _folder_of(folder: str, api: str, form: Form) -> str:
+    return f"{folder}/{form} {api}"
 
 
 def save_without_state_of_some(folder: str) -> None:
-    for door, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
-        model = DOORS[door].wrap(Net())
-        optimizer = DOORS[door].make(model)
+    for api, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
+        model = APIS[api].wrap(Net())
+        optimizer = APIS[api].make(model)
         for seed in range(NUM_SAVED):
             _step_without_scale(model, optimizer, seed)
         content = {"optimizer": _written(optimizer, model, form), "model": get_model_state_dict(model)}
-        dcp.save(content, checkpoint_id=_folder_of(folder, door, form))
+        dcp.save(content, checkpoint_id=_folder_of(folder, api, form))
 
 
 def load_without_state_of_some(folder: str) -> None:
@@ -249,10 +249,10 @@ def load_without_state_of_some(folder: str) -> None:
     reference = adamw(expected)
     for seed in range(NUM_STEPS):
         (_step_without_scale if seed < NUM_SAVED else step_on_drawn_gradients)(expected, reference, seed)
-    for door, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
-        path: Any = _folder_of(folder, door, form)
-        model = DOORS[door].wrap(Net())
-        optimizer = DOORS[door].make(model)
+    for api, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
+        path: Any = _folder_of(folder, api, form)
+        model = APIS[api].wrap(Net())
+        optimizer = APIS[api].make(model)
         content: dict[str, Any] = {"model": get_model_state_dict(model)}
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             names = None if form == "indexed" else dict(model.named_parameters())
@@ -267,11 +267,11 @@ def load_without_state_of_some(folder: str) -> None:
         for seed in range(NUM_SAVED, NUM_STEPS):
             step_on_drawn_gradients(model, optimizer, seed)
         for param, value in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, value), (door, form)
+            assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, value), (api, form)
     for form in ("named", "indexed"):
         path = _folder_of(folder, "zero whole", "indexed" if form == "named" else "named")
         model = Net()
-        zero = DOORS["zero whole"].make(model)
+        zero = APIS["zero whole"].make(model)
         names = dict(model.named_parameters()) if form == "named" else None
         with pytest.raises(ShardwiseError, match="the checkpoint has no state of .* use the names, or the form"):
             zero.sharded(names, loading=path).state_dict()

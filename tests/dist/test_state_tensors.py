@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard
-from shardwise.collectives.buffer_pool import carve
+from shardwise.collectives.buffer_pool import suballocate
 from shardwise.optim.elementwise import RETRY_EVERY
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 SIZES = ((6, 5), (5,), (4, 3), (3,), (1, 7), (2, 2))  # uneven, empty shards on four ranks
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -54,7 +54,7 @@ def _windows(model: Params, as_views: bool) -> None:
     flat = torch.empty(sum(p.numel() for p in model.of))
     start = 0
     for p in model.of:
-        place = flat[start : start + p.numel()].view(p.shape) if as_views else carve(flat, start, p.shape)
+        place = flat[start : start + p.numel()].view(p.shape) if as_views else suballocate(flat, start, p.shape)
         p.data = place.copy_(p.detach())
         start += p.numel()
 
@@ -63,7 +63,7 @@ def _flat_gradients(model: Params, factors: list[torch.Tensor | None]) -> None:
     flat = torch.zeros(sum(p.numel() for p in model.of))
     start = 0
     for p, factor in zip(model.of, factors, strict=True):
-        p.grad = None if factor is None else carve(flat, start, p.shape).copy_(factor)
+        p.grad = None if factor is None else suballocate(flat, start, p.shape).copy_(factor)
         start += p.numel()
 
 
@@ -71,34 +71,34 @@ def _cut(whole: torch.Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _backward(door: str, model: Params, step: int) -> None:
+def _backward(api: str, model: Params, step: int) -> None:
     factors = _factors(step)
-    if door == "fully_shard":
+    if api == "fully_shard":
         model(factors).backward()
-    elif door == "dtensors":
+    elif api == "dtensors":
         for p, factor in zip(model.of, factors, strict=True):
             assert isinstance(p, DTensor)
             p.grad = None if factor is None else _cut(factor, p)
-    elif door in ("views", "neighbours"):
+    elif api in ("views", "neighbours"):
         _flat_gradients(model, factors)
     else:
         for p, factor in zip(model.of, factors, strict=True):
             p.grad = None if factor is None else factor.clone()
 
 
-def _build(door: str, kind: str) -> tuple[Params, Any]:
+def _build(api: str, kind: str) -> tuple[Params, Any]:
     model = Params()
-    if door == "fully_shard":
+    if api == "fully_shard":
         fully_shard(model)
-    elif door == "dtensors":
+    elif api == "dtensors":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for index, p in enumerate(model.of):
             model.of[index] = nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
-    elif door in ("views", "neighbours"):
-        _windows(model, as_views=door == "views")
+    elif api in ("views", "neighbours"):
+        _windows(model, as_views=api == "views")
     optimizer_class, options = KINDS[kind]
-    if door.startswith("zero"):
-        partition = door.removeprefix("zero ")
+    if api.startswith("zero"):
+        partition = api.removeprefix("zero ")
         return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class, partition=partition, **options)
     return model, ShardedOptimizer(dict(model.named_parameters()), optimizer_class, **options)
 
@@ -108,7 +108,7 @@ def _state(optimizer: Any) -> dict[Any, Mapping[str, Any]]:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return {
             index: optimizer.optim.state[local.tensor]
-            for index, local in enumerate(share_stepper(optimizer).share.local_pieces)
+            for index, local in enumerate(zero_backend(optimizer).rank_partition.local_slices)
         }
     return optimizer.state_dict()["state"]
 
@@ -158,13 +158,13 @@ def _check_like_any(value: torch.Tensor) -> None:
         assert not mine.numel() or local(found).data_ptr() != mine.data_ptr()
 
 
-def aliases_stay_live(door: str, kind: str, way: str) -> None:
+def aliases_stay_live(api: str, kind: str, way: str) -> None:
     """Taken after any step, also between a load and the next step, while gradients come and go."""
-    model, optimizer = _build(door, kind)
+    model, optimizer = _build(api, kind)
     held: list[tuple[int, dict[Any, Any]]] = []
     for step in range(8):
         optimizer.zero_grad()
-        _backward(door, model, step)
+        _backward(api, model, step)
         optimizer.step()
         if step == 3:
             held = []  # loading makes new state, as for any optimizer
@@ -176,7 +176,7 @@ def aliases_stay_live(door: str, kind: str, way: str) -> None:
         for since, aliases in held:
             for key, alias in aliases.items():
                 assert torch.equal(_read(alias, now[key]), now[key]), (
-                    door,
+                    api,
                     kind,
                     way,
                     f"from step {since} at {step}",
@@ -186,10 +186,10 @@ def aliases_stay_live(door: str, kind: str, way: str) -> None:
             for _, value in _tensors(optimizer) if way == "itself" else ():
                 _check_like_any(value)
             held.append((step, {key: ALIASES[way](value) for key, value in _tensors(optimizer)}))
-    _assert_trained(door, kind, model, optimizer)
+    _assert_trained(api, kind, model, optimizer)
 
 
-def _assert_trained(door: str, kind: str, model: Params, optimizer: Any, num_steps: int = 8) -> None:
+def _assert_trained(api: str, kind: str, model: Params, optimizer: Any, num_steps: int = 8) -> None:
     plain = Params()
     optimizer_class, options = KINDS[kind]
     reference = optimizer_class(plain.parameters(), **options)
@@ -198,7 +198,7 @@ def _assert_trained(door: str, kind: str, model: Params, optimizer: Any, num_ste
         reference.step()
     for a, b in zip(model.of, plain.of, strict=True):
         whole = a.full_tensor() if isinstance(a, DTensor) else a
-        assert torch.equal(whole, b), (door, kind)
+        assert torch.equal(whole, b), (api, kind)
     if isinstance(optimizer, ShardedOptimizer):
         found = optimizer.full_state_dict(by_index=True)["state"]
         for index, values in reference.state_dict()["state"].items():
@@ -211,29 +211,29 @@ def _assert_trained(door: str, kind: str, model: Params, optimizer: Any, num_ste
 
 
 # Four ranks leave some with empty shards only; plain tensors know nothing of ranks.
-DOORS = dict.fromkeys(("fully_shard", "dtensors", "zero whole", "zero even"), (2, 4))
-DOORS |= dict.fromkeys(("views", "neighbours", "separate"), (1,))
+APIS = dict.fromkeys(("fully_shard", "dtensors", "zero whole", "zero even"), (2, 4))
+APIS |= dict.fromkeys(("views", "neighbours", "separate"), (1,))
 
 
 @on_ranks()
-@pytest.mark.parametrize(("door", "num_ranks"), [(door, size) for door, sizes in DOORS.items() for size in sizes])
-def test_aliases_of_state_stay_live(door: str) -> None:
+@pytest.mark.parametrize(("api", "num_ranks"), [(api, size) for api, sizes in APIS.items() for size in sizes])
+def test_aliases_of_state_stay_live(api: str) -> None:
     for kind, way in product(KINDS, ALIASES):
         if kind == "adam" or way in ("itself", "shared"):
-            aliases_stay_live(door, kind, way)
+            aliases_stay_live(api, kind, way)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
-def test_writes_to_state_count(door: str) -> None:
+@pytest.mark.parametrize("api", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
+def test_writes_to_state_count(api: str) -> None:
     """What is written to state that was given out counts in the next step, step counts included."""
-    model, optimizer = _build(door, "adam")
+    model, optimizer = _build(api, "adam")
     plain = Params()
     reference = torch.optim.Adam(plain.parameters(), **KINDS["adam"][1])
     names = list(dict(plain.named_parameters()))
     for step in (0, 1):
         optimizer.zero_grad()
-        _backward(door, model, step)
+        _backward(api, model, step)
         _backward("plain", plain, step)
         optimizer.step()
         reference.step()
@@ -248,12 +248,12 @@ def test_writes_to_state_count(door: str) -> None:
     assert local(kept[names[0]]["step"]).item() == 8.0
 
 
-def dicts_travel(door: str, folder: str) -> None:
+def dicts_travel(api: str, folder: str) -> None:
     """A state dict as a whole: saved, pickled, copied, gathered, checkpointed at once and in the background."""
-    model, optimizer = _build(door, "adam")
+    model, optimizer = _build(api, "adam")
     for step in range(3):
         optimizer.zero_grad()
-        _backward(door, model, step)
+        _backward(api, model, step)
         optimizer.step()
     found = optimizer.state_dict()
     expected = _values(optimizer)
@@ -284,43 +284,43 @@ def _assert_same(state: Mapping[str, Mapping[str, Any]], expected: Mapping[Any, 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
-def test_state_dicts_travel(tmp_path: Path, door: str) -> None:
-    dicts_travel(door=door, folder=str(tmp_path))
+@pytest.mark.parametrize("api", ["fully_shard", "dtensors", "views", "neighbours", "separate"])
+def test_state_dicts_travel(tmp_path: Path, api: str) -> None:
+    dicts_travel(api=api, folder=str(tmp_path))
 
 
 @on_ranks(2)
 def test_state_of_empty_shards_is_live() -> None:
     """State of shards without elements is like the others': what ``.state`` gives counts on, dicts copy on all ranks."""
-    for door in ("fully_shard", "dtensors"):
-        model, optimizer = _build(door, "adam")
+    for api in ("fully_shard", "dtensors"):
+        model, optimizer = _build(api, "adam")
         held: list[dict[str, Any]] = []
         for step in (0, 1, 3, 4):
             optimizer.zero_grad()
-            _backward(door, model, step)
+            _backward(api, model, step)
             optimizer.step()
             held += [dict(optimizer.state[p]) for p in model.of]
-            assert {values["step"].item() for values in held} == {len(held) / len(SIZES)}, (door, step)
+            assert {values["step"].item() for values in held} == {len(held) / len(SIZES)}, (api, step)
             _assert_same(copy.deepcopy(optimizer.state_dict())["state"], _values(optimizer))
         assert dist.get_rank() == 0 or any(not p.to_local().numel() for p in model.of)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["fully_shard", "views", "neighbours"])
-def test_runs_stay_joined_while_state_is_held(door: str) -> None:
+@pytest.mark.parametrize("api", ["fully_shard", "views", "neighbours"])
+def test_runs_stay_joined_while_state_is_held(api: str) -> None:
     """Holding a state dict, also one from between a load and a step, does not take runs apart."""
-    model, optimizer = _build(door, "adam")
+    model, optimizer = _build(api, "adam")
     counts, held = [], []
     for step in (0, 1, 3, 4, 6, 7):
         optimizer.zero_grad()
-        _backward(door, model, step)
+        _backward(api, model, step)
         optimizer.step()
-        counts.append(optimizer._stepper.num_runs)
+        counts.append(optimizer._backend.num_runs)
         if step == 3:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         held.append(optimizer.state_dict())
     assert len(set(counts)) == 1, counts
-    assert counts[0] <= (1 if door != "fully_shard" else len(SIZES) // 2), counts
+    assert counts[0] <= (1 if api != "fully_shard" else len(SIZES) // 2), counts
 
 
 @on_ranks(1)
@@ -331,15 +331,15 @@ def test_state_that_was_let_go_is_joined() -> None:
         p.grad = factor  # gradients that are no neighbours: state is made piece by piece
     optimizer.step()
     held = optimizer.state_dict()
-    assert optimizer._stepper.num_runs == len(SIZES)
+    assert optimizer._backend.num_runs == len(SIZES)
     for step in range(3):
         _flat_gradients(model, _factors(0))
         optimizer.step()
-        assert optimizer._stepper.num_runs == len(SIZES), step
+        assert optimizer._backend.num_runs == len(SIZES), step
     del held
     for _ in range(RETRY_EVERY):
         optimizer.step()
-    assert optimizer._stepper.num_runs == 1
+    assert optimizer._backend.num_runs == 1
     plain = Params()
     reference = torch.optim.Adam(plain.parameters(), **KINDS["adam"][1])
     for _ in range(4 + RETRY_EVERY):

@@ -13,8 +13,8 @@ from helpers.ranks import on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.optim.pieces import PerPiece, Stepper, UpdateRule, copied, pieces_of
-from shardwise.optim.sharded_optimizer import make_stepper
+from shardwise.optim.sharded_optimizer import make_backend
+from shardwise.optim.slices import OptimizerBackend, PerSlice, UpdateRule, copied, slices_of
 
 SHAPES = {"weight": (5, 3), "bias": (3,), "even": (4, 2), "last": (1, 6)}
 OPTIONS = {"lr": 0.1, "weight_decay": 0.01}
@@ -56,34 +56,34 @@ class Case:
 class OwnCase(Case):
     """A stepper of the optimizers over shards."""
 
-    stepper: Stepper
+    backend: OptimizerBackend
 
     def __init__(self, sharded: bool, groups: Groups, declared: UpdateRule, is_flat: bool) -> None:
         super().__init__(sharded, groups)
-        given = [(self.pieces(*names), options) for names, options in groups]
-        self.stepper = make_stepper(adamw, torch.optim.AdamW, given, declared, is_flat)
+        given = [(self.slices(*names), options) for names, options in groups]
+        self.backend = make_backend(adamw, torch.optim.AdamW, given, declared, is_flat)
 
-    def pieces(self, *names: str) -> list[Any]:
-        return [pieces_of(name, self.params[name]) for name in names]
+    def slices(self, *names: str) -> list[Any]:
+        return [slices_of(name, self.params[name]) for name in names]
 
     def add_group(self, name: str, options: Mapping[str, Any]) -> None:
         self.add(name)
-        self.stepper.add_group(self.pieces(name), options)
+        self.backend.add_group(self.slices(name), options)
 
 
 class ZeroCase(Case):
-    """ZeRO's stepper behind its door; gradients are the same on all ranks."""
+    """ZeRO's stepper behind its API; gradients are the same on all ranks."""
 
-    stepper: ZeroRedundancyOptimizer
+    backend: ZeroRedundancyOptimizer
 
     def __init__(self, sharded: bool, groups: Groups) -> None:
         super().__init__(sharded, groups)
         given = [{**options, "params": [self.params[name] for name in names]} for names, options in groups]
-        self.stepper = ZeroRedundancyOptimizer(given, torch.optim.AdamW, foreach=False)
+        self.backend = ZeroRedundancyOptimizer(given, torch.optim.AdamW, foreach=False)
 
     def add_group(self, name: str, options: Mapping[str, Any]) -> None:
         self.add(name)
-        self.stepper.add_param_group({**options, "params": [self.params[name]]})
+        self.backend.add_param_group({**options, "params": [self.params[name]]})
 
 
 OWN: dict[str, Callable[[Groups], OwnCase]] = {
@@ -118,7 +118,7 @@ def test_steps_are_those_of_the_plain_optimizer() -> None:
         for seed in range(1, 4):
             for each in (case, plain):
                 each.set_gradients(seed)
-            case.stepper.step()
+            case.backend.step()
             plain.optimizer.step()
             assert_same(case, plain, (kind, seed))
 
@@ -134,7 +134,7 @@ def test_a_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
             return 7.5
 
         with torch.no_grad():
-            assert case.stepper.step(closure) == 7.5, kind
+            assert case.backend.step(closure) == 7.5, kind
         plain.set_gradients(1)
         plain.optimizer.step()
         assert_same(case, plain, kind)
@@ -151,7 +151,7 @@ def test_what_a_closure_raises_comes_back_and_nothing_has_changed() -> None:
             raise KeyError("of the closure")
 
         with pytest.raises(KeyError):
-            case.stepper.step(closure)
+            case.backend.step(closure)
         assert all(torch.equal(found, before[name]) for name, found in case.wholes().items()), kind
 
 
@@ -162,7 +162,7 @@ def test_a_parameter_without_a_gradient_stays_and_others_step() -> None:
         for seed, without in ((1, "even"), (2, "bias")):
             for each in (case, plain):
                 each.set_gradients(seed, without)
-            case.stepper.step()
+            case.backend.step()
             plain.optimizer.step()
             assert_same(case, plain, (kind, seed))
 
@@ -175,16 +175,16 @@ def test_an_added_group_steps_with_options_of_its_own() -> None:
         for seed in (1, 2):
             for each in (case, plain):
                 each.set_gradients(seed)
-            case.stepper.step()
+            case.backend.step()
             plain.optimizer.step()
         assert_same(case, plain, kind)
 
 
 def copies(values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return ``values`` as a door hands them on."""
+    """Return ``values`` as an API hands them on."""
     return {
         name: {
-            key: PerPiece(map(copied, value)) if isinstance(value, PerPiece) else copied(value)
+            key: PerSlice(map(copied, value)) if isinstance(value, PerSlice) else copied(value)
             for key, value in state.items()
         }
         for name, state in values.items()
@@ -197,14 +197,14 @@ def test_loaded_state_and_options_go_on_as_the_run_they_are_of() -> None:
         first, second = make(ONE_GROUP), make([(ONE_GROUP[0][0], {"lr": 9.0})])
         for seed in (1, 2):
             first.set_gradients(seed)
-            first.stepper.step()
+            first.backend.step()
         with torch.no_grad():
             for name, param in second.params.items():
                 param.copy_(first.params[name])
-        second.stepper.load(copies(first.stepper.states()), first.stepper.optimizer.param_groups)
+        second.backend.load(copies(first.backend.states()), first.backend.optimizer.param_groups)
         for case in (first, second):
             case.set_gradients(3)
-            case.stepper.step()
+            case.backend.step()
         found = second.wholes()
         assert all(torch.equal(each, found[name]) for name, each in first.wholes().items()), kind
 
@@ -224,14 +224,14 @@ def forms(values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def test_blank_states_look_like_live_ones_and_making_them_changes_nothing() -> None:
     for kind, make in OWN.items():
         case = make(ONE_GROUP)
-        assert case.stepper.states() == {}, kind
+        assert case.backend.states() == {}, kind
         before = case.wholes()
-        blank = forms(case.stepper.states(blank=True))
-        assert case.stepper.states() == {}, kind
+        blank = forms(case.backend.states(blank=True))
+        assert case.backend.states() == {}, kind
         assert all(torch.equal(found, before[name]) for name, found in case.wholes().items()), kind
         case.set_gradients(1)
-        case.stepper.step()
-        assert blank == forms(case.stepper.states()), kind
+        case.backend.step()
+        assert blank == forms(case.backend.states()), kind
 
 
 @on_ranks(2, 4)
@@ -239,7 +239,7 @@ def test_local_states_need_nobody_else_and_have_the_names_of_all() -> None:
     for kind, make in OWN.items():
         case = make(ONE_GROUP)
         case.set_gradients(1)
-        case.stepper.step()
+        case.backend.step()
         if dist.get_rank() == 0:
-            assert set(case.stepper.local_states()) == set(SHAPES), kind
+            assert set(case.backend.local_states()) == set(SHAPES), kind
         dist.barrier()

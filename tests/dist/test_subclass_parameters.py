@@ -64,9 +64,9 @@ class Bare(Padding):
 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", [Padding, Bare])
-@pytest.mark.parametrize(("rows", "door"), [(3, fully_shard), (5, fully_shard), (8, fully_shard), (5, replicate)])
+@pytest.mark.parametrize(("rows", "api"), [(3, fully_shard), (5, fully_shard), (8, fully_shard), (5, replicate)])
 def test_extensions_may_pad_uneven_shards_or_leave_that_to_the_gather(
-    kind: type[Padding], rows: int, door: Callable[[nn.Module], Any]
+    kind: type[Padding], rows: int, api: Callable[[nn.Module], Any]
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, rows), nn.Linear(rows, 6))
@@ -74,8 +74,8 @@ def test_extensions_may_pad_uneven_shards_or_leave_that_to_the_gather(
     model[0].weight = nn.Parameter(kind(model[0].weight.detach().clone()), requires_grad=False)
     plain[0].weight.requires_grad_(False)
     for layer in model:
-        door(layer)
-    door(model)
+        api(layer)
+    api(model)
     optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (model, plain)]
     for number in range(3):
         assert torch.allclose(model(batch(number)), plain(batch(number)))

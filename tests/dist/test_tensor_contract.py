@@ -74,7 +74,7 @@ def replicate_older(model: Net) -> nn.Module:
     return replicate(model, device_ids=None, process_group=dist.group.WORLD)
 
 
-DOORS: dict[str, Callable[[Net], nn.Module]] = {
+APIS: dict[str, Callable[[Net], nn.Module]] = {
     "torch's fully_shard": by_blocks(torch_fully_shard),
     "fully_shard": by_blocks(fully_shard),
     "shard_model": shard_model,
@@ -93,22 +93,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
 # ---- how the memory of parameters comes to be what it is ----
 
 
-def as_made(door: Callable[[Net], nn.Module]) -> nn.Module:
-    return door(make())
+def as_made(api: Callable[[Net], nn.Module]) -> nn.Module:
+    return api(make())
 
 
-def after_steps(door: Callable[[Net], nn.Module]) -> nn.Module:
-    model = door(make())
+def after_steps(api: Callable[[Net], nn.Module]) -> nn.Module:
+    model = api(make())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     train(model, optimizer, 0)
     train(model, optimizer, 1)
     return model
 
 
-def from_meta(door: Callable[[Net], nn.Module]) -> nn.Module:
+def from_meta(api: Callable[[Net], nn.Module]) -> nn.Module:
     values = make().state_dict()
     with torch.device("meta"):
-        model = door(Net())
+        model = api(Net())
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -124,22 +124,22 @@ def shard_of(param: torch.Tensor, value: torch.Tensor) -> None:
     param.copy_(value)
 
 
-def assigned(door: Callable[[Net], nn.Module]) -> nn.Module:
-    model = after_steps(door)
+def assigned(api: Callable[[Net], nn.Module]) -> nn.Module:
+    model = after_steps(api)
     model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
     return model
 
 
-def assigned_and_kept(door: Callable[[Net], nn.Module]) -> nn.Module:
-    model = after_steps(door)
+def assigned_and_kept(api: Callable[[Net], nn.Module]) -> nn.Module:
+    model = after_steps(api)
     kept = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_state_dict(kept, assign=True)
     model.kept_by_the_test = [kept]
     return model
 
 
-def converted(door: Callable[[Net], nn.Module]) -> nn.Module:
-    return after_steps(door).double().float()
+def converted(api: Callable[[Net], nn.Module]) -> nn.Module:
+    return after_steps(api).double().float()
 
 
 MOMENTS = {
@@ -266,13 +266,13 @@ def check_model_copy(model: nn.Module) -> None:
 CHECKS = {"aliases": check_aliases, "copies": check_copies, "async_save": check_async_save, "model": check_model_copy}
 
 
-def run_contract(door: str, transport: Any, check: str) -> None:
+def run_contract(api: str, transport: Any, check: str) -> None:
     with over(transport):
         for moment, build in MOMENTS.items():
-            if "older" in door and moment == "from meta":
+            if "older" in api and moment == "from meta":
                 continue  # parameters stay plain and are made equal at once: meta has no values
             try:
-                CHECKS[check](build(DOORS[door]))
+                CHECKS[check](build(APIS[api]))
             except Exception as error:
                 raise AssertionError(f"{moment}: {type(error).__name__}: {error}") from error
 
@@ -280,16 +280,16 @@ def run_contract(door: str, transport: Any, check: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("check", list(CHECKS))
 @pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("door", [name for name in DOORS if name not in ("torch's fully_shard", "hybrid")])
-def test_what_users_hold_are_ordinary_tensors(door: str, transport: str, check: str) -> None:
-    run_contract(door=door, transport=transport, check=check)
+@pytest.mark.parametrize("api", [name for name in APIS if name not in ("torch's fully_shard", "hybrid")])
+def test_what_users_hold_are_ordinary_tensors(api: str, transport: str, check: str) -> None:
+    run_contract(api=api, transport=transport, check=check)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "async_save"])
-@pytest.mark.parametrize("door", ["hybrid", "fully_shard"])
-def test_they_are_on_four_ranks(door: str, check: str) -> None:
-    run_contract(door=door, transport="auto", check=check)
+@pytest.mark.parametrize("api", ["hybrid", "fully_shard"])
+def test_they_are_on_four_ranks(api: str, check: str) -> None:
+    run_contract(api=api, transport="auto", check=check)
 
 
 @on_ranks(1)

@@ -29,7 +29,7 @@ def on_own_host(ranks_per_host: int) -> AbstractContextManager[None]:
 
 
 def routes_of(model: nn.Module) -> set[str]:
-    plan = engine_of(model).journal.plan
+    plan = engine_of(model).exec_order.plan
     assert plan is not None
     return {route for _, route in plan.routes}
 

@@ -58,7 +58,7 @@ def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
     assert row.replace("│", " ").split()[-1] in ("49%", "50%"), row
 
 
-def test_torchrun_continues_the_run_behind_another_door(trained: tuple[Path, Ended], tmp_path: Path) -> None:
+def test_torchrun_continues_the_run_behind_another_api(trained: tuple[Path, Ended], tmp_path: Path) -> None:
     run = copy_cut_back(trained[0], tmp_path / "cut", 15)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = run_command([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "3"])

@@ -147,7 +147,7 @@ def _unit_names(printed: str) -> list[str]:
     return [line.split()[0] for line in lines[start + 1 : stop]]
 
 
-def test_a_run_of_two_ranks_goes_on_behind_every_door_on_four_and_back_on_two(
+def test_a_run_of_two_ranks_goes_on_behind_every_api_on_four_and_back_on_two(
     pool: WorkerPool, base: Path, tmp_path: Path
 ) -> None:
     there = {name: _continue(base, tmp_path / name, CUT, **case.options) for name, case in CASES.items()}

@@ -1,4 +1,4 @@
-"""``shardwise train`` with a model of the user's own: trained, resumed behind another door, exported, begun from weights."""
+"""``shardwise train`` with a model of the user's own: trained, resumed with another API, exported, begun from weights."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_users_model_is_trained_in_units_of_its_repeated_blocks(runs: tuple[
     assert losses["validation", 4] < losses["validation", 0]
 
 
-def test_the_users_model_goes_on_behind_another_door_with_the_same_losses(runs: tuple[Path, dict[str, str]]) -> None:
+def test_the_users_model_goes_on_behind_another_api_with_the_same_losses(runs: tuple[Path, dict[str, str]]) -> None:
     folder, said = runs
     assert "resuming after step 2" in said["resumed"]
     whole, resumed, replicated = (_losses(folder / name) for name in ("whole", "short", "replicated"))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.inside import parts_from
 from helpers.jobs import Job, tell
 from helpers.ranks import on_ranks
-from helpers.undone import DOORS, PLACES, Program, build, one_step, struck, train
+from helpers.undone import APIS, PLACES, Program, build, one_step, struck, train
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import RejectedStep, StepError, TransportError, set_default_transport, transaction
@@ -26,8 +26,8 @@ KINDS = (KeyError, RejectedStep)
 PATIENT = {"group_timeout_s": 600.0, "timeout_s": 60.0}
 
 
-def trained(door: str, transport: str) -> Program:
-    program = build(door, transport)
+def trained(api: str, transport: str) -> Program:
+    program = build(api, transport)
     torch.manual_seed(8)
     train(program, 3)
     assert program.steps == ["committed"] * 3
@@ -43,7 +43,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 def assert_undone(
     expected: Program, transport: str, place: str, step: int, rank: int = 1, undoes_optimizer: bool = True
 ) -> None:
-    program = build(expected.door, transport)
+    program = build(expected.api, transport)
     torch.manual_seed(8)
     counted = step + (place == "stepped")  # faults count a step as over when the optimizer has made it
 
@@ -51,16 +51,16 @@ def assert_undone(
         train(program, 3, retry=KINDS, undoes_optimizer=undoes_optimizer)
 
     is_struck = struck(place, body, rank=rank, step=counted)
-    what = f"{expected.door} over {transport}, {place} in step {step}"
+    what = f"{expected.api} over {transport}, {place} in step {step}"
     assert is_struck == (dist.get_rank() == rank), what
     assert program.steps == [*["committed"] * (step - 1), "again", *["committed"] * (4 - step)], what
     assert_same(program.tensors(), expected.tensors(), what)
     assert program.losses[-1] == expected.losses[-1], what
 
 
-def assert_all_undone(door: str, transport: str, places: Sequence[str], rank: int = 1) -> None:
+def assert_all_undone(api: str, transport: str, places: Sequence[str], rank: int = 1) -> None:
     with parts_from(8):
-        expected = trained(door, transport)
+        expected = trained(api, transport)
         for place in places:
             assert_undone(expected, transport, place, 2, rank)
         for place in ("data", "optimizer step"):  # where ranks have opened and agreed on more, or less, than others
@@ -68,34 +68,34 @@ def assert_all_undone(door: str, transport: str, places: Sequence[str], rank: in
     set_default_transport("auto")
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(2, **PATIENT)
-def test_a_step_that_a_rank_ends_is_made_again_to_the_bit(door: str) -> None:
-    assert_all_undone(door, "auto", PLACES)
+def test_a_step_that_a_rank_ends_is_made_again_to_the_bit(api: str) -> None:
+    assert_all_undone(api, "auto", PLACES)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "collective"])
 @on_ranks(2, **PATIENT)
 def test_a_step_is_made_again_over_connections_that_were_closed(transport: str) -> None:
-    for door in ("fully_shard", "replicate", "whole_matrix"):
-        assert_all_undone(door, transport, ["data", "backward", "stepped"])
+    for api in ("fully_shard", "replicate", "whole_matrix"):
+        assert_all_undone(api, transport, ["data", "backward", "stepped"])
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
 @on_ranks(4, **PATIENT)
 def test_ranks_that_wait_for_ranks_that_wait_hear_of_it(transport: str) -> None:
-    doors = {"auto": ("fully_shard", "zero1"), "gloo": ("hsdp",), "collective": ("fully_shard",)}
-    for door in doors[transport]:
-        assert_all_undone(door, transport, ["backward", "stepped"], rank=2)
+    apis = {"auto": ("fully_shard", "zero1"), "gloo": ("hsdp",), "collective": ("fully_shard",)}
+    for api in apis[transport]:
+        assert_all_undone(api, transport, ["backward", "stepped"], rank=2)
 
 
 @on_ranks(2, **PATIENT)
 def test_gradients_of_earlier_microbatches_are_those_before_the_step() -> None:
-    for door in ("fully_shard", "replicate", "zero1", "zero2"):
-        program = build(door, "auto")
+    for api in ("fully_shard", "replicate", "zero1", "zero2"):
+        program = build(api, "auto")
         batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
         program.model(batch).square().mean().backward()
-        if door == "zero2":
+        if api == "zero2":
             program.optimizer.reduce_gradients()  # type: ignore[attr-defined]
         before = program.tensors()
         averages = [part.clone() for param in program.net.parameters() for part in getattr(param.grad, "parts", ())]
@@ -103,13 +103,13 @@ def test_gradients_of_earlier_microbatches_are_those_before_the_step() -> None:
         def microbatch(program: Program = program, batch: torch.Tensor = batch) -> None:
             with transaction(program.model, program.optimizer, skip=KeyError) as step:
                 program.model(2 * batch).square().mean().backward()
-                if program.door == "zero2":
+                if program.api == "zero2":
                     program.optimizer.reduce_gradients()  # type: ignore[attr-defined]
                 faults.reach("end")
             program.steps.append(step.outcome)
 
         struck("end", microbatch, rank=1)
-        assert_same(program.tensors(), before, door)
+        assert_same(program.tensors(), before, api)
         again = [part for param in program.net.parameters() for part in getattr(param.grad, "parts", ())]
         assert all(torch.equal(now, then) for now, then in zip(again, averages, strict=True))
         microbatch()
@@ -144,13 +144,13 @@ def test_gradients_that_wait_for_sync_are_those_before_the_step() -> None:
 @on_ranks(2, **PATIENT)
 def test_an_exception_that_is_not_named_is_raised_on_all_ranks_and_training_can_go_on() -> None:
     rank = dist.get_rank()
-    for door in ("fully_shard", "zero1"):
-        program = build(door, "auto")
+    for api in ("fully_shard", "zero1"):
+        program = build(api, "auto")
         train(program, 1)
         before = program.tensors()
         with pytest.raises(KeyError if rank == 1 else StepError) as caught:
             struck("forward", lambda program=program: train(program, 1), rank=1)
-        assert_same(program.tensors(), before, door)
+        assert_same(program.tensors(), before, api)
         if rank == 0:
             error = caught.value
             assert isinstance(error, StepError)
@@ -266,11 +266,11 @@ def test_state_that_somebody_holds_is_that_before_the_step() -> None:
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 @on_ranks(2, **PATIENT)
 def test_without_copies_a_fault_before_the_optimizer_is_undone(transport: str) -> None:
-    for door in ("fully_shard", "zero1"):
-        expected = trained(door, transport)
+    for api in ("fully_shard", "zero1"):
+        expected = trained(api, transport)
         for place in ("backward", "reject"):
             assert_undone(expected, transport, place, 2, undoes_optimizer=False)
-        program = build(door, transport)
+        program = build(api, transport)
         train(program, 1, undoes_optimizer=False)
         program.optimizer.zero_grad()
         ledger = transaction(program.model, program.optimizer, also=["rng"], undoes_optimizer=False)._ledger

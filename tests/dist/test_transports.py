@@ -37,7 +37,7 @@ def build_over(name: str, transport: Transport, **arguments: object) -> nn.Modul
 
 
 def routes_of(model: nn.Module) -> set[str]:
-    plan = engine_of(model).journal.plan
+    plan = engine_of(model).exec_order.plan
     assert plan is not None
     return {route for _, route in plan.routes}
 
@@ -228,9 +228,9 @@ def test_idle_memory_is_given_back_on_request() -> None:
     for _ in range(2):
         model(batch).sum().backward()
     engine = engine_of(model)
-    assert engine.means.pool.idle_bytes > 0
+    assert engine.comm_ctx.pool.idle_bytes > 0
     model.release_memory()
-    assert engine.means.pool.idle_bytes == 0
+    assert engine.comm_ctx.pool.idle_bytes == 0
     model(batch).sum().backward()
 
 

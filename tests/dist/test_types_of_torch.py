@@ -48,10 +48,10 @@ class Mixture(nn.Module):
         return x + self.experts(x, self.router(x).softmax(-1))
 
 
-def train(model: nn.Module, door: Callable[..., Any], placement_fn: Any, **options: Any) -> nn.Module:
+def train(model: nn.Module, api: Callable[..., Any], placement_fn: Any, **options: Any) -> nn.Module:
     for block in model:  # type: ignore[attr-defined]
-        door(block, shard_placement_fn=placement_fn(block), **options)
-    door(model, **options)
+        api(block, shard_placement_fn=placement_fn(block), **options)
+    api(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(2):
         optimizer.zero_grad()

@@ -251,11 +251,11 @@ def test_a_unit_that_lends_a_weight_keeps_it_while_the_borrower_is_recomputed() 
     fully_shard(model)
     assert_trains_alike(model, plain)
     engine = engine_of(model)
-    assert engine.journal.plan is not None
+    assert engine.exec_order.plan is not None
     model(batch(0)).square().mean().backward()
     recorder = Recorder(engine)
     model(batch(0)).square().mean().backward()
-    assert tuple(recorder.events) == engine.journal.plan.calls
+    assert tuple(recorder.events) == engine.exec_order.plan.calls
 
 
 class Aside(nn.Module):

@@ -102,7 +102,7 @@ def _hybrid(net: nn.Module) -> None:
     _per_layer(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
 
 
-DOORS: dict[str, Callable[[nn.Module], object]] = {
+APIS: dict[str, Callable[[nn.Module], object]] = {
     "fully_shard": _per_layer,
     "one unit": lambda net: fully_shard(net, reshard_after_forward=True),
     "smaller mesh": lambda net: _per_layer(net, reshard_after_forward=2),
@@ -125,16 +125,14 @@ def _backward(net: _Net, weight_of: Callable[[_Net], torch.Tensor], loss: str, s
 
 
 @pytest.mark.parametrize("weight_of", [_full_tensor, _unsharded])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @on_ranks(4)
-def test_a_weight_that_a_loss_takes_gets_the_mean_gradient(
-    door: str, weight_of: Callable[[_Net], torch.Tensor]
-) -> None:
-    if door in ("one unit", "shard_model") and weight_of is _unsharded:
+def test_a_weight_that_a_loss_takes_gets_the_mean_gradient(api: str, weight_of: Callable[[_Net], torch.Tensor]) -> None:
+    if api in ("one unit", "shard_model") and weight_of is _unsharded:
         return  # the head is in the root's unit: there is nothing to unshard by itself
     for loss in LOSSES:
         plain, model = _Net(), _Net()
-        DOORS[door](model)
+        APIS[api](model)
         for step in range(3):
             for net in (plain, model):
                 net.zero_grad()
@@ -211,16 +209,16 @@ def test_a_weight_beside_tensor_parallelism_gets_the_mean_gradient() -> None:
     assert_averaged(model, plain, **REORDERED)
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "hybrid"])
+@pytest.mark.parametrize("api", ["fully_shard", "hybrid"])
 @on_ranks(4)
-def test_a_penalty_on_shards_is_no_part_of_the_reduction(door: str) -> None:
+def test_a_penalty_on_shards_is_no_part_of_the_reduction(api: str) -> None:
     penalties: list[Callable[[Any], Any]] = [
         lambda weight: weight.square().sum(),
         lambda weight: (weight / weight.norm()).sum(),  # its gradient is a sum over ranks, not a shard
     ]
     for penalty in penalties:
         plain, model = _Net(), _Net()
-        DOORS[door](model)
+        APIS[api](model)
         for step in range(2):
             for net in (plain, model):
                 tokens, targets = _batch(step)
@@ -240,14 +238,14 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "hybrid", "shard_model"])
+@pytest.mark.parametrize("api", ["fully_shard", "hybrid", "shard_model"])
 @on_ranks(4)
-def test_what_a_loss_gathers_of_a_function_of_a_weight_has_the_mean_gradient(door: str) -> None:
+def test_what_a_loss_gathers_of_a_function_of_a_weight_has_the_mean_gradient(api: str) -> None:
     for name, derive in DERIVED.items():
-        if name == "moved" and door == "hybrid":
+        if name == "moved" and api == "hybrid":
             continue  # that placement would cut the tensor's dim twice
         plain, model = _Net(), _Net()
-        DOORS[door](model)
+        APIS[api](model)
         for step in range(2):
             for net in (plain, model):
                 tokens, targets = _batch(step)

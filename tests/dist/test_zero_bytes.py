@@ -9,7 +9,7 @@ from helpers.ranks import on_ranks
 from helpers.scripts import load_script
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 
 def _counts(width: int):
@@ -86,7 +86,7 @@ def test_reduce_gradients_matches_all_reduce() -> None:
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
             zero.reduce_gradients()
-            own = {id(local.param): local.piece.numel for local in share_stepper(zero).share.local_pieces}
+            own = {id(local.param): local.owned_slice.numel for local in zero_backend(zero).rank_partition.local_slices}
             for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
                 assert sum(part.numel() for part in p.grad.parts) == own.get(id(p), 0)  # and nothing of the others'
                 assert p.grad.is_whole == (own.get(id(p)) == p.numel())

@@ -26,7 +26,7 @@ from shardwise import (
     fully_shard,
     hook_with_zero_step,
 )
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 NUM_STEPS = 4
 PARTITIONS = ("whole", "even")
@@ -182,7 +182,7 @@ def test_changes_element_by_element_are_those_of_one_process() -> None:
         assert (
             make is mixed_model
             or partition == "even"
-            or len(share_stepper(zero).share.local_pieces) == (dist.get_rank() == 0)
+            or len(zero_backend(zero).rank_partition.local_slices) == (dist.get_rank() == 0)
         )
         for module in (plain, model):
             for p in module.parameters():
@@ -298,7 +298,7 @@ def test_a_scaler_agrees(overflow: bool) -> None:
                 scaler.step(optimizer)
                 scaler.update()
             assert scalers[0].get_scale() == scalers[1].get_scale()
-        assert share_stepper(zero).num_steps == (NUM_STEPS - 2 if overflow else NUM_STEPS)
+        assert zero_backend(zero).num_steps == (NUM_STEPS - 2 if overflow else NUM_STEPS)
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 

@@ -14,9 +14,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import DesyncError, ZeroRedundancyOptimizer
-from shardwise.consistency.agreement import Board
+from shardwise.consistency.agreement import GroupAgreement
 from shardwise.consistency.store import digest_of
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 PARTITIONS = ("whole", "even")
 
@@ -41,21 +41,21 @@ class _Gathers:
     def __enter__(self) -> "_Gathers":
         self.whats: list[str] = []
         self.warnings: list[str] = []
-        real = self._real = Board.gather
+        real = self._real = GroupAgreement.gather
 
-        def counted(board: Board, what: str, text: str) -> list[str]:
+        def counted(agreement: GroupAgreement, what: str, text: str) -> list[str]:
             if "gradients" in what:
                 self.whats.append(what)
-            return real(board, what, text)
+            return real(agreement, what, text)
 
-        Board.gather = counted  # type: ignore[method-assign]
+        GroupAgreement.gather = counted  # type: ignore[method-assign]
         self._handler = logging.Handler(logging.WARNING)
         self._handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("shardwise").addHandler(self._handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        Board.gather = self._real  # type: ignore[method-assign]
+        GroupAgreement.gather = self._real  # type: ignore[method-assign]
         logging.getLogger("shardwise").removeHandler(self._handler)
 
 
@@ -118,7 +118,7 @@ def test_hooks_of_ddp_give_the_same_bits() -> None:
             for step in range(4):
                 zero.zero_grad()
                 _backward(ddp, step)
-                share_stepper(zero).known.is_compared = False
+                zero_backend(zero).known.is_compared = False
                 zero.step()
         assert len(seen.whats) == 4
         assert seen.warnings == []
@@ -172,7 +172,7 @@ def test_an_owner_without_a_gradient_is_named() -> None:
         model = _model()
         zero = _zero(model, partition)
         _backward(model, rank=0)
-        owner = share_stepper(zero).share.by_param[2][0].owner
+        owner = zero_backend(zero).rank_partition.by_param[2][0].owner
         if dist.get_rank() == owner:
             model[2].weight.grad = None
         with pytest.raises(DesyncError, match=rf"none on rank {owner}.*\(rank {owner} owns it\)"):
@@ -188,9 +188,9 @@ def test_gradients_that_only_owners_have_are_stepped_on() -> None:
     _backward(model, rank=0)
     for p, other in zip(model.parameters(), plain.param_groups[0]["params"], strict=True):
         other.grad = p.grad.clone()
-    for local_index, pieces in enumerate(share_stepper(zero).share.by_param):
-        if pieces[0].owner != dist.get_rank():
-            share_stepper(zero).share.params[local_index].grad = None
+    for local_index, slices in enumerate(zero_backend(zero).rank_partition.by_param):
+        if slices[0].owner != dist.get_rank():
+            zero_backend(zero).rank_partition.params[local_index].grad = None
     zero.step()
     plain.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.param_groups[0]["params"], strict=True))
@@ -249,7 +249,7 @@ def test_other_dtypes_and_orders() -> None:
         with _Gathers() as seen:
             zero.step()
         assert len(seen.whats) == 1
-        share_stepper(zero).known.is_compared = False
+        zero_backend(zero).known.is_compared = False
         param.grad = values * (1 + dist.get_rank())
         with pytest.raises(DesyncError, match="gradients differ"):
             zero.step()
@@ -313,7 +313,7 @@ def test_joined_ranks_are_left_out() -> None:
                 zero.zero_grad()
                 _backward(ddp, step)
                 zero.step()
-        assert share_stepper(zero).num_steps == 2 * (dist.get_world_size() - 1)
+        assert zero_backend(zero).num_steps == 2 * (dist.get_world_size() - 1)
         assert seen.warnings == []
 
 

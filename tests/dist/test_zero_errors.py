@@ -17,7 +17,7 @@ from helpers.ranks import on_ranks
 
 from shardwise import ConfigError, DesyncError, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
 from shardwise.testing import WorkerPool
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 TIMEOUT_S = 3.0
 
@@ -183,7 +183,7 @@ def test_a_skipped_step_is_found_at_the_next_agreement() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     if rank == 1:
-        share_stepper(zero).mark_stepped()
+        zero_backend(zero).mark_stepped()
     text = _raises(zero.consolidate_state_dict)
     assert "rank 1: 1 step(s) so far" in text
 
@@ -194,7 +194,7 @@ def test_a_closure_that_raises_is_an_error_on_all() -> None:
     for partition in ("whole", "even"):
         group, rank = _group(), dist.get_rank()
         zero = _zero(group, partition=partition)
-        before = [p.detach().clone() for p in share_stepper(zero).share.params]
+        before = [p.detach().clone() for p in zero_backend(zero).rank_partition.params]
 
         def closure(rank=rank) -> float:
             if rank == 1:
@@ -205,7 +205,7 @@ def test_a_closure_that_raises_is_an_error_on_all() -> None:
         assert "no more data" in text
         assert rank == 1 or "rank 1 raised KeyError" in text
         assert rank != 1 or all(
-            torch.equal(a, b) for a, b in zip(share_stepper(zero).share.params, before, strict=True)
+            torch.equal(a, b) for a, b in zip(zero_backend(zero).rank_partition.params, before, strict=True)
         )
         zero.step(lambda: 1.0)  # the group is as good as before
         zero.step()
@@ -238,7 +238,7 @@ def test_a_parameter_thawed_on_one_rank_is_named() -> None:
     group, rank = _group(), dist.get_rank()
     zero = _zero(group)
     zero.step()
-    share_stepper(zero).share.params[0].requires_grad_(rank != 1)
+    zero_backend(zero).rank_partition.params[0].requires_grad_(rank != 1)
     text = _raises(zero.step)
     assert "rank" in text
     assert "requires_grad changed" in text or "step() number 2" in text
@@ -261,7 +261,7 @@ def test_no_thread_is_left() -> None:
     _zero(_group())  # the first one of a job begins to watch for waits
     before = threading.active_count()
     zero = _zero(_group())
-    assert share_stepper(zero).board.posts.timeout_s == TIMEOUT_S
+    assert zero_backend(zero).agreement.exchange.timeout_s == TIMEOUT_S
     zero.step()
     assert threading.active_count() == before
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ class _SetGradients(JoinHook):
         self.zero, self.grads = zero, iter(grads)
 
     def main_hook(self) -> None:
-        for p, grad in zip(share_stepper(self.zero).share.params, next(self.grads), strict=True):
+        for p, grad in zip(zero_backend(self.zero).rank_partition.params, next(self.grads), strict=True):
             p.grad = grad.detach().clone()
 
 
@@ -90,7 +90,7 @@ def test_uneven_inputs_train_as_with_ddp_when_gradients_are_set(partition: str) 
             for p, expected in zip(model.parameters(), steps[index][1], strict=True):
                 torch.testing.assert_close(p, expected)
             index += 1
-    assert not share_stepper(zero).is_joining
+    assert not zero_backend(zero).is_joining
     assert len(steps) == epochs * (3 + size - 1)
     for p, expected in zip(model.parameters(), steps[-1][1], strict=True):
         torch.testing.assert_close(p, expected)

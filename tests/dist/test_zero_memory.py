@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from shardwise import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from shardwise.collectives.buffer_pool import are_neighbours
 from shardwise.collectives.owned import PACK_BELOW_BYTES
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 PARTITIONS = ("whole", "even")
 
@@ -164,7 +164,7 @@ def test_ranks_may_hold_different_aliases() -> None:
         zero = _zero(model, partition)
         sizes = [
             (call.owner, sum(tensor.numel() for tensor in call.tensors))
-            for call in share_stepper(zero).layout.broadcasts
+            for call in zero_backend(zero).layout.broadcasts
         ]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, sizes)

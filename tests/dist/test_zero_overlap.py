@@ -20,7 +20,7 @@ from shardwise import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 NUM_STEPS = 5
 SGD_OPTIONS = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.001}
@@ -75,7 +75,7 @@ def _train_overlapped(
     zero = ZeroRedundancyOptimizer(_groups(ddp.module), optimizer_class, overlap_with_ddp=True, **options)
     ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, zero, **(hook_options or {})))
     found = _train(ddp, zero, scheduler, steps_itself=False)
-    assert share_stepper(zero).num_steps == NUM_STEPS
+    assert zero_backend(zero).num_steps == NUM_STEPS
     return found
 
 
@@ -140,7 +140,7 @@ def test_warmup_may_skip_the_steps_that_torch_skips() -> None:
         first = changed.index(True)
         assert first == (3 if static_graph else 2)  # as torch's documentation says of its own hooks
         assert all(changed[first:])
-        assert share_stepper(zero).num_steps == NUM_STEPS - first
+        assert zero_backend(zero).num_steps == NUM_STEPS - first
 
 
 @on_ranks(2, 4)
@@ -167,9 +167,9 @@ def test_gradients_may_go_to_owners_alone() -> None:
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         assert_equal(found, without_ddp)  # sums are in rank order, however gradients are cut into messages
-        own = {id(local.param) for local in share_stepper(zero).share.local_pieces if local.is_param}
-        assert [bool(p.grad.parts) for p in share_stepper(zero).share.params] == [
-            id(p) in own for p in share_stepper(zero).share.params
+        own = {id(local.param) for local in zero_backend(zero).rank_partition.local_slices if local.is_param}
+        assert [bool(p.grad.parts) for p in zero_backend(zero).rank_partition.params] == [
+            id(p) in own for p in zero_backend(zero).rank_partition.params
         ]
 
 
@@ -233,7 +233,7 @@ def test_a_joined_rank_steps_its_share() -> None:
             for p in last:
                 dist.broadcast(p, src=size - 1)
         else:
-            assert share_stepper(optim).num_steps == size
+            assert zero_backend(optim).num_steps == size
         results.append(last)
     for way, found in zip(ways, results, strict=True):
         if way is not None and way[1] == "all":

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from shardwise import ConfigError, StateError, ZeroRedundancyOptimizer, hook_with_zero_step, transaction
 from shardwise import layout as even
 from shardwise.fsdp.clip import OwnedGradient
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -84,9 +84,9 @@ def test_what_travels_early_and_late_has_the_same_bits() -> None:
             _train(plain, _zero(plain, partition=partition, parameters_as_bucket_view=packs))
             zero = _zero(model, partition=partition, parameters_as_bucket_view=packs, **BOTH)
             _train(model, zero)
-            assert not share_stepper(zero).arrivals.are_all_here
+            assert not zero_backend(zero).arrivals.are_all_here
             _assert_same(_values(model), _values(plain))
-            assert share_stepper(zero).arrivals.are_all_here
+            assert zero_backend(zero).arrivals.are_all_here
 
 
 class _Calls(load_script("benchmarks/zero_bytes.py").CountBytes):
@@ -106,9 +106,9 @@ class _Calls(load_script("benchmarks/zero_bytes.py").CountBytes):
 def test_runs_are_sent_in_backward_and_bytes_are_those_of_one_reduction_and_one_gather() -> None:
     model = _model()
     zero = _zero(model, **BOTH)
-    share = share_stepper(zero).share
-    runs = sum(len({share.params[index].dtype for index in run}) for run in share.runs)
-    assert len(share.runs) > 3
+    rank_partition = zero_backend(zero).rank_partition
+    runs = sum(len({rank_partition.params[index].dtype for index in run}) for run in rank_partition.runs)
+    assert len(rank_partition.runs) > 3
     counts: list[int] = []
     calls = _Calls()
     model[0][0].weight.register_hook(lambda gradient: counts.append(calls.names.count("alltoall_base_")))
@@ -234,7 +234,7 @@ def test_whoever_reads_a_parameter_finds_its_new_values() -> None:
         assert type(param) is torch.nn.Parameter, number
         assert type(value) in (torch.Tensor, torch.nn.Parameter), number
         torch.testing.assert_close(value.detach(), plain[1][0].weight.detach(), rtol=0, atol=0)
-        assert number > 3 or not share_stepper(zero).arrivals.are_all_here  # others are read by others
+        assert number > 3 or not zero_backend(zero).arrivals.are_all_here  # others are read by others
     zero.wait_for_params()
     _assert_same([each.data for each in model.parameters()], _values(plain))
 
@@ -251,7 +251,7 @@ def test_a_step_in_ddps_backward_lets_parameters_arrive_in_the_next_forward() ->
             ddp(
                 torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             ).mean().backward()
-            assert share_stepper(zero).arrivals.are_all_here != late
+            assert zero_backend(zero).arrivals.are_all_here != late
             ddp.zero_grad()
         found.append(_values(model))
     _assert_same(*found)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 
 def _model() -> torch.nn.Module:
@@ -210,17 +210,17 @@ def test_torch_does_not_step_for_state() -> None:
         before = copy.deepcopy(list(zero.optim.state.values()))
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             get_optimizer_state_dict(model, zero)
-        assert share_stepper(zero).num_steps == 2
+        assert zero_backend(zero).num_steps == 2
         after = list(zero.optim.state.values())
         assert all(torch.equal(a[key], b[key]) for a, b in zip(after, before, strict=True) for key in b)
-        for local in share_stepper(zero).share.local_pieces:
+        for local in zero_backend(zero).rank_partition.local_slices:
             assert zero.state[local.param] is zero.optim.state[local.tensor]
         again = ZeroRedundancyOptimizer(params(model), torch.optim.AdamW, partition=partition, lr=1e-3)
         again.load_state_dict(_full_state(partition, zero, 0))
         assert again.state
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             get_optimizer_state_dict(model, again)
-        assert share_stepper(again).num_steps == 0
+        assert zero_backend(again).num_steps == 0
 
 
 def _save(path: str, kind: str, by_name: bool) -> None:

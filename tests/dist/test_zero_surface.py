@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, Adam, AdamW
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.zero.optimizer import share_stepper
+from shardwise.zero.optimizer import zero_backend
 
 
 class SGDWithStepKWArg(SGD):
@@ -241,7 +241,7 @@ def test_step_with_closure() -> None:
             loss = o.step(closure=closure)
             assert loss.item() == 1.0
             # As in torch's test, the closure's gradients are not averaged: the owner's own decide.
-            owner = next(p.owner for p in share_stepper(o).share.pieces if p.tensor == 0)
+            owner = next(p.owner for p in zero_backend(o).rank_partition.slices if p.tensor == 0)
             assert torch.allclose(m.weight, torch.tensor([[1.0 + 0.1 * (owner + 1)]]))
             assert torch.allclose(m.bias, torch.tensor([2.1]))
 
@@ -271,10 +271,10 @@ def test_add_param_group() -> None:
     for p in params[1:]:
         p.requires_grad = True
     o = ZeroRedundancyOptimizer(params, optimizer_class=SGD, lr=0.01)
-    before = {local.piece for local in share_stepper(o).share.local_pieces}
+    before = {local.owned_slice for local in zero_backend(o).rank_partition.local_slices}
     o.add_param_group({"params": [torch.rand(3, 1)]})
     assert len(o.param_groups) == len(o.optim.param_groups) == 2
-    assert before <= {local.piece for local in share_stepper(o).share.local_pieces}
+    assert before <= {local.owned_slice for local in zero_backend(o).rank_partition.local_slices}
 
 
 @on_ranks(2, 4)
@@ -335,7 +335,7 @@ def test_collect_shards() -> None:
                 optimizer.state_dict()
         saved = from_rank(0, saved)
         optimizer.load_state_dict(saved)
-        for local in share_stepper(optimizer).share.local_pieces:
+        for local in zero_backend(optimizer).rank_partition.local_slices:
             assert "momentum_buffer" in optimizer.optim.state[local.tensor]
 
 
@@ -429,7 +429,7 @@ def test_model_parallel() -> None:
                     second(torch.relu(first(x)).double()).square().sum().backward()
                     optim.step()
                 for a, b in zip(
-                    [*plain0.parameters(), *plain1.parameters()], share_stepper(zero).share.params, strict=True
+                    [*plain0.parameters(), *plain1.parameters()], zero_backend(zero).rank_partition.params, strict=True
                 ):
                     torch.testing.assert_close(a, b)
             assert isinstance(zero.join_device, torch.device)

@@ -34,7 +34,7 @@ class FakeAccelerator:
         timeline: what happened before what.
     """
 
-    has_lanes = can_pin = True
+    has_streams = can_pin = True
     has_values = False
 
     def __init__(self, keeps_works: bool = False) -> None:

@@ -113,7 +113,7 @@ class Allocations:
 
     def adopt(self, storage: torch.UntypedStorage, kind: Kind, lane: int, what: str) -> Block:
         """Put memory of this allocator, with what it holds, under ``storage``, as if it had been allocated so."""
-        self._lend_freed(lane, what)
+        self._reuse_freed(lane, what)
         memory = _Bytes(storage.nbytes())
         ours = torch.frombuffer(memory, dtype=torch.uint8)
         ours.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
@@ -159,7 +159,7 @@ class Allocations:
             if late:
                 self._freed.setdefault(block.lane, []).append((block, late))
 
-    def _lend_freed(self, lane: int, what: str) -> None:
+    def _reuse_freed(self, lane: int, what: str) -> None:
         for block, late in self._freed.pop(lane, ()):
             for access in late:
                 if not self._timeline.is_before(access.at, lane):

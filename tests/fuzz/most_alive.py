@@ -54,7 +54,7 @@ class Watch:
         engine = engine_of(attachment.unit) if attachment is not None else None
         if engine is not None and (self._engine is None or self._engine() is not engine):
             self._engine = weakref.ref(engine)
-            engine.journal.instruments.append(self)
+            engine.exec_order.instruments.append(self)
 
     def on_event(self, event: Event) -> None:
         """Take note of a call."""
@@ -63,7 +63,7 @@ class Watch:
             return
         if event.op is Op.COMMIT:
             if self._calls:
-                self._compare(engine.journal.plan)
+                self._compare(engine.exec_order.plan)
             self._calls = []
             self._before = {unit.name: unit.full_bytes for unit in engine.units if unit.is_full}
             self._most = sum(self._before.values())

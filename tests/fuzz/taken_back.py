@@ -22,20 +22,20 @@ from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.flat_buffer import Allocator, FlatBucket, Memory, ParamStorage
 from shardwise.fsdp.gradients import Reduction
 from shardwise.fsdp.hooks import Hooks
-from shardwise.fsdp.param import Slot, UnitParam
+from shardwise.fsdp.param import Registration, ShardedParam
 from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.unit import Stage, Unit
 from shardwise.fsdp.user_writes import UserWrites
-from shardwise.optim import sharded_optimizer as steppers
+from shardwise.optim import sharded_optimizer as backends
 from shardwise.optim.elementwise import ElementwiseStep
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.optim.state_dict import copy_options
 from shardwise.torch_private import parameters_of
+from shardwise.zero import backend, overlap, partition
+from shardwise.zero import backend as join
 from shardwise.zero import gradients as zero_gradients
-from shardwise.zero import overlap, partition, stepper
-from shardwise.zero import stepper as join
+from shardwise.zero.backend import ZeroBackend
 from shardwise.zero.partition import LocalOptimizer
-from shardwise.zero.stepper import ShareStepper
 
 # What the functions of these modules look up by name.
 _IN_BUCKET = cast(Any, flat_buffer)
@@ -43,7 +43,7 @@ _IN_BUILD = cast(Any, build)
 _IN_COPYING = cast(Any, copying)
 _IN_JOIN = cast(Any, join)
 _IN_OVERLAP = cast(Any, overlap)
-_IN_STEPPERS = cast(Any, steppers)
+_IN_BACKENDS = cast(Any, backends)
 _IN_CHECKS = cast(Any, partition)
 _IN_ZERO_GRADIENTS = cast(Any, zero_gradients)
 _IN_API_MODULE = cast(Any, api_module)
@@ -53,8 +53,8 @@ def _read_buckets_row_major() -> None:
     _IN_OVERLAP._gradient_views = lambda bucket: bucket.gradients()
 
 
-def _tell_no_follower() -> None:
-    cast(Any, Slot).of = lambda module, name: Slot(parameters_of(module), name)
+def _tell_no_module() -> None:
+    cast(Any, Registration).of = lambda module, name: Registration(parameters_of(module), name)
 
 
 def _end_at_the_first_pass() -> None:
@@ -67,7 +67,7 @@ def _end_at_the_first_pass() -> None:
     cast(Any, Engine).inputs_done = at_once
 
 
-def _end_before_the_borrower() -> None:
+def _end_before_the_tied_unit() -> None:
     def done(self: Engine, unit: Unit, through: object) -> None:
         backward = unit.backward
         backward.open_passes.discard(through)
@@ -79,7 +79,7 @@ def _end_before_the_borrower() -> None:
 
 
 def _clip_by_own_norm() -> None:
-    cast(Any, ShareStepper).sum_over_ranks = lambda self, value, is_max=False: value
+    cast(Any, ZeroBackend).sum_over_ranks = lambda self, value, is_max=False: value
 
 
 def _watch_no_full_form() -> None:
@@ -92,7 +92,7 @@ def _move_what_is_held() -> None:
 
 
 def _trust_every_gather() -> None:
-    cast(Any, Unit)._is_from_now = lambda self, state, span: True
+    cast(Any, Unit)._is_from_now = lambda self, state, pass_number: True
     cast(Any, Engine).reshard_stepped = lambda self, stepped: None
 
 
@@ -119,7 +119,9 @@ def _send_nothing() -> None:
         make(self, *args, **options)
         self.has_elements = True
 
-    def bucket(self: ParamStorage, params: list[UnitParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
+    def bucket(
+        self: ParamStorage, params: list[ShardedParam], full_dtype: torch.dtype, is_collective: bool
+    ) -> FlatBucket:
         found = make_bucket(self, params, full_dtype, is_collective)
         found.travels |= is_collective
         return found
@@ -133,7 +135,7 @@ def _take_what_nobody_averaged() -> None:
 
 
 def _cut_blocks() -> None:
-    _IN_STEPPERS.why_not_cut = _IN_CHECKS.why_not_cut = lambda *_: None
+    _IN_BACKENDS.why_not_cut = _IN_CHECKS.why_not_cut = lambda *_: None
     cast(Any, ElementwiseStep)._check_state = lambda self, group: None
 
 
@@ -163,7 +165,7 @@ def _share_memory_of_meta() -> None:
 
 def _lose_attributes() -> None:
     _IN_BUILD._hand_on = torch_private.share_hooks
-    cast(Any, UnitParam).hand_on_attributes = lambda self: None
+    cast(Any, ShardedParam).hand_on_attributes = lambda self: None
 
 
 def _forget_what_copies_ignore() -> None:
@@ -193,7 +195,7 @@ def _receive_row_major() -> None:
 
 def _begin_apart() -> None:
     setattr(roots, "compare_beginnings", lambda *_: None)  # noqa: B010
-    setattr(stepper, "check_same_params", lambda *_: None)  # noqa: B010
+    setattr(backend, "check_same_params", lambda *_: None)  # noqa: B010
 
 
 def _set(target: object, name: str, value: object) -> Callable[[], None]:
@@ -203,9 +205,9 @@ def _set(target: object, name: str, value: object) -> Callable[[], None]:
 
 FIXES: dict[str, Callable[[], None]] = {
     "buckets of DDP lie in the parameters' memory order": _read_buckets_row_major,
-    "modules that follow a parameter are told": _tell_no_follower,
+    "modules that follow a parameter are told": _tell_no_module,
     "a unit ends when backward has left all its passes": _end_at_the_first_pass,
-    "a unit that lends a weight ends after the borrower": _end_before_the_borrower,
+    "a unit that lends a weight ends after the borrower": _end_before_the_tied_unit,
     "owned gradients are clipped by the norm of all": _clip_by_own_norm,
     "what is done to full forms reaches the shards": _watch_no_full_form,
     "memory that somebody holds stays where it is": _move_what_is_held,

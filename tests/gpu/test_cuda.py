@@ -114,10 +114,10 @@ def test_peak_is_the_plan_s() -> None:
     for _ in range(3):
         model(x).sum().backward()
     engine = engine_of(model)
-    assert engine.journal.plan is not None
-    engine.means.pool.reset_peak()
+    assert engine.exec_order.plan is not None
+    engine.comm_ctx.pool.reset_peak()
     model(x).sum().backward()
-    assert engine.means.pool.peak_leased_bytes == peak_bytes(engine.journal.plan.calls)
+    assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(engine.exec_order.plan.calls)
 
 
 def build_behind(door: str, device: torch.device, **kwargs: object) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Models behind every door, saved behind one and loaded behind another."""
+"""Models with every API, saved behind one and loaded behind another."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.sharded import step_on_drawn_gradients
-from helpers.state_doors import Door, adamw, fully_sharded, itself, sharded, zero
+from helpers.state_doors import Api, adamw, fully_sharded, itself, sharded, zero
 from shardwise import fully_shard, replicate
 from shardwise.checkpoint import load, save
 from shardwise.checkpoint.contents import parts_of
-from shardwise.optim.pieces import RowBox
+from shardwise.optim.slices import RowBox
 
 NUM_SAVED, NUM_STEPS = 2, 4
 
@@ -52,22 +52,22 @@ def _tensor_parallel(model: Net) -> nn.Module:
     return fully_shard(model, mesh=mesh["data"])
 
 
-DOORS: dict[str, Door] = {
-    "fully_shard": Door(fully_sharded, adamw),
-    "hybrid": Door(_hybrid, adamw),
-    "tensor parallel": Door(_tensor_parallel, adamw),
-    "elementwise": Door(fully_sharded, sharded()),
-    "whole matrix": Door(fully_sharded, sharded("whole_matrix")),
-    "replicate": Door(lambda model: replicate(model), adamw),
-    "zero whole": Door(itself, zero("whole")),
-    "zero even": Door(itself, zero("even")),
-    "plain": Door(itself, adamw),
+APIS: dict[str, Api] = {
+    "fully_shard": Api(fully_sharded, adamw),
+    "hybrid": Api(_hybrid, adamw),
+    "tensor parallel": Api(_tensor_parallel, adamw),
+    "elementwise": Api(fully_sharded, sharded()),
+    "whole matrix": Api(fully_sharded, sharded("whole_matrix")),
+    "replicate": Api(lambda model: replicate(model), adamw),
+    "zero whole": Api(itself, zero("whole")),
+    "zero even": Api(itself, zero("even")),
+    "plain": Api(itself, adamw),
 }
 
 
-def made(door: str, seed: int = 0) -> tuple[nn.Module, Any]:
-    model = DOORS[door].wrap(Net(seed))
-    return model, DOORS[door].make(model)
+def made(api: str, seed: int = 0) -> tuple[nn.Module, Any]:
+    model = APIS[api].wrap(Net(seed))
+    return model, APIS[api].make(model)
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -101,26 +101,26 @@ def differences(model: nn.Module, whole: nn.Module) -> list[str]:
     return wrong
 
 
-def save_behind(doors: Iterable[str], folder: str) -> None:
-    """Train behind each of ``doors`` and save into a folder of its name and the number of ranks."""
-    for door in doors:
-        model, optimizer = made(door)
+def save_behind(apis: Iterable[str], folder: str) -> None:
+    """Train behind each of ``apis`` and save into a folder of its name and the number of ranks."""
+    for api in apis:
+        model, optimizer = made(api)
         train(model, optimizer, range(NUM_SAVED))
         for group in optimizer.param_groups:
             group["lr"] = 0.07  # options travel too
-        save(place(folder, door, dist.get_world_size()), state_of(model, optimizer), step=NUM_SAVED)
+        save(place(folder, api, dist.get_world_size()), state_of(model, optimizer), step=NUM_SAVED)
 
 
-def place(folder: str, door: str, num_ranks: int) -> Path:
-    return Path(folder) / f"{door} {num_ranks}"
+def place(folder: str, api: str, num_ranks: int) -> Path:
+    return Path(folder) / f"{api} {num_ranks}"
 
 
 def load_behind(pairs: Iterable[tuple[str, str, int]], folder: str) -> list[str]:
-    """Go on from (saved door, door, ranks that saved); return what differs from one process."""
+    """Go on from (saved API, API, ranks that saved); return what differs from one process."""
     wanted, wrong = expected(), list[str]()
-    for saved, door, num_ranks in pairs:
-        model, optimizer = made(door, seed=1)
-        what = f"{saved} on {num_ranks} -> {door} on {dist.get_world_size()}"
+    for saved, api, num_ranks in pairs:
+        model, optimizer = made(api, seed=1)
+        what = f"{saved} on {num_ranks} -> {api} on {dist.get_world_size()}"
         try:
             load(place(folder, saved, num_ranks), state_of(model, optimizer))
         except Exception as error:

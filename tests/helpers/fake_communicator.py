@@ -44,16 +44,16 @@ class FakeCommunicator:
     def _sum(self, parts: list[torch.Tensor], scale: Scale) -> torch.Tensor:
         return torch.stack(parts).sum(0) / (scale.divisor or self.size)
 
-    def all_gather(self, pieces: GatherEnds) -> Launched:
-        packed = torch.cat(self._from_all(pieces.shard()))
-        return Launched(lambda: pieces.deliver(packed))
+    def all_gather(self, ends: GatherEnds) -> Launched:
+        packed = torch.cat(self._from_all(ends.shard()))
+        return Launched(lambda: ends.deliver(packed))
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Launched:
-        packed = torch.zeros(self.size * pieces.section_numel, dtype=pieces.dtype)
-        pieces.fill(packed)
-        pieces.drop()
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Launched:
+        packed = torch.zeros(self.size * ends.section_numel, dtype=ends.dtype)
+        ends.fill(packed)
+        ends.drop()
         section = self._sum([each.chunk(self.size)[self.rank] for each in self._from_all(packed)], scale)
-        return Launched(lambda: pieces.deliver(section))
+        return Launched(lambda: ends.deliver(section))
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SectionContents | None = None) -> Launched:
         total = self._sum(self._from_all(tensor), scale)

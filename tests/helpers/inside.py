@@ -78,7 +78,7 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self.events: list[Event] = []
-        engine.journal.instruments.append(self)
+        engine.exec_order.instruments.append(self)
 
     @property
     def calls(self) -> list[Call]:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardwise.consistency.agreement import Posts
+from shardwise.consistency.agreement import StoreExchange
 from shardwise.consistency.liveness import announce, on_host
 from shardwise.consistency.store import JobStore
 
@@ -19,16 +19,16 @@ MEMBERS = (4, 5, 9)  # global ranks, so that a place is never mistaken for one
 _T = TypeVar("_T")
 
 
-def make_posts(store: dist.Store | None = None, timeout_s: float = 20.0) -> list[Posts]:
+def make_exchange(store: dist.Store | None = None, timeout_s: float = 20.0) -> list[StoreExchange]:
     """Return each rank's posts in one store, where notes about their processes are looked for, too."""
     store = dist.HashStore() if store is None else store
-    return [Posts(JobStore(store), "posts", MEMBERS, rank, timeout_s, store) for rank in range(len(MEMBERS))]
+    return [StoreExchange(JobStore(store), "posts", MEMBERS, rank, timeout_s, store) for rank in range(len(MEMBERS))]
 
 
-def on_threads(body: Callable[[Posts], _T], posts: list[Posts]) -> list[_T]:
+def on_threads(body: Callable[[StoreExchange], _T], exchange: list[StoreExchange]) -> list[_T]:
     """Return what ``body`` returns on every rank, each a thread."""
-    with ThreadPoolExecutor(len(posts)) as threads:
-        return list(threads.map(body, posts))
+    with ThreadPoolExecutor(len(exchange)) as threads:
+        return list(threads.map(body, exchange))
 
 
 def announce_as(store: dist.Store, rank: int, pid: int) -> None:

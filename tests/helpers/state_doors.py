@@ -15,7 +15,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.02, "amsgrad": True}
 
 
 @dataclass(frozen=True)
-class Door:
+class Api:
     wrap: Callable[[Any], nn.Module]
     make: Callable[[nn.Module], Any]
 

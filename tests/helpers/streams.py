@@ -185,13 +185,13 @@ class Program:
     """What is trained, and how.
 
     Attributes:
-        door: "fully_shard", "hybrid", "replicate", "replicate, blocks" or "shard_model".  options: of the door.
+        api: "fully_shard", "hybrid", "replicate", "replicate, blocks" or "shard_model".  options: of the API.
         recomputes: blocks are recomputed in backward.
         step: what happens between two optimizer steps.
     """
 
     name: str
-    door: str = "fully_shard"
+    api: str = "fully_shard"
     model: str = "plain"
     options: dict[str, Any] = field(default_factory=dict)
     recomputes: bool = False
@@ -206,15 +206,15 @@ class Program:
         if self.recomputes:
             for module in units_of(self.model, model):
                 _recompute(module)
-        if self.door == "replicate":
+        if self.api == "replicate":
             return replicate(model, **options)
-        if self.door == "replicate, blocks":
+        if self.api == "replicate, blocks":
             for module in units_of(self.model, model):
                 replicate(module, **options)
             return replicate(model, **options)
-        if self.door == "shard_model":
+        if self.api == "shard_model":
             return shard_model(model, **options)
-        if self.door == "hybrid":
+        if self.api == "hybrid":
             options["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "fs"))
         for module in units_of(self.model, model):
             fully_shard(module, **options)
@@ -264,13 +264,13 @@ def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = Fal
                 loss = functools.partial(_loss_of, model, program.model, seed)
                 num_waits, num_events = len(fake.timeline.host_waits), dict(fake.timeline.num_events)
                 engine = engine_of(model) if seed else None
-                plan = engine.journal.plan if engine is not None else None
+                plan = engine.exec_order.plan if engine is not None else None
                 if engine is not None:
-                    engine.means.pool.reset_peak()
+                    engine.comm_ctx.pool.reset_peak()
                 program.step(model, loss)
                 if engine is not None:
                     planned = None if plan is None else peak_bytes(plan.calls)
-                    seen.peaks.append((engine.means.pool.peak_leased_bytes, planned))
+                    seen.peaks.append((engine.comm_ctx.pool.peak_used_bytes, planned))
                 seen.host_waits.append(fake.timeline.host_waits[num_waits:])
                 now = fake.timeline.num_events.items()
                 seen.num_events.append({name: count - num_events.get(name, 0) for name, count in now})
@@ -328,29 +328,29 @@ PROGRAMS = [
     Program("writes to full parameters", step=writes_to_full_parameters),
     Program("offload, writes to full parameters", options=OFFLOAD, step=writes_to_full_parameters),
     Program("extensions", step=gathers_what_parameters_say),
-    Program("replicate", door="replicate"),
-    Program("replicate, bf16", door="replicate", options={"mp_policy": BF16}),
-    Program("replicate, accumulates", door="replicate", step=accumulates_without_sync),
-    Program("replicate, raises", door="replicate", step=raises_in_backward),
-    Program("replicate, blocks", door="replicate, blocks"),
-    Program("replicate, blocks, offload", door="replicate, blocks", options=OFFLOAD),
+    Program("replicate", api="replicate"),
+    Program("replicate, bf16", api="replicate", options={"mp_policy": BF16}),
+    Program("replicate, accumulates", api="replicate", step=accumulates_without_sync),
+    Program("replicate, raises", api="replicate", step=raises_in_backward),
+    Program("replicate, blocks", api="replicate, blocks"),
+    Program("replicate, blocks, offload", api="replicate, blocks", options=OFFLOAD),
     Program(
         "replicate, blocks, bf16, defers",
-        door="replicate, blocks",
+        api="replicate, blocks",
         options={"mp_policy": BF16},
         step=defers_to_the_last_backward,
     ),
-    Program("replicate, blocks, raises", door="replicate, blocks", step=raises_in_backward),
-    Program("hybrid", door="hybrid"),
-    Program("hybrid, bf16", door="hybrid", options={"mp_policy": BF16}),
-    Program("hybrid, fp16", door="hybrid", options={"mp_policy": FP16}),
-    Program("hybrid, offload", door="hybrid", options=OFFLOAD),
-    Program("hybrid, sums at last", door="hybrid", step=sums_replicas_at_last),
-    Program("hybrid, offload, sums at last", door="hybrid", options=OFFLOAD, step=sums_replicas_at_last),
-    Program("hybrid, hook", door="hybrid", step=hooks_the_sums),
-    Program("hybrid, raises", door="hybrid", step=raises_in_backward),
-    Program("hybrid, offload, raises", door="hybrid", options=OFFLOAD, step=raises_in_backward),
-    Program("shard_model", door="shard_model", model="tied"),
+    Program("replicate, blocks, raises", api="replicate, blocks", step=raises_in_backward),
+    Program("hybrid", api="hybrid"),
+    Program("hybrid, bf16", api="hybrid", options={"mp_policy": BF16}),
+    Program("hybrid, fp16", api="hybrid", options={"mp_policy": FP16}),
+    Program("hybrid, offload", api="hybrid", options=OFFLOAD),
+    Program("hybrid, sums at last", api="hybrid", step=sums_replicas_at_last),
+    Program("hybrid, offload, sums at last", api="hybrid", options=OFFLOAD, step=sums_replicas_at_last),
+    Program("hybrid, hook", api="hybrid", step=hooks_the_sums),
+    Program("hybrid, raises", api="hybrid", step=raises_in_backward),
+    Program("hybrid, offload, raises", api="hybrid", options=OFFLOAD, step=raises_in_backward),
+    Program("shard_model", api="shard_model", model="tied"),
 ]
 
 

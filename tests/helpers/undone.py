@@ -1,4 +1,4 @@
-"""Programs behind every door whose steps are transactions, with faults of one rank at named places."""
+"""Programs with every API whose steps are transactions, with faults of one rank at named places."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwise import (
 from shardwise.testing import faults
 from shardwise.torch_private import local_of
 
-DOORS = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "elementwise", "whole_matrix", "shard_model")
+APIS = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "elementwise", "whole_matrix", "shard_model")
 PLACES = ("data", "forward", "backward", "optimizer step", "stepped", "reject")
 
 
@@ -53,9 +53,9 @@ class Net(nn.Module):
 
 @dataclass
 class Program:
-    """A model behind ``door`` and what it has seen."""
+    """A model behind ``api`` and what it has seen."""
 
-    door: str
+    api: str
     model: nn.Module
     net: Net
     optimizer: Optimizer
@@ -67,47 +67,47 @@ class Program:
         found = {name: local_of(param).detach().clone() for name, param in self.net.named_parameters()}
         found |= {f"buffer {name}": buffer.clone() for name, buffer in self.net.named_buffers()}
         for name, param in self.net.named_parameters():
-            if param.grad is not None and self.door != "zero2":
+            if param.grad is not None and self.api != "zero2":
                 found[f"gradient {name}"] = local_of(param.grad).detach().clone()
-        stepper = getattr(self.optimizer, "stepper", None)
+        backend = getattr(self.optimizer, "backend", None)
         inner = self.optimizer
-        if stepper is not None:
-            inner = stepper.local.optim if self.door.startswith("zero") else stepper.optimizer
+        if backend is not None:
+            inner = backend.local.optim if self.api.startswith("zero") else backend.optimizer
         for number, state in enumerate(inner.state.values()):
             for key, value in state.items():
                 found[f"state {number} {key}"] = local_of(torch.as_tensor(value)).detach().clone()
         return found
 
 
-def build(door: str, transport: str) -> Program:
-    """Build it.  Collective behind most doors."""
+def build(api: str, transport: str) -> Program:
+    """Build it.  Collective with most APIs."""
     set_default_transport(transport)  # type: ignore[arg-type]
-    net = Net(door != "whole_matrix")
+    net = Net(api != "whole_matrix")
     model: nn.Module = net
-    if door == "zero1":
+    if api == "zero1":
         model = DistributedDataParallel(net)
-        return Program(door, model, net, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05))
-    if door == "zero2":
-        return Program(door, net, net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.05))
-    if door == "replicate":
+        return Program(api, model, net, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05))
+    if api == "zero2":
+        return Program(api, net, net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.05))
+    if api == "replicate":
         for block in net.blocks:
             replicate(block)
         replicate(net)
-    elif door == "shard_model":
+    elif api == "shard_model":
         shard_model(net, min_unit_bytes=1)
     else:
         size = dist.get_world_size()
-        names = ("replicate", "shard") if door == "hsdp" else ("shard",)
-        mesh = init_device_mesh("cpu", (2, size // 2) if door == "hsdp" else (size,), mesh_dim_names=names)
+        names = ("replicate", "shard") if api == "hsdp" else ("shard",)
+        mesh = init_device_mesh("cpu", (2, size // 2) if api == "hsdp" else (size,), mesh_dim_names=names)
         for block in net.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
     named = dict(net.named_parameters())
-    if door == "elementwise":
-        return Program(door, net, net, ShardedOptimizer(named, torch.optim.AdamW, lr=0.05))
-    if door == "whole_matrix":
-        return Program(door, net, net, ShardedOptimizer(named, torch.optim.Muon, lr=0.05))
-    return Program(door, net, net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    if api == "elementwise":
+        return Program(api, net, net, ShardedOptimizer(named, torch.optim.AdamW, lr=0.05))
+    if api == "whole_matrix":
+        return Program(api, net, net, ShardedOptimizer(named, torch.optim.Muon, lr=0.05))
+    return Program(api, net, net, torch.optim.AdamW(net.parameters(), lr=0.05))
 
 
 def train(program: Program, num_steps: int, microbatches: int = 1, **options: Any) -> None:
@@ -131,9 +131,9 @@ def one_step(program: Program, batch: torch.Tensor, microbatches: int, tx: Any) 
         faults.reach("data")
         loss = program.model(batch).square().mean()
         loss.backward()
-    if program.door == "zero2":
+    if program.api == "zero2":
         program.optimizer.reduce_gradients()  # type: ignore[attr-defined]
-    elif program.door != "zero1":
+    elif program.api != "zero1":
         clip_grad_norm_(program.net.parameters(), 1.0)
     try:
         faults.reach("reject")

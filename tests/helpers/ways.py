@@ -23,14 +23,14 @@ from shardwise.collectives.host.local_peers import (
     Segment,
     SegmentAddress,
     TransportOffer,
+    collect_from,
     meet,
-    read_posts,
 )
 from shardwise.collectives.host.send_recv import NUM_INBOXES, Inboxes, PeerLink
 from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, sums_bytes
 from shardwise.collectives.protocol import Communicator
-from shardwise.collectives.routes import Link, RoutedCommunicator, Spans
-from shardwise.collectives.streams import Lane, device_of
+from shardwise.collectives.routes import Link, PassTracker, RoutedCommunicator
+from shardwise.collectives.streams import SideStream, device_of
 from shardwise.consistency.liveness import on_host
 
 SLOT_BYTES = 4096
@@ -45,7 +45,7 @@ class Way:
 
     group: dist.ProcessGroup
     pool: BufferPool
-    spans: Spans
+    pass_tracker: PassTracker
     comm: Communicator
     link: Link | None
     say_where: Callable[[Sequence[Ends]], None]
@@ -75,15 +75,15 @@ class Way:
         return made
 
     @contextmanager
-    def span(self, kind: str = "forward") -> Iterator[Communicator]:
+    def in_pass(self, kind: str = "forward") -> Iterator[Communicator]:
         """Return the communicator in a span, which ends as the body does: closed, or left by an exception."""
-        self.spans.begin(kind)  # type: ignore[arg-type]
+        self.pass_tracker.begin(kind)  # type: ignore[arg-type]
         try:
             yield self.comm
         except BaseException:
-            self.spans.abort()
+            self.pass_tracker.abort()
             raise
-        self.spans.end()
+        self.pass_tracker.end()
 
 
 class Custom:
@@ -123,17 +123,19 @@ def _messages(way: Way) -> Link | None:
 def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
     with on_host(str(way.rank // (per_host or way.size))):
         outcome = meet(way.group, TransportOffer("auto", INBOXES + NUM_INBOXES * way.size * SLOT_BYTES, "contract"))
-    assert outcome.mates, "ranks of one host share memory"
+    assert outcome.local_peers, "ranks of one host share memory"
     said: list[list[ArenaPlace]] = [[]]
 
     def places_of(rank: int, number: int) -> list[ArenaPlace]:
         if rank == way.rank or not number:
             return said[number]
-        rows = json.loads(read_posts(outcome.posts, f"sections/{number}", [rank])[0])
+        rows = json.loads(collect_from(outcome.exchange, f"sections/{number}", [rank])[0])
         return [ArenaPlace(Segment.open(SegmentAddress(*row[:4])), row[4]) for row in rows]
 
-    mates = outcome.mates
-    host = HostGroup(outcome.segments, outcome.pids, mates.index(way.rank), mates, outcome.posts.members, places_of)
+    local_peers = outcome.local_peers
+    host = HostGroup(
+        outcome.segments, outcome.pids, local_peers.index(way.rank), local_peers, outcome.exchange.members, places_of
+    )
     link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0, SUM_SLOT_BYTES)
 
     def say_where(ends: Sequence[Ends]) -> None:
@@ -143,7 +145,7 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
         said.append(places)
         number = len(said) - 1
         text = json.dumps([[*row, offset] for row, offset in zip(rows, offsets, strict=True)])
-        outcome.posts.post(f"sections/{number}", text)
+        outcome.exchange.post(f"sections/{number}", text)
         link.say_where(number)
 
     way.say_where = say_where
@@ -174,11 +176,11 @@ def way_over(name: str, group: dist.ProcessGroup | None = None) -> Iterator[Way]
     """Return the way ``name``, on which tensors of ten elements travel like large ones."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    pool, spans = BufferPool(CPU), Spans()
-    comm = RoutedCommunicator(C10dCommunicator(group, Lane(device_of(CPU), "gather"), pool), spans)
-    way = Way(group, pool, spans, comm, None, lambda _: None)
+    pool, pass_tracker = BufferPool(CPU), PassTracker()
+    comm = RoutedCommunicator(C10dCommunicator(group, SideStream(device_of(CPU), "gather"), pool), pass_tracker)
+    way = Way(group, pool, pass_tracker, comm, None, lambda _: None)
     with parts_from(10):
         way.link = WAYS[name](way)
-        spans.register(group, lambda: way.link)
+        pass_tracker.register(group, lambda: way.link)
         yield way
         dist.barrier(group)  # nobody takes memory away that others read

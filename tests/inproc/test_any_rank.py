@@ -36,13 +36,13 @@ def test_every_rank_plans_the_same_and_does_it(name: str) -> None:
             for _ in range(2):
                 model(batch).sum().backward()
             engine = engine_of(model)
-            plan = engine.journal.plan
+            plan = engine.exec_order.plan
             assert plan is not None
             recorder = Recorder(engine)
-            engine.means.pool.reset_peak()
+            engine.comm_ctx.pool.reset_peak()
             model(batch).sum().backward()
             assert tuple(recorder.events) == plan.calls
-            assert engine.means.pool.peak_leased_bytes == peak_bytes(plan.calls)
+            assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls)
             plans.add(plan.calls)
     assert len(plans) == 1
 
@@ -69,6 +69,6 @@ def test_the_engine_gives_everything_back_after_an_exception() -> None:
         with pytest.raises(ZeroDivisionError):
             model(torch.zeros(2, 7))
         handle.remove()
-        assert engine_of(model).means.pool.leased_bytes == 0
+        assert engine_of(model).comm_ctx.pool.used_bytes == 0
         model(torch.zeros(2, 7)).sum().backward()
-        assert engine_of(model).means.pool.leased_bytes == 0
+        assert engine_of(model).comm_ctx.pool.used_bytes == 0

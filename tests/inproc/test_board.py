@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, announce_elsewhere, make_posts
+from helpers.posts import announce_as, announce_elsewhere, make_exchange
 
 from shardwise.consistency import agreement
-from shardwise.consistency.agreement import Board
+from shardwise.consistency.agreement import GroupAgreement
 
 
 @pytest.fixture
@@ -26,11 +26,13 @@ def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
 ) -> None:
     monkeypatch.setattr(agreement, "GRACE_S", 1e6)
     store = dist.HashStore()
-    first, second, _ = make_posts(store)
+    first, second, _ = make_exchange(store)
     announce_as(store, 5, os.getpid())
     announce_elsewhere(store, 9)
     second.post("stuck", "step() number 3")
-    found = Board(group, first, has_peers=True).explain("step() number 3", RuntimeError("Connection timed out"))
+    found = GroupAgreement(group, first, has_peers=True).explain(
+        "step() number 3", RuntimeError("Connection timed out")
+    )
     assert str(found).startswith("step() number 3: rank 9 is on another host, from which no answer has come for 5 s: ")
 
 
@@ -38,8 +40,10 @@ def test_a_rank_that_was_elsewhere_is_named_with_its_place(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "GRACE_S", 0.1)
-    first, second, last = make_posts()
+    first, second, last = make_exchange()
     second.post("stuck", "step() number 3")
     last.post("stuck", "reduce_gradients() for step 3")
-    found = Board(group, first, has_peers=True).explain("step() number 3", RuntimeError("Timed out waiting 20000ms"))
+    found = GroupAgreement(group, first, has_peers=True).explain(
+        "step() number 3", RuntimeError("Timed out waiting 20000ms")
+    )
     assert str(found).startswith("step() number 3: rank 9 was in reduce_gradients() for step 3 (timeout 20 s).")

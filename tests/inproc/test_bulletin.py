@@ -6,22 +6,22 @@ import os
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, announce_elsewhere, gone_process, make_posts, on_threads
+from helpers.posts import announce_as, announce_elsewhere, gone_process, make_exchange, on_threads
 
 from shardwise import DesyncError
 from shardwise.consistency import agreement
-from shardwise.consistency.agreement import Bulletin, Position, Posts
+from shardwise.consistency.agreement import MismatchCheck, Position, StoreExchange
 from shardwise.consistency.failure_report import put
 
 
-def _raises(posts: Posts, plan: list[str]) -> str:
+def _raises(exchange: StoreExchange, plan: list[str]) -> str:
     with pytest.raises(DesyncError) as found:
-        Bulletin(posts).check_plan(plan, Position(3, ("wait of unit 'a'",)))
+        MismatchCheck(exchange).check_plan(plan, Position(3, ("wait of unit 'a'",)))
     return str(found.value)
 
 
 def test_a_rank_with_another_plan_and_the_first_name_each_other() -> None:
-    first, _, last = make_posts(timeout_s=5.0)
+    first, _, last = make_exchange(timeout_s=5.0)
     texts = on_threads(lambda each: _raises(each, ["x"] if each is last else ["y"]), [first, last])
     assert "rank 4 has y, rank 9 has x" in texts[0]
     assert "rank 9 has x, rank 4 has y" in texts[1]
@@ -29,20 +29,20 @@ def test_a_rank_with_another_plan_and_the_first_name_each_other() -> None:
 
 def test_a_rank_that_does_not_come_is_cited_with_the_reason_that_it_left() -> None:
     store = dist.HashStore()
-    posts = make_posts(store, timeout_s=5.0)
+    exchange = make_exchange(store, timeout_s=5.0)
     announce_as(store, 5, gone_process())
     put(store, 5, "DesyncError: rank 9 has shards of other sizes")
     assert "rank 5 is gone; the last error of rank 5: DesyncError: rank 9 has shards of other sizes" in _raises(
-        posts[0], ["y"]
+        exchange[0], ["y"]
     )
 
 
 def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
     store = dist.HashStore()
-    posts = make_posts(store, timeout_s=5.0)
-    posts[2].post("plan/1", '["y"]')
+    exchange = make_exchange(store, timeout_s=5.0)
+    exchange[2].post("plan/1", '["y"]')
     announce_as(store, 5, gone_process())
-    assert _raises(posts[0], ["y"]).startswith("rank 5 is gone (it reported no exception")
+    assert _raises(exchange[0], ["y"]).startswith("rank 5 is gone (it reported no exception")
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,16 @@ def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
 ) -> None:
     monkeypatch.setattr(agreement, "GRACE_S", 1e6)
     store = dist.HashStore()
-    posts = make_posts(store)
+    exchange = make_exchange(store)
     announce_as(store, 5, os.getpid())
     announce_elsewhere(store, 9)
     put(store, 5, left)
-    lines = str(Bulletin(posts[0]).explain(RuntimeError(own), Position(3, ("wait of unit 'a'",)))).splitlines()
+    lines = str(MismatchCheck(exchange[0]).explain(RuntimeError(own), Position(3, ("wait of unit 'a'",)))).splitlines()
     assert lines[1].startswith("rank 9 is on another host, from which no answer has come for 5 s: ")
     assert lines[2].startswith("Ranks must run")
 
 
 def test_all_ranks_that_are_late_are_named_and_not_the_first_of_them_alone() -> None:
-    first = make_posts(timeout_s=0.1)[0]
+    first = make_exchange(timeout_s=0.1)[0]
     with pytest.raises(DesyncError, match=r"^ranks 5, 9 did not finish a step within 0\.1 s of rank 4"):
-        Bulletin(first).check_plan(["unshard of unit 'a'"], Position(0, ()))
+        MismatchCheck(first).check_plan(["unshard of unit 'a'"], Position(0, ()))

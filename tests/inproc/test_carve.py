@@ -10,14 +10,14 @@ import pickle
 import pytest
 import torch
 
-from shardwise.collectives.buffer_pool import are_neighbours, carve, is_own, join
+from shardwise.collectives.buffer_pool import are_neighbours, is_own, join, suballocate
 from shardwise.torch_private import storage_use_count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
 def test_a_carved_tensor_has_its_own_storage(dtype: torch.dtype) -> None:
     flat = torch.zeros(64, dtype=dtype)
-    part = carve(flat, 8, (3, 4))
+    part = suballocate(flat, 8, (3, 4))
     assert is_own(part)
     part.fill_(1)
     expected = torch.zeros(64, dtype=dtype)
@@ -27,7 +27,7 @@ def test_a_carved_tensor_has_its_own_storage(dtype: torch.dtype) -> None:
 
 def test_it_saves_pickles_and_copies_only_itself() -> None:
     flat = torch.arange(1_000_000.0)
-    part = carve(flat, 10, (5,))
+    part = suballocate(flat, 10, (5,))
     stream = io.BytesIO()
     torch.save(part, stream)
     assert stream.tell() < 10_000
@@ -37,14 +37,14 @@ def test_it_saves_pickles_and_copies_only_itself() -> None:
 
 def test_a_memory_order_is_kept() -> None:
     flat = torch.arange(24.0)
-    part = carve(flat, 0, (1, 2, 3, 4), (24, 1, 8, 2))
+    part = suballocate(flat, 0, (1, 2, 3, 4), (24, 1, 8, 2))
     assert part.is_contiguous(memory_format=torch.channels_last)
     assert is_own(part)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0)])
 def test_an_empty_part_has_no_memory(shape: tuple[int, ...]) -> None:
-    part = carve(torch.arange(4.0), 4, shape)
+    part = suballocate(torch.arange(4.0), 4, shape)
     assert part.shape == shape
     assert is_own(part)
 
@@ -52,7 +52,7 @@ def test_an_empty_part_has_no_memory(shape: tuple[int, ...]) -> None:
 def test_neighbours_can_be_joined_and_keep_the_allocation_alive() -> None:
     flat = torch.arange(10.0)
     storage = flat.untyped_storage()
-    parts = [carve(flat, 2, (2, 2)), carve(flat, 6, (0,)), carve(flat, 6, (3,))]
+    parts = [suballocate(flat, 2, (2, 2)), suballocate(flat, 6, (0,)), suballocate(flat, 6, (3,))]
     del flat
     whole = join(parts)
     assert is_own(whole)
@@ -69,7 +69,7 @@ def test_neighbours_can_be_joined_and_keep_the_allocation_alive() -> None:
 
 def test_neighbours_are_told_by_addresses_whatever_their_storages() -> None:
     flat = torch.arange(10.0)
-    left, nothing, right = carve(flat, 0, (2, 2)), carve(flat, 4, (0, 3)), flat[4:9]
+    left, nothing, right = suballocate(flat, 0, (2, 2)), suballocate(flat, 4, (0, 3)), flat[4:9]
     assert are_neighbours([left, nothing, right])
     assert are_neighbours([nothing])
     assert not are_neighbours([right, left])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fake_accelerator.accelerator import FakeAccelerator
 from helpers.streams import standing_for
 
-from shardwise.collectives.streams import Lane, device_of
+from shardwise.collectives.streams import SideStream, device_of
 from shardwise.errors import StateError
 from shardwise.torch_private import swap_storage
 
@@ -24,8 +24,8 @@ def fake() -> Iterator[FakeAccelerator]:
 
 
 @pytest.fixture
-def lane(fake: FakeAccelerator) -> Lane:
-    return Lane(fake, "side")
+def lane(fake: FakeAccelerator) -> SideStream:
+    return SideStream(fake, "side")
 
 
 def rules(fake: FakeAccelerator) -> list[str]:
@@ -36,17 +36,17 @@ def test_it_stands_for_the_host_inside_alone() -> None:
     fake = FakeAccelerator()
     with fake.in_use():
         assert device_of(torch.device("cpu")) is fake
-    assert not device_of(torch.device("cpu")).has_lanes
+    assert not device_of(torch.device("cpu")).has_streams
 
 
-def test_reading_what_another_lane_writes_needs_an_order(fake: FakeAccelerator, lane: Lane) -> None:
+def test_reading_what_another_lane_writes_needs_an_order(fake: FakeAccelerator, lane: SideStream) -> None:
     values = torch.ones(NUMEL)
     with lane.run():
         values.add_(1)
     assert rules(fake) == ["race"]
 
 
-def test_an_event_is_an_order(fake: FakeAccelerator, lane: Lane) -> None:
+def test_an_event_is_an_order(fake: FakeAccelerator, lane: SideStream) -> None:
     values = torch.ones(NUMEL)
     lane.wait_current()
     with lane.run():
@@ -56,7 +56,7 @@ def test_an_event_is_an_order(fake: FakeAccelerator, lane: Lane) -> None:
     assert not fake.violations
 
 
-def test_an_event_orders_what_comes_before_it_alone(fake: FakeAccelerator, lane: Lane) -> None:
+def test_an_event_orders_what_comes_before_it_alone(fake: FakeAccelerator, lane: SideStream) -> None:
     lane.wait_current()
     values = torch.ones(NUMEL)
     with lane.run():
@@ -64,8 +64,8 @@ def test_an_event_orders_what_comes_before_it_alone(fake: FakeAccelerator, lane:
     assert rules(fake) == ["race"]
 
 
-def test_orders_form_chains(fake: FakeAccelerator, lane: Lane) -> None:
-    values, other = torch.ones(NUMEL), Lane(fake, "other")
+def test_orders_form_chains(fake: FakeAccelerator, lane: SideStream) -> None:
+    values, other = torch.ones(NUMEL), SideStream(fake, "other")
     lane.wait_current()
     other.wait_event(lane.mark())
     with other.run():
@@ -73,7 +73,7 @@ def test_orders_form_chains(fake: FakeAccelerator, lane: Lane) -> None:
     assert not fake.violations
 
 
-def test_reads_need_no_order_among_each_other(fake: FakeAccelerator, lane: Lane) -> None:
+def test_reads_need_no_order_among_each_other(fake: FakeAccelerator, lane: SideStream) -> None:
     values = torch.ones(NUMEL)
     lane.wait_current()
     with lane.run():
@@ -82,7 +82,7 @@ def test_reads_need_no_order_among_each_other(fake: FakeAccelerator, lane: Lane)
     assert not fake.violations
 
 
-def test_parts_of_one_block_do_not_meet(fake: FakeAccelerator, lane: Lane) -> None:
+def test_parts_of_one_block_do_not_meet(fake: FakeAccelerator, lane: SideStream) -> None:
     values = torch.ones(NUMEL)
     lane.wait_current()
     with lane.run():
@@ -92,7 +92,7 @@ def test_parts_of_one_block_do_not_meet(fake: FakeAccelerator, lane: Lane) -> No
 
 
 def test_memory_freed_while_another_lane_reads_it_serves_the_next_tensor_too_early(
-    fake: FakeAccelerator, lane: Lane
+    fake: FakeAccelerator, lane: SideStream
 ) -> None:
     values = torch.ones(NUMEL)
     lane.wait_current()
@@ -103,7 +103,7 @@ def test_memory_freed_while_another_lane_reads_it_serves_the_next_tensor_too_ear
     assert rules(fake) == ["reuse"]
 
 
-def test_memory_freed_after_its_readers_serves_again(fake: FakeAccelerator, lane: Lane) -> None:
+def test_memory_freed_after_its_readers_serves_again(fake: FakeAccelerator, lane: SideStream) -> None:
     values = torch.ones(NUMEL)
     lane.wait_current()
     with lane.run():
@@ -114,7 +114,7 @@ def test_memory_freed_after_its_readers_serves_again(fake: FakeAccelerator, lane
     assert not fake.violations
 
 
-def test_the_allocator_waits_for_streams_recorded_on_a_tensor(fake: FakeAccelerator, lane: Lane) -> None:
+def test_the_allocator_waits_for_streams_recorded_on_a_tensor(fake: FakeAccelerator, lane: SideStream) -> None:
     values, stream = torch.ones(NUMEL), fake.new_stream("recorded", 0)
     stream.wait_stream(fake.current_stream())
     with stream:
@@ -133,7 +133,7 @@ def test_memory_that_was_given_back_cannot_be_read(fake: FakeAccelerator) -> Non
         values.add_(1)
 
 
-def test_the_host_reads_a_copy_only_when_it_has_waited(fake: FakeAccelerator, lane: Lane) -> None:
+def test_the_host_reads_a_copy_only_when_it_has_waited(fake: FakeAccelerator, lane: SideStream) -> None:
     values, host = torch.ones(NUMEL), fake.host_memory(NUMEL, torch.float32, pins=True)
     lane.wait_current()
     with lane.run():

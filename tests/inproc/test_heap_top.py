@@ -44,10 +44,10 @@ places = [libc.malloc(1 << 16) for _ in range(400)]
 for place in places[:200:2]:
     libc.free(place)  # a hundred holes
 heap = heap_top.HeapTop(torch.device("cpu"))
-heap_top._MOST_PIECES = 1
+heap_top._MOST_CHUNKS = 1
 heap.keep()
 print(heap.limit - heap.find_end())
-heap_top._MOST_PIECES = 256
+heap_top._MOST_CHUNKS = 256
 heap.keep()
 print(heap.limit - heap.find_end())
 """
@@ -65,7 +65,7 @@ for step in range(24):
     model(torch.ones(512, 64)).sum().backward()  # 128 KiB, 8 times
     model.zero_grad()
     (engine,) = live_engines
-    moves.append(engine.means.heap.num_moves)
+    moves.append(engine.comm_ctx.heap.num_moves)
 print(moves[0], moves[-1])
 torch.distributed.destroy_process_group()
 """

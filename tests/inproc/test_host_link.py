@@ -12,7 +12,7 @@ from helpers.links import make_links
 from shardwise import TransportError, waiting
 from shardwise.collectives.host import local_peers as shm
 from shardwise.collectives.host.shared_memory import HostLink
-from shardwise.collectives.routes import SpanKind
+from shardwise.collectives.routes import PassKind
 
 FORWARD, BACKWARD = 0, shm._IN_BACKWARD
 
@@ -35,11 +35,11 @@ class Script:
 def link_beside(*scenes: tuple[int, dict[int, int]]) -> HostLink:
     """Return the link of rank 1; rank 0 is a script."""
     link = make_links(timeout_s=5.0)[1]
-    link.mates._words = (Script(*scenes), link.mates._words[1])  # type: ignore[assignment]
+    link.local_peers._words = (Script(*scenes), link.local_peers._words[1])  # type: ignore[assignment]
     return link
 
 
-def open_all(links: Sequence[HostLink], kind: SpanKind) -> list[bool]:
+def open_all(links: Sequence[HostLink], kind: PassKind) -> list[bool]:
     with ThreadPoolExecutor(len(links)) as threads:
         return list(threads.map(lambda link: link.open(kind, False), links))
 
@@ -83,7 +83,7 @@ def test_a_peer_that_has_not_noticed_an_abort_is_waited_for(looks: int) -> None:
     has_noticed = {**goes_on, shm._EPOCH: 1, shm._LEFT: shm._stamp(0, 2)}
     meets = {**has_noticed, shm._OPEN: shm._stamp(1, 1) | FORWARD}
     link = link_beside((2, goes_on), (looks, goes_on), (looks, has_noticed), (1, meets))
-    link.mates._span = 1
+    link.local_peers._pass_number = 1
     link.abort()
     assert link.open("forward", False)
 
@@ -103,9 +103,9 @@ def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[
     for link, number in zip(links, times, strict=False):
         for _ in range(number):
             link.abort()
-    newest = max(link.mates._epoch for link in links)
+    newest = max(link.local_peers._epoch for link in links)
     for link in links:
-        if link.mates._epoch < newest:
+        if link.local_peers._epoch < newest:
             with pytest.raises(TransportError, match="raised an exception while"):
                 link.open("forward", False)  # once, however often the others have left
     assert open_all(links, "forward") == [True] * num_ranks
@@ -114,7 +114,7 @@ def test_ranks_that_leave_by_exceptions_meet_again(num_ranks: int, times: tuple[
 @pytest.mark.usefixtures("_quick")
 def test_every_rank_names_the_one_that_was_late_not_the_one_that_gave_up() -> None:
     links = make_links(3, timeout_s=5.0)
-    links[0].mates._timeout_s = 0.3  # of 5: it gives up first
+    links[0].local_peers._timeout_s = 0.3  # of 5: it gives up first
 
     def open_link(link: HostLink) -> str:
         with pytest.raises(TransportError) as info:

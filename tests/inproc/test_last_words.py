@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, announce_elsewhere, gone_process, make_posts
+from helpers.posts import announce_as, announce_elsewhere, gone_process, make_exchange
 
 from shardwise import DesyncError, TransportError, record
 from shardwise.consistency import failure_report
-from shardwise.consistency.agreement import begin_era
+from shardwise.consistency.agreement import begin_generation
 from shardwise.consistency.failure_report import (
     ASKS,
     cited,
@@ -23,8 +23,8 @@ from shardwise.consistency.failure_report import (
     gone_in_words,
     out_of_reach,
     put,
+    report_of,
     store_of_job,
-    words_of,
 )
 from shardwise.consistency.process_groups import patience_s
 from shardwise.consistency.recorder import read_record
@@ -41,7 +41,7 @@ def job() -> Iterator[dist.Store]:
 
 
 def _words() -> str:
-    return words_of(store_of_job(), 0)
+    return report_of(store_of_job(), 0)
 
 
 @pytest.mark.usefixtures("job")
@@ -53,7 +53,7 @@ def test_an_error_of_ours_is_there_for_the_other_ranks_to_read() -> None:
 @pytest.mark.usefixtures("job")
 def test_what_has_been_said_is_taken_back_when_a_step_is_undone() -> None:
     DesyncError("rank 3 has another plan")
-    begin_era([0])
+    begin_generation([0])
     assert _words() == ""
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_asks_the_others_is_waited_for_until_it_knows_the_reason() -
     store = dist.HashStore()
     put(store, 5, f"DesyncError: rank 5 failed{ASKS}")
     with ThreadPoolExecutor(1) as threads:
-        found = threads.submit(words_of, store, 5, 60.0)
+        found = threads.submit(report_of, store, 5, 60.0)
         time.sleep(0.1)
         put(store, 5, "DesyncError: rank 9 is gone")
         assert found.result() == "DesyncError: rank 9 is gone"
@@ -116,7 +116,7 @@ def test_a_rank_that_asks_the_others_is_waited_for_until_it_knows_the_reason() -
 def test_a_rank_that_is_late_is_cited_with_why_it_left() -> None:
     store = dist.HashStore()
     put(store, 5, "DesyncError: rank 9 has another plan")
-    found = make_posts(store)[0].absence([1], "rank 5 did not come")
+    found = make_exchange(store)[0].absence([1], "rank 5 did not come")
     assert found == "rank 5 did not come; the last error of rank 5: DesyncError: rank 9 has another plan"
 
 

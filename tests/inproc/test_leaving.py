@@ -23,7 +23,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     """A job of two ranks, of which this process is the first and the other is only in the store."""
     monkeypatch.setattr(failure_report, "_stores", {})
     monkeypatch.setattr(failure_report, "_is_leaving", [])
-    monkeypatch.setattr(failure_report, "break_off_all", lambda members: None)
+    monkeypatch.setattr(failure_report, "abort_all_connections", lambda members: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.delattr("sys.last_value", raising=False)
     store = dist.HashStore()
@@ -117,8 +117,8 @@ def test_nobody_waits_in_a_collective_for_a_rank_that_has_left(
     job: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[object] = []
-    monkeypatch.setattr(failure_report, "break_off_all", lambda members: called.append(list(members)))
-    monkeypatch.setattr(failure_report, "farewells", [lambda: called.append("words")])
+    monkeypatch.setattr(failure_report, "abort_all_connections", lambda members: called.append(list(members)))
+    monkeypatch.setattr(failure_report, "exit_hooks", [lambda: called.append("words")])
     failure_report.will_leave(job)
     leave_job()
     leave_job()  # once

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise
 from shardwise import ConfigError, fully_shard
 from shardwise.cli.main import main
-from shardwise.plan.schedule import Edge
+from shardwise.plan.schedule import StepEvent
 from shardwise.planner.dry_run import dry_run
 from shardwise.planner.profile import UNIT_DOORS, Setting, StepMark
 from shardwise.recipes.config import PRESETS
@@ -29,7 +29,7 @@ def blocks(width: int = 32) -> nn.Module:
 def test_what_is_kept_for_backward_is_what_autograd_keeps() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     profile = dry_run(model, [torch.empty(100, 64)], lambda m, x: m(x).sum()).profile
-    end = next(each for each in profile.stretches if each.mark == StepMark(Edge.EXIT_FORWARD))
+    end = next(each for each in profile.stretches if each.mark == StepMark(StepEvent.POST_FORWARD))
     hidden, output = 4 * 6400, 4 * 6400  # of ReLU and what is before it one tensor stays
     assert profile.stretches[profile.stretches.index(end) - 1].left_bytes == hidden + output
 
@@ -46,9 +46,9 @@ def test_recomputation_keeps_the_inputs_of_blocks() -> None:
 def test_gradients_come_once_for_each_parameter_and_blocks_in_reverse() -> None:
     model = blocks()
     profile = dry_run(model, [torch.empty(8, 32)]).profile
-    arrived = [each.mark.param for each in profile.stretches if each.mark.edge is None]
+    arrived = [each.mark.param for each in profile.stretches if each.mark.event is None]
     assert sorted(arrived) == list(range(len(list(model.parameters()))))
-    entered = [each.mark.block for each in profile.stretches if each.mark.edge is Edge.ENTER_BACKWARD]
+    entered = [each.mark.block for each in profile.stretches if each.mark.event is StepEvent.PRE_BACKWARD]
     assert [block for block in entered if block] == [3, 2, 1]
 
 

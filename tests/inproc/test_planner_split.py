@@ -150,7 +150,7 @@ def test_a_split_that_does_not_divide_the_ranks_is_left_out() -> None:
     assert "left out: tp 3: it does not divide 8 ranks" in found.table()
 
 
-def test_doors_that_no_number_of_ranks_suits_are_no_error_but_have_no_code() -> None:
+def test_apis_that_no_number_of_ranks_suits_are_no_error_but_have_no_code() -> None:
     choices = Choices(doors=("hybrid",), precision="fp32")
     found = shardwise.plan(blocks, (torch.empty(BATCH, WIDTH),), 1, choices=choices)
     with pytest.raises(ConfigError, match="no way to train was looked at"):

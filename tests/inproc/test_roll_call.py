@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import MEMBERS, make_posts, on_threads
+from helpers.posts import MEMBERS, make_exchange, on_threads
 
 from shardwise.consistency import agreement
-from shardwise.consistency.agreement import RollCall
+from shardwise.consistency.agreement import StoreGather
 from shardwise.consistency.failure_report import ASKS, put
 from shardwise.errors import TransportError
 
@@ -19,24 +19,26 @@ SIZE = 3
 LATE = "did not make this call within {} s; save and load are collective: call them on every rank"
 
 
-def _on_threads(body: Callable[[RollCall], object], timeout_s: float = 20.0) -> tuple[list[object], dist.HashStore]:
+def _on_threads(body: Callable[[StoreGather], object], timeout_s: float = 20.0) -> tuple[list[object], dist.HashStore]:
     store = dist.HashStore()
-    return on_threads(lambda posts: body(RollCall(posts)), make_posts(store, timeout_s)), store
+    return on_threads(lambda exchange: body(StoreGather(exchange)), make_exchange(store, timeout_s)), store
 
 
-def _without_rank_1(roll: RollCall) -> object:
-    if roll.rank == 1:
+def _without_rank_1(store_gather: StoreGather) -> object:
+    if store_gather.rank == 1:
         return ""
     try:
-        return roll.call("here")
+        return store_gather.call("here")
     except TransportError as error:
         return str(error)
 
 
 def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer() -> None:
-    def body(roll: RollCall) -> object:
-        other = roll.branch("other")
-        return [roll.call(f"{number} of {roll.rank}") for number in range(3)] + [other.call(str(roll.rank))]
+    def body(store_gather: StoreGather) -> object:
+        other = store_gather.branch("other")
+        return [store_gather.call(f"{number} of {store_gather.rank}") for number in range(3)] + [
+            other.call(str(store_gather.rank))
+        ]
 
     answers, store = _on_threads(body)
     assert (
@@ -63,10 +65,10 @@ def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_that_come_late_one_after_another_do_not_add_up() -> None:
-    def body(roll: RollCall) -> object:
-        time.sleep(0.6 * roll.rank)
+    def body(store_gather: StoreGather) -> object:
+        time.sleep(0.6 * store_gather.rank)
         try:
-            return roll.call("here")
+            return store_gather.call("here")
         except TransportError as error:
             return str(error)
 
@@ -76,6 +78,6 @@ def test_ranks_that_come_late_one_after_another_do_not_add_up() -> None:
 def test_all_wait_until_the_first_has_asked_who_is_late_for_the_reason() -> None:
     store = dist.HashStore()
     put(store, MEMBERS[1], "Timed out: rank 7 said nothing" + ASKS)  # it may know more in a moment
-    found = on_threads(lambda posts: _without_rank_1(RollCall(posts)), make_posts(store, 0.3))
+    found = on_threads(lambda exchange: _without_rank_1(StoreGather(exchange)), make_exchange(store, 0.3))
     assert found[0] == f"rank 5 {LATE.format(0.3)}; the last error of rank 5: Timed out: rank 7 said nothing"
     assert found[2] == found[0]

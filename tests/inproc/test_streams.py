@@ -19,16 +19,16 @@ from fake_accelerator.timeline import Work
 from helpers.streams import PROGRAMS, Seen, called, run
 
 from shardwise.collectives import c10d
-from shardwise.collectives.streams import Lane, Lanes
+from shardwise.collectives.streams import CommStreams, SideStream
 from shardwise.fsdp import gradients as shared_buckets
 from shardwise.fsdp.gradients import Reduction
-from shardwise.fsdp.param_group import ShardGroup
+from shardwise.fsdp.param_group import ParamGroup
 
 ORDERS = ("wait_current", "wait_event", "current_waits")
 Site = tuple[str, ...]  # the function that orders, how, which lane
 
 
-def site_of(lane: Lane, how: str) -> Site:
+def site_of(lane: SideStream, how: str) -> Site:
     frame = sys._getframe(2)
     while frame.f_code.co_name in ORDERS:
         assert frame.f_back is not None
@@ -38,11 +38,11 @@ def site_of(lane: Lane, how: str) -> Site:
 
 @contextmanager
 def orders_seen(dropped: Site | None = None) -> Iterator[set[Site]]:
-    """Note where lanes are ordered; leave ``dropped`` out."""
+    """Note where streams are ordered; leave ``dropped`` out."""
     seen: set[Site] = set()
 
     def watched(how: str, real: Callable[..., None]) -> Callable[..., None]:
-        def order(lane: Lane, *args: Any) -> None:
+        def order(lane: SideStream, *args: Any) -> None:
             site = site_of(lane, how)
             seen.add(site)
             if site != dropped:
@@ -50,7 +50,7 @@ def orders_seen(dropped: Site | None = None) -> Iterator[set[Site]]:
 
         return order
 
-    with mock.patch.multiple(Lane, **{how: watched(how, getattr(Lane, how)) for how in ORDERS}):
+    with mock.patch.multiple(SideStream, **{how: watched(how, getattr(SideStream, how)) for how in ORDERS}):
         yield seen
 
 
@@ -175,7 +175,7 @@ def test_copies_to_the_host_run_beside_the_next_reduction() -> None:
 
 
 def test_gradients_of_several_units_go_in_one_all_reduce_beside_what_follows() -> None:
-    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_LANES", 700):
+    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_STREAMS", 700):
         seen = run(called("replicate, blocks"), keeps_works=True)
     assert not seen.violations
     sums = [work for work in seen.fake.timeline.works if work.what == "allreduce_"]
@@ -186,7 +186,7 @@ def test_gradients_of_several_units_go_in_one_all_reduce_beside_what_follows() -
 
 @pytest.mark.parametrize("name", ["replicate", "replicate, bf16", "replicate, accumulates", "replicate, raises"])
 def test_one_unit_is_summed_beside_the_rest_of_its_backward(name: str) -> None:
-    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_LANES", 300):
+    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_STREAMS", 300):
         seen = run(called(name), keeps_works=True)
     assert not seen.violations
     _, second, third = seen.live_bytes
@@ -198,7 +198,7 @@ def test_one_unit_is_summed_beside_the_rest_of_its_backward(name: str) -> None:
 
 def test_units_of_other_streams_share_no_all_reduce() -> None:
     streams = itertools.cycle(["one", "other"])
-    with mock.patch.object(Lane, "here", side_effect=lambda: _NoStream(next(streams))):
+    with mock.patch.object(SideStream, "here", side_effect=lambda: _NoStream(next(streams))):
         seen = run(replace(called("replicate, blocks"), num_steps=1))
     assert [work.name for work in seen.fake.collectives].count("allreduce_") == 2  # the first and the third
 
@@ -213,7 +213,7 @@ def test_all_reduces_over_replicas_run_beside_the_next_reduce_scatter() -> None:
 
 # ---- what happens without each order ----
 
-# Of each order of lanes: the program in which it is missed, and the rule that is broken.
+# Of each order of streams: the program in which it is missed, and the rule that is broken.
 MISSED: dict[Site, tuple[str, str]] = {
     ("_begin_forward", "wait_current", "gather"): ("plain", "race: _allgather_base_"),
     ("_begin_forward", "wait_event", "gather"): ("post-optimizer event", "race: _allgather_base_"),
@@ -222,10 +222,10 @@ MISSED: dict[Site, tuple[str, str]] = {
     ("_come_after", "current_waits", "reduce"): ("plain", "reuse: empty"),
     ("_come_after", "wait_event", "fetch"): ("offload", "reuse: empty"),
     ("end", "wait_current", "gather"): ("plain", "reuse: empty"),
-    ("_all_gather_on_lane", "wait_event", "gather"): ("offload", "race: _allgather_base_"),
-    ("_reduce_scatter_on_lane", "wait_current", "reduce"): ("plain", "race: _reduce_scatter_base_"),
+    ("_all_gather_on_stream", "wait_event", "gather"): ("offload", "race: _allgather_base_"),
+    ("_reduce_scatter_on_stream", "wait_current", "reduce"): ("plain", "race: _reduce_scatter_base_"),
     ("all_reduce", "wait_current", "replicas"): ("replicate", "race: allreduce_"),
-    ("_follow_on_lanes", "wait_current", "store"): ("offload", "race: copy_"),
+    ("_follow_on_streams", "wait_current", "store"): ("offload", "race: copy_"),
     ("current_waits_for_reductions", "current_waits", "reduce"): ("hook on sums", "race: "),
     ("current_waits_for_reductions", "current_waits", "replicas"): ("replicate", "race: "),
     ("current_waits_for_results", "current_waits", "replicas"): ("hybrid, raises", "race: "),
@@ -252,7 +252,9 @@ def test_the_engine_has_no_order_beside_those() -> None:
 
 
 def keeps_nothing(real: Any) -> Any:
-    def made(self: Any, lane: Lane, end: Any, forget: Any, keeps: object, fetch: Lane | None = None) -> None:
+    def made(
+        self: Any, lane: SideStream, end: Any, forget: Any, keeps: object, fetch: SideStream | None = None
+    ) -> None:
         real(self, lane, end, forget, None, fetch)
 
     return made
@@ -278,9 +280,9 @@ def never(real: Any) -> Any:
 
 
 def not_before_settling(real: Any) -> Any:
-    def wait(lanes: Lanes) -> None:
+    def wait(streams: CommStreams) -> None:
         if sys._getframe(1).f_code.co_name != "settle":
-            real(lanes)
+            real(streams)
 
     return wait
 
@@ -288,7 +290,7 @@ def not_before_settling(real: Any) -> Any:
 HOLDS = [
     (
         "the host writes shards where copies have read them",
-        Lanes,
+        CommStreams,
         "host_waits_for_copies",
         not_before_settling,
         "offload, replaces",
@@ -296,7 +298,7 @@ HOLDS = [
     ),
     (
         "a fetched shard is kept until it is gathered",
-        c10d.OnLane,
+        c10d.StreamWork,
         "__init__",
         keeps_nothing,
         "offload, prefetches as told",
@@ -305,7 +307,7 @@ HOLDS = [
     ("a section is kept until it is on the host", Reduction, "scatter", drops_its_section, "offload", "reuse: "),
     (
         "the host waits for copies before it reads them",
-        Lanes,
+        CommStreams,
         "host_waits_for_copies",
         never,
         "offload",
@@ -335,7 +337,7 @@ def test_what_is_kept_and_waited_for_is_missed(owner: Any, method: str, change: 
 @pytest.mark.parametrize("name", ["writes to full parameters", "replaces"])
 def test_what_the_engine_writes_to_shards_is_missed_if_gathers_do_not_wait_for_it(name: str) -> None:
     unnoticed = property(lambda group: False, lambda group, value: None)
-    with mock.patch.object(ShardGroup, "is_written", unnoticed, create=True):
+    with mock.patch.object(ParamGroup, "is_written", unnoticed, create=True):
         found = run(replace(called(name), num_steps=2)).violations
     assert found
     assert found[0].startswith("race: _allgather_base_"), found[0]

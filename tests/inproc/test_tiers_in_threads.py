@@ -52,10 +52,10 @@ def make_ranks(hosts: int, per_host: int) -> list[Rank]:
     ranks: list[Rank] = []
     for rank in range(size):
         place, first = rank % per_host, rank - rank % per_host
-        mates = range(first, first + per_host)
-        own = tuple(segments[mate] for mate in mates)
+        local_peers = range(first, first + per_host)
+        own = tuple(segments[peer] for peer in local_peers)
         host = HostGroup(
-            own, (os.getpid(),) * per_host, place, mates, tuple(range(size)), lambda rank, number: places[rank]
+            own, (os.getpid(),) * per_host, place, local_peers, tuple(range(size)), lambda rank, number: places[rank]
         )
         pool: BufferPool = BufferPool(torch.device("cpu"))
         group: Any = FakeGroup(wires, rank, size)
@@ -96,7 +96,7 @@ def exchange(at: Rank) -> None:
         assert all(each.is_right() for each in (*gathers, *reductions))
         for gather in gathers:
             gather.buffer.drop()
-    assert at.pool.leased_bytes == 0
+    assert at.pool.used_bytes == 0
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (3, 2), (2, 3)])

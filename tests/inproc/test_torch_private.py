@@ -90,16 +90,16 @@ def test_sharing_memory_reaches_local_tensors_and_nothing_else_is_changed() -> N
 
 def test_hooks_that_follow_an_accumulation_are_set_aside_and_come_back() -> None:
     parameter, calls = nn.Parameter(torch.ones(2)), list[str]()
-    assert private.set_aside_followers(parameter, -1) == {}
+    assert private.remove_later_hooks(parameter, -1) == {}
     handles = {
         name: parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name)) for name in "abc"
     }
-    taken = private.set_aside_followers(parameter, handles["b"].id)
+    taken = private.remove_later_hooks(parameter, handles["b"].id)
     assert list(taken) == [handles["a"].id, handles["c"].id]
-    assert private.set_aside_followers(parameter, handles["b"].id) == {}
+    assert private.remove_later_hooks(parameter, handles["b"].id) == {}
     parameter.sum().backward()
     assert calls == ["b"]
-    private.put_followers_back(parameter, taken)
+    private.restore_hooks(parameter, taken)
     handles["c"].remove()
     assert [hook for _, hook in private.post_accumulate_hooks([parameter], {handles["b"].id})] == [
         taken[handles["a"].id]

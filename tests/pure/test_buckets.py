@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from shardwise.plan.schedule import (
     LEAST_BYTES,
-    Edge,
     ExecutionOrder,
+    OrderEntry,
     Sharing,
+    StepEvent,
     UnitBucket,
-    Visit,
     bucket_bytes,
     form_buckets,
     split_unit,
@@ -30,8 +30,10 @@ def steps(draw: st.DrawFn) -> tuple[ExecutionOrder, list[Sharing | None]]:
     num = draw(UNITS)
     used = draw(st.lists(st.integers(0, num - 1), max_size=2 * num))
     ended = draw(st.permutations([unit for unit in dict.fromkeys(used) if draw(st.booleans())]))
-    visits = [Visit(unit, Edge.ENTER_FORWARD) for unit in used] + [Visit(unit, Edge.EXIT_BACKWARD) for unit in ended]
-    return ExecutionOrder(tuple(visits)), draw(st.lists(SHARING, min_size=num, max_size=num))
+    entries = [OrderEntry(unit, StepEvent.PRE_FORWARD) for unit in used] + [
+        OrderEntry(unit, StepEvent.POST_BACKWARD) for unit in ended
+    ]
+    return ExecutionOrder(tuple(entries)), draw(st.lists(SHARING, min_size=num, max_size=num))
 
 
 def units_of(buckets: Sequence[UnitBucket]) -> list[int]:
@@ -39,7 +41,7 @@ def units_of(buckets: Sequence[UnitBucket]) -> list[int]:
 
 
 def entered(order: ExecutionOrder) -> list[int]:
-    return list(dict.fromkeys(visit.unit for visit in order.visits if visit.edge is Edge.ENTER_FORWARD))
+    return list(dict.fromkeys(entry.unit for entry in order.entries if entry.event is StepEvent.PRE_FORWARD))
 
 
 @given(steps())
@@ -91,7 +93,7 @@ def test_buckets_are_sent_as_backward_has_ended_them_and_wait_for_nothing_else(
     step: tuple[ExecutionOrder, list[Sharing | None]],
 ) -> None:
     order, sharing = step
-    ends = [visit.unit for visit in order.visits if visit.edge is Edge.EXIT_BACKWARD]
+    ends = [entry.unit for entry in order.entries if entry.event is StepEvent.POST_BACKWARD]
     buckets = form_buckets(order, sharing)
     if ends:
         assert all(bucket.awaited == tuple(unit for unit in bucket.units if unit in ends) for bucket in buckets)

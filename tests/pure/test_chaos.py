@@ -68,7 +68,7 @@ def test_what_ddp_itself_raises_is_the_users_and_what_comes_from_our_optimizer_i
     known = replace(raw, text="Connection closed\nshardwise: rank 1 is gone")
     assert wrong(job, replace(known, trace="torch/nn/parallel/distributed.py"), GONE) == ""
     assert "does not name rank 1" in wrong(job, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE)
-    assert "raw" in wrong(job, replace(raw, trace="shardwise/zero/stepper.py"), GONE)
+    assert "raw" in wrong(job, replace(raw, trace="shardwise/zero/backend.py"), GONE)
     assert "raw" in wrong(KILL, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE)
 
 
@@ -82,7 +82,7 @@ def test_the_same_seed_draws_the_same_jobs_and_every_job_can_be() -> None:
         assert job.fault is None or job.fault.at in PLACES
 
 
-def test_the_matrix_has_every_place_of_every_door() -> None:
+def test_the_matrix_has_every_place_of_every_api() -> None:
     jobs = list(islice(matrix((2, 4)), None))
     for door in DOORS:
         program = Program(door, "auto")

@@ -70,7 +70,7 @@ def test_contenders_can_do_what_they_are_asked(area: str) -> None:
         assert not [each for each in case.contenders if not is_ours(each) and each not in map(peer_of, OURS)]
 
 
-def test_every_door_action_and_change_is_drawn() -> None:
+def test_every_api_action_and_change_is_drawn() -> None:
     drawn = [draw(seed, area) for area in AREAS for seed in range(150)]
     assert {each.name for case in drawn for each in case.contenders if is_ours(each)} == {each.name for each in OURS}
     assert {type(action).__name__ for case in drawn for action in case.actions} == set(do.ACTIONS)
@@ -84,7 +84,7 @@ def test_half_precision_is_drawn_where_it_is_exact() -> None:
     assert all(case.settings.arithmetic == "integers" and case.num_ranks != 3 for case in halves)
 
 
-def test_units_have_things_for_themselves_behind_doors_that_are_called_per_unit() -> None:
+def test_units_have_things_for_themselves_behind_apis_that_are_called_per_unit() -> None:
     drawn = [draw(seed, "mixed") for seed in range(200)]
     own = [each for case in drawn for each in case.settings.own]
     for name, values in {"other_door": 2, "flat": 2, "half": 2, "reshard": 3}.items():
@@ -118,7 +118,7 @@ def test_closures_are_not_left_to_a_ddp_that_a_conversion_has_unhooked() -> None
     assert all(suits(small(*actions), zero) for actions in ((closes,), (converts, *STEP)))
 
 
-def test_no_door_without_units_is_asked_for_methods_of_units() -> None:
+def test_no_api_without_units_is_asked_for_methods_of_units() -> None:
     asks = small(*STEP, do.Unshard(0))
     assert suits(asks, Contender("fully_shard"))
     assert not any(suits(asks, Contender(door)) for door in ("shard_model", "zero1", "zero2", "ddp", "overlap"))

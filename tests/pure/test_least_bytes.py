@@ -11,7 +11,7 @@ import torch
 from shardwise import ConfigError
 from shardwise.recipes.config import NUM_BYTES, SHARDS, ModelShape, TrainConfig, check_ranks
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
-from shardwise.recipes.memory import LeastBytes, MemoryLimit, check_room, count_gpt_parameters, least_bytes
+from shardwise.recipes.memory import LeastBytes, MemoryLimit, check_memory, count_gpt_parameters, least_bytes
 
 SHAPE = ModelShape(layers=3, width=32, heads=4, context=16)
 CPU = MemoryLimit(1_000_000, None, "a rank has 1 MB")
@@ -54,7 +54,7 @@ def test_recomputation_keeps_less() -> None:
     assert _kept_bytes(recompute=True, batch=8) < _kept_bytes(recompute=False, batch=8)
 
 
-def test_state_is_that_of_the_door() -> None:
+def test_state_is_that_of_the_api() -> None:
     each = 4 * count_gpt_parameters(SHAPE, NUM_BYTES)
     found = {shard: least_bytes(TrainConfig(model=SHAPE, shard=shard), 4).state for shard in SHARDS}
     assert found == {
@@ -63,9 +63,9 @@ def test_state_is_that_of_the_door() -> None:
     }  # fmt: skip
 
 
-def _advice(config: TrainConfig, num_ranks: int, room: MemoryLimit) -> dict[str, int]:
+def _advice(config: TrainConfig, num_ranks: int, limit: MemoryLimit) -> dict[str, int]:
     with pytest.raises(ConfigError) as caught:
-        check_room(config, num_ranks, room)
+        check_memory(config, num_ranks, limit)
     return {
         name: int(number) for name, number in re.findall(r"(?:Use|or) --(batch|accumulate) (\d+)", str(caught.value))
     }
@@ -73,27 +73,27 @@ def _advice(config: TrainConfig, num_ranks: int, room: MemoryLimit) -> dict[str,
 
 @pytest.mark.parametrize(("num_ranks", "shard"), [(1, "none"), (2, "full"), (4, "hybrid"), (3, "gradients")])
 def test_what_is_advised_fits_and_one_more_does_not(num_ranks: int, shard: str) -> None:
-    room = dataclasses.replace(CPU, num_bytes=2_000_000)
+    limit = dataclasses.replace(CPU, num_bytes=2_000_000)
     config = TrainConfig(model=SHAPE, shard=shard, batch=1200)
-    advice = _advice(config, num_ranks, room)
+    advice = _advice(config, num_ranks, limit)
     assert set(advice) == {"batch", "accumulate"}
     for name, number in advice.items():
         asked = dataclasses.replace(config, **{name: number})
         check_ranks(asked, num_ranks)
-        check_room(asked, num_ranks, room)
+        check_memory(asked, num_ranks, limit)
     with pytest.raises(ConfigError):
-        check_room(dataclasses.replace(config, batch=advice["batch"] + num_ranks), num_ranks, room)
+        check_memory(dataclasses.replace(config, batch=advice["batch"] + num_ranks), num_ranks, limit)
 
 
 def test_shards_that_are_offloaded_are_held_by_the_host() -> None:
     config = TrainConfig(model=SHAPE, batch=1, offload=True)
     state = least_bytes(config, 1).state
     least = least_bytes(config, 1).per_sequence
-    check_room(config, 1, MemoryLimit(least, state, "a GPU"))
+    check_memory(config, 1, MemoryLimit(least, state, "a GPU"))
     with pytest.raises(ConfigError, match="parameters with their gradients"):
-        check_room(config, 1, MemoryLimit(10 * state, state - 1, "a GPU"))
+        check_memory(config, 1, MemoryLimit(10 * state, state - 1, "a GPU"))
     with pytest.raises(ConfigError, match="Not even one fits"):
-        check_room(config, 1, MemoryLimit(least - 1, state, "a GPU"))
+        check_memory(config, 1, MemoryLimit(least - 1, state, "a GPU"))
 
 
 def test_a_model_over_more_tokens_needs_more() -> None:

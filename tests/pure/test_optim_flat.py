@@ -11,7 +11,7 @@ from torch import nn
 from shardwise import ConfigError, ShardedOptimizer
 from shardwise.optim.elementwise import MANY_LAYOUTS, ElementwiseStep
 from shardwise.optim.flat import LiveSlice, can_merge, find_joins, in_memory_order, make_run, merge_states, split_state
-from shardwise.optim.pieces import pieces_of
+from shardwise.optim.slices import slices_of
 from shardwise.optim.state_dict import ByName, NamedGroup, in_form, is_flat, unflattened
 
 
@@ -21,7 +21,7 @@ def _windows(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch
 
 def _found(locals_: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> list[LiveSlice]:
     return [
-        LiveSlice(pieces_of(str(i), local)[0], local, gradient)
+        LiveSlice(slices_of(str(i), local)[0], local, gradient)
         for i, (local, gradient) in enumerate(zip(locals_, gradients, strict=True))
     ]
 
@@ -79,7 +79,7 @@ def test_flat_steps_equal_single_ones_whatever_gradients_come(sizes: list[int], 
     memory = torch.randn(sum(sizes))
     tensors = {str(i): t for i, t in enumerate(memory.clone().split(sizes))}
     single = [t.clone() for t in memory.split(sizes)]
-    params = [pieces_of(name, tensor) for name, tensor in tensors.items()]
+    params = [slices_of(name, tensor) for name, tensor in tensors.items()]
     flat = ElementwiseStep(lambda groups: torch.optim.Adam(groups, lr=0.1), [(params, {})], True)
     expected = torch.optim.Adam(single, lr=0.1)
     for mask in masks:
@@ -101,7 +101,7 @@ def test_neighbours_by_chance_do_not_cost_a_layout_per_step() -> None:
     single = [tensor.clone() for tensor in together]
     flat = ElementwiseStep(
         lambda groups: torch.optim.Adam(groups, lr=0.1),
-        [([pieces_of(name, tensor) for name, tensor in tensors.items()], {})],
+        [([slices_of(name, tensor) for name, tensor in tensors.items()], {})],
         True,
     )
     expected = torch.optim.Adam(single, lr=0.1)

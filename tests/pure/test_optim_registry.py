@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise import ConfigError
-from shardwise.optim.pieces import known_classes, step_cost, update_rule
+from shardwise.optim.slices import known_classes, step_cost, update_rule
 
 CLASSES = [
     value

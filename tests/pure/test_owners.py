@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import ConfigError
-from shardwise.layout import RUN_NUMEL, add_loads, assign_owners, boxes, even_pieces, even_ranges, runs_of, whole_pieces
+from shardwise.layout import RUN_NUMEL, add_loads, assign_owners, boxes, even_ranges, even_slices, runs_of, whole_slices
 
 NUMELS = st.lists(st.integers(0, 500), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)
 
 
-def _tiles_once(pieces, numels) -> None:
+def _tiles_once(chunks, numels) -> None:
     for index, numel in enumerate(numels):
-        mine = sorted((p.start, p.stop) for p in pieces if p.tensor == index)
+        mine = sorted((p.start, p.stop) for p in chunks if p.tensor == index)
         assert mine
         assert mine[0][0] == 0
         assert mine[-1][1] == numel
@@ -37,16 +37,16 @@ def test_owners_are_sorted_greedy(numels, num_ranks) -> None:
 
 def test_the_seed_example_is_balanced() -> None:
     sizes = [9, 7, 5, 3] * 4
-    assert add_loads([0] * 4, whole_pieces(sizes, 4)) == (24, 24, 24, 24)
+    assert add_loads([0] * 4, whole_slices(sizes, 4)) == (24, 24, 24, 24)
 
 
 @given(NUMELS, NUMELS, RANKS, st.integers(1, 64))
 def test_even_stays_within_one_block_over_groups(first, second, num_ranks, block) -> None:
     loads = (0,) * num_ranks
     for numels in (first, second):
-        pieces = even_pieces(numels, num_ranks, loads, block)
-        _tiles_once(pieces, numels)
-        loads = add_loads(loads, pieces)
+        chunks = even_slices(numels, num_ranks, loads, block)
+        _tiles_once(chunks, numels)
+        loads = add_loads(loads, chunks)
     assert max(loads) - min(loads) <= block
     assert sum(loads) == sum(first) + sum(second)
 
@@ -73,7 +73,7 @@ def test_even_ranges_tile_and_align(numel, num_ranks, block) -> None:
 
 @given(NUMELS, RANKS)
 def test_whole_pieces_tile(numels, num_ranks) -> None:
-    _tiles_once(whole_pieces(numels, num_ranks), numels)
+    _tiles_once(whole_slices(numels, num_ranks), numels)
 
 
 @given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.data())
@@ -96,8 +96,8 @@ def test_boxes_tile_a_range_in_order(shape, data) -> None:
 
 
 def test_sixteen_thousand_ranks_take_no_time() -> None:
-    pieces = even_pieces([50257 * 768, 1024 * 768, *[768 * 3072] * 24], 16384)
-    loads = add_loads([0] * 16384, pieces)
+    chunks = even_slices([50257 * 768, 1024 * 768, *[768 * 3072] * 24], 16384)
+    loads = add_loads([0] * 16384, chunks)
     assert max(loads) - min(loads) <= 64
 
 

@@ -39,11 +39,11 @@ def test_packed_parameters_are_one_broadcast_per_owner() -> None:
         frozen = torch.nn.Parameter(torch.rand(9), requires_grad=False)
         values = [p.detach().clone() for p in [*params, frozen]]
         strides = [p.stride() for p in [*params, frozen]]
-        pieces = partition_groups([{"params": params}, {"params": [frozen]}], kind, 3)
-        pack_params(pieces, [*params, frozen], kind)
+        chunks = partition_groups([{"params": params}, {"params": [frozen]}], kind, 3)
+        pack_params(chunks, [*params, frozen], kind)
         assert [p.stride() for p in [*params, frozen]] == strides
         assert all(torch.equal(p, value) for p, value in zip([*params, frozen], values, strict=True))
-        flat = [piece for group in pieces for piece in group]
+        flat = [chunk for group in chunks for chunk in group]
         plan = plan_broadcasts(owned_views(flat, [*params, frozen]))
         assert sorted((call.owner, len(call.tensors)) for call in plan) == [(0, 1), (1, 1), (2, 1)]
         assert sum(call.tensors[0].numel() for call in plan) == sum(p.numel() for p in params)

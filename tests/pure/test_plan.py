@@ -14,12 +14,12 @@ from shardwise import StateError
 from shardwise.fsdp.unit import LEGAL_MOVES, Gathering, GatherSource, Sharded, Subsharded, Unsharded, check_move
 from shardwise.observe import Call, Op
 from shardwise.plan.schedule import (
-    Edge,
     ExecutionOrder,
+    OrderEntry,
     PrefetchBudget,
+    StepEvent,
     UnitFacts,
     UnitPolicy,
-    Visit,
     peak_bytes,
     plan_step,
     unsharded_bytes,
@@ -28,16 +28,16 @@ from shardwise.plan.schedule import (
 
 def nested_order(num_blocks: int, with_backward: bool = True) -> ExecutionOrder:
     """A root (number 0) around blocks 1..n, forward and backward."""
-    visits = [Visit(0, Edge.ENTER_FORWARD)]
+    entries = [OrderEntry(0, StepEvent.PRE_FORWARD)]
     for block in range(1, num_blocks + 1):
-        visits += [Visit(block, Edge.ENTER_FORWARD), Visit(block, Edge.EXIT_FORWARD)]
-    visits.append(Visit(0, Edge.EXIT_FORWARD))
+        entries += [OrderEntry(block, StepEvent.PRE_FORWARD), OrderEntry(block, StepEvent.POST_FORWARD)]
+    entries.append(OrderEntry(0, StepEvent.POST_FORWARD))
     if with_backward:
-        visits.append(Visit(0, Edge.ENTER_BACKWARD))
+        entries.append(OrderEntry(0, StepEvent.PRE_BACKWARD))
         for block in range(num_blocks, 0, -1):
-            visits += [Visit(block, Edge.ENTER_BACKWARD), Visit(block, Edge.EXIT_BACKWARD)]
-        visits.append(Visit(0, Edge.EXIT_BACKWARD))
-    return ExecutionOrder(tuple(visits))
+            entries += [OrderEntry(block, StepEvent.PRE_BACKWARD), OrderEntry(block, StepEvent.POST_BACKWARD)]
+        entries.append(OrderEntry(0, StepEvent.POST_BACKWARD))
+    return ExecutionOrder(tuple(entries))
 
 
 def facts(num_blocks: int, size: int = 10, **policy: object) -> list[UnitFacts]:
@@ -87,8 +87,8 @@ def test_forward_peak_is_the_root_and_two_units(num_blocks: int) -> None:
 @given(st.integers(2, 8), st.integers(1, 8))
 def test_prefetch_depth_counts_units(num_blocks: int, depth: int) -> None:
     plan = plan_step(nested_order(num_blocks), facts(num_blocks), PrefetchBudget(depth))
-    assert len(plan.ahead[0]) == min(depth, num_blocks)
-    assert plan.ahead[0] == tuple(range(1, min(depth, num_blocks) + 1))
+    assert len(plan.prefetches[0]) == min(depth, num_blocks)
+    assert plan.prefetches[0] == tuple(range(1, min(depth, num_blocks) + 1))
 
 
 SIZES = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=2, max_size=10)
@@ -128,22 +128,22 @@ def test_gathers_ahead_by_bytes_stay_within_them_and_go_at_least_one_unit_ahead(
 def test_room_for_more_gathers_all_and_room_for_nothing_gathers_as_ever() -> None:
     units = facts(6)
     today = plan_step(nested_order(6), units)
-    assert plan_step(nested_order(6), units, PrefetchBudget(num_bytes=10**9)).ahead[0] == (1, 2, 3, 4, 5, 6)
-    assert today.ahead[0] == (1,)
+    assert plan_step(nested_order(6), units, PrefetchBudget(num_bytes=10**9)).prefetches[0] == (1, 2, 3, 4, 5, 6)
+    assert today.prefetches[0] == (1,)
     small = [replace(each, gather_bytes=1, full_bytes=1, reduce_bytes=1) for each in units[2:4]]
     uneven = [*units[:2], *small, *units[4:]]
     plan = plan_step(nested_order(6), uneven, PrefetchBudget(num_bytes=0))
-    assert plan.ahead[0] == (1, 2, 3)  # two small ones take less than the next large one will
+    assert plan.prefetches[0] == (1, 2, 3)  # two small ones take less than the next large one will
 
 
 def test_explicit_lists_replace_what_was_learned() -> None:
     units = facts(4)
     units[1] = replace(units[1], forward_prefetch=(3, 4), backward_prefetch=())
     plan = plan_step(nested_order(4), units, PrefetchBudget(1))
-    position = plan.order.visits.index(Visit(1, Edge.ENTER_FORWARD))
-    assert plan.ahead[position] == (3, 4)
-    position = plan.order.visits.index(Visit(1, Edge.ENTER_BACKWARD))
-    assert plan.ahead[position] == ()
+    position = plan.order.entries.index(OrderEntry(1, StepEvent.PRE_FORWARD))
+    assert plan.prefetches[position] == (3, 4)
+    position = plan.order.entries.index(OrderEntry(1, StepEvent.PRE_BACKWARD))
+    assert plan.prefetches[position] == ()
 
 
 def test_a_unit_that_backward_does_not_read_is_not_gathered_again() -> None:
@@ -159,7 +159,7 @@ def test_held_gradients_are_not_reduced() -> None:
 
 def test_borrowed_units_stay_while_anyone_uses_them() -> None:
     units = facts(2)
-    units[0] = replace(units[0], borrows=(1,))
+    units[0] = replace(units[0], tied_units=(1,))
     forward = plan_step(nested_order(2, with_backward=False), units).calls
     ops = [(call.op, call.unit) for call in forward if call.unit == "blocks.0"]
     assert ops == [(Op.UNSHARD, "blocks.0"), (Op.WAIT, "blocks.0"), (Op.RESHARD, "blocks.0")]

@@ -14,7 +14,7 @@ from shardwise import ConfigError, Hardware
 from shardwise.collectives.buffer_pool import size_class
 from shardwise.layout import ChunkShard
 from shardwise.plan.grouping import Child
-from shardwise.plan.schedule import Edge
+from shardwise.plan.schedule import StepEvent
 from shardwise.planner.advice import Choices, Search, evaluate
 from shardwise.planner.profile import (
     ONE_UNIT,
@@ -44,16 +44,19 @@ def a_profile(num_blocks: int = 3, rows: int = 1000, width: int = 1024, recomput
         ParamFacts(f"blocks.{i}.weight", (rows, width), "float32", 4, True, True, i + 1) for i in range(num_blocks)
     ]
     work, kept = Work(1e12, 1e9, 10), 2 * MB if recompute else 8 * MB
-    steps = [(StepMark(Edge.ENTER_FORWARD), 0)]
+    steps = [(StepMark(StepEvent.PRE_FORWARD), 0)]
     for block in range(1, num_blocks + 1):
         steps += [
-            (StepMark(Edge.ENTER_FORWARD, block), block * kept),
-            (StepMark(Edge.EXIT_FORWARD, block), block * kept),
+            (StepMark(StepEvent.PRE_FORWARD, block), block * kept),
+            (StepMark(StepEvent.POST_FORWARD, block), block * kept),
         ]
-    steps += [(StepMark(Edge.EXIT_FORWARD), num_blocks * kept), (StepMark(Edge.ENTER_BACKWARD), num_blocks * kept)]
+    steps += [
+        (StepMark(StepEvent.POST_FORWARD), num_blocks * kept),
+        (StepMark(StepEvent.PRE_BACKWARD), num_blocks * kept),
+    ]
     for block in range(num_blocks, 0, -1):
         steps += [
-            (StepMark(Edge.ENTER_BACKWARD, block), (block - 1) * kept),
+            (StepMark(StepEvent.PRE_BACKWARD, block), (block - 1) * kept),
             (StepMark(None, block, block), (block - 1) * kept),
         ]
     steps.append((StepMark(None, 0, 0), 0))

@@ -29,9 +29,9 @@ from shardwise.recipes.memory import (
     measure_held,
     unsharded_of,
 )
-from shardwise.recipes.report import ProgressDisplay, RunJournal, TrainedStep, draw_report, memory_table
+from shardwise.recipes.report import FileRunLog, ProgressDisplay, TrainedStep, draw_report, memory_table
 from shardwise.recipes.run_folder import TrainRun
-from shardwise.recipes.sharding import DOORS, RunRanks, build_adamw
+from shardwise.recipes.sharding import STRATEGIES, RunRanks, build_adamw
 from shardwise.recipes.train import Trainer, _train_step
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
@@ -175,9 +175,9 @@ def test_the_picture_shows_the_speed_of_every_step_that_tells_it(tmp_path: Path)
 
 def test_the_picture_shows_what_a_rank_held_over_a_step_beside_the_plan(tmp_path: Path) -> None:
     metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
-    edges = ("enter forward (root)", "enter backward (root)", UPDATE)
-    peaks = tuple((edge, 10**6 * number) for number, edge in enumerate(edges, 2))
-    moments = tuple(Moment(edge, (10**6, *[0] * 5, 10**6, 0, 0), edge) for edge in edges)
+    events = ("enter forward (root)", "enter backward (root)", UPDATE)
+    peaks = tuple((event, 10**6 * number) for number, event in enumerate(events, 2))
+    moments = tuple(Moment(event, (10**6, *[0] * 5, 10**6, 0, 0), event) for event in events)
     for name, step in (("measured", StepMemory(3, 1, peaks)), ("both", StepMemory(3, 1, peaks, RankMemory(moments)))):
         draw_report(tmp_path / "r.png", "title", metrics, FACTS, replace(HELD, step=step))
         pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int)
@@ -203,9 +203,9 @@ class _Scalars:
 
 def test_figures_of_a_step_are_of_that_step_alone() -> None:
     lines, scalars = io.StringIO(), _Scalars()
-    journal = RunJournal(ProgressDisplay(3, 0, is_shown=False), lines, scalars)
+    run_log = FileRunLog(ProgressDisplay(3, 0, is_shown=False), lines, scalars)
     steps = [TrainedStep(n, 5.0 / n, 1.0, 0.1, tokens_per_s=100.0 * n, time=1000.0 + n) for n in (1, 2, 3)]
-    journal.trained(steps, 12345.0, 1, 0.0)
+    run_log.trained(steps, 12345.0, 1, 0.0)
     found = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert [(line["step"], line["tokens_per_s"], line["time"]) for line in found] == [
         (1, 100.0, 1001.0), (2, 200.0, 1002.0), (3, 300.0, 1003.0),
@@ -224,17 +224,17 @@ def test_clip_0_scales_no_gradient(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(optimizer, "zero_grad", lambda: seen.extend(param.grad for param in model.parameters()))
-    door = replace(DOORS["none"], sync=lambda model, on: nullcontext())
+    strategy = replace(STRATEGIES["none"], sync=lambda model, on: nullcontext())
     windows = Windows(np.arange(600, dtype=np.uint8), SHAPE.context)
     run = TrainRun(tmp_path, config, TextFacts("", 1, 1, 1, 1.0, ""), None, None)
     ranks = RunRanks(0, 1, torch.device("cpu"))
-    trainer = Trainer(run, ranks, door, model, optimizer, windows, windows, 1, HeldBytes(4, 4, 8), ())
+    trainer = Trainer(run, ranks, strategy, model, optimizer, windows, windows, 1, HeldBytes(4, 4, 8), ())
     figures = _train_step(trainer, 0, measure=False).figures
     left = float(torch.stack([gradient.norm() for gradient in seen]).norm())
     assert left == pytest.approx(1e-3 if is_scaled else figures.grad_norm, rel=1e-4)
     assert figures.grad_norm > 0.1
 
 
-def test_every_door_explains_itself() -> None:
-    assert set(DOORS) == set(SHARDS)
-    assert all(len(door.summary) > 20 for door in DOORS.values())
+def test_every_api_explains_itself() -> None:
+    assert set(STRATEGIES) == set(SHARDS)
+    assert all(len(strategy.summary) > 20 for strategy in STRATEGIES.values())

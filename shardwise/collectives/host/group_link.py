@@ -23,13 +23,13 @@ from shardwise.collectives.host.local_peers import (
     Segment,
     SegmentAddress,
     TransportOffer,
+    collect_from,
     meet,
-    read_posts,
 )
 from shardwise.collectives.host.send_recv import MAX_RANKS, NUM_INBOXES, Inboxes, PeerLink, padded_bytes
 from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, slot_bytes, sum_slot_bytes, sums_bytes
 from shardwise.collectives.routes import Link, LinkedBucket, LinkedGroup, LinkUsers, Transport
-from shardwise.consistency.agreement import Posts
+from shardwise.consistency.agreement import StoreExchange
 from shardwise.errors import TransportError
 
 
@@ -93,12 +93,12 @@ class GroupLink:
         self._sizes: _AgreedSizes | None = None
         self._link: Link | None = None
         self._inside: HostLink | None = None  # what of the link shares memory
-        self._posts: Posts | None = None
+        self._exchange: StoreExchange | None = None
         self._said: list[ArenaPlace] = []
         self._num_said = 0
 
     def prepare(self) -> Link | None:
-        """Return the link for the next span, made at the first and whenever the sizes of shards have changed.
+        """Return the link for the next pass, made at the first and whenever the sizes of shards have changed.
 
         Collective when it makes one.  Raises: DesyncError if a rank does not come, or its shards have other sizes.
         """
@@ -131,23 +131,23 @@ class GroupLink:
             bucket.number = number
             places.append(cast(ArenaPlace, bucket.place))  # from take_shareable, as registered
         if places != self._said:
-            assert self._posts is not None
+            assert self._exchange is not None
             self._said = places
             self._num_said += 1
             rows = [(*astuple(place.segment.address), place.offset) for place in places]
-            self._posts.post(f"sections/{self._num_said}", json.dumps(rows))
+            self._exchange.post(f"sections/{self._num_said}", json.dumps(rows))
             link.say_where(self._num_said)
 
     def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
-        assert self._posts is not None
+        assert self._exchange is not None
         if rank == self._process_group.rank() or number == 0:
             return self._said if number else []
         found: list[ArenaPlace] = []
-        for *address, offset in json.loads(read_posts(self._posts, f"sections/{number}", [rank])[0]):
+        for *address, offset in json.loads(collect_from(self._exchange, f"sections/{number}", [rank])[0]):
             try:
                 found.append(ArenaPlace(Segment.open(SegmentAddress(*address)), offset))
             except OSError as error:
-                mine, its = self._posts.members[self._posts.rank], self._posts.members[rank]
+                mine, its = self._exchange.members[self._exchange.rank], self._exchange.members[rank]
                 raise TransportError(f"rank {mine} cannot read the shards of rank {its}: {error}") from error
         return found
 
@@ -159,7 +159,7 @@ class GroupLink:
     def _make(self, sizes: _AgreedSizes) -> Link | None:
         meeting = meet(self._process_group, TransportOffer(self._transport, sizes.num_bytes, sizes.digest()))
         self._inside = None
-        if meeting.mates:
+        if meeting.local_peers:
             return self._make_shared(sizes, meeting)
         if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
             return None
@@ -168,19 +168,21 @@ class GroupLink:
         return link
 
     def _make_shared(self, sizes: _AgreedSizes, meeting: Outcome) -> Link:
-        self._posts = meeting.posts
-        ref, rank, mates = weakref.ref(self), self._process_group.rank(), meeting.mates
+        self._exchange = meeting.exchange
+        ref, rank, local_peers = weakref.ref(self), self._process_group.rank(), meeting.local_peers
 
         def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
             owner = ref()
             assert owner is not None  # it owns the link
             return owner._places_of(rank, number)
 
-        host = HostGroup(meeting.segments, meeting.pids, mates.index(rank), mates, meeting.posts.members, places_of)
+        host = HostGroup(
+            meeting.segments, meeting.pids, local_peers.index(rank), local_peers, meeting.exchange.members, places_of
+        )
         self._inside = inside = HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s, sizes.sum_slot_bytes)
-        if len(mates) == sizes.num_ranks:
+        if len(local_peers) == sizes.num_ranks:
             return inside
-        column = column_of(rank, len(mates), sizes.num_ranks)
+        column = column_of(rank, len(local_peers), sizes.num_ranks)
         between = PeerLink(self._process_group, self._pool, column)
         return TieredLink(
             inside, between, Inboxes(inside, sizes.inboxes_start, len(between.peers) * sizes.gather_bytes)

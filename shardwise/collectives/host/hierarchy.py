@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives.buffer_pool import Lease
+from shardwise.collectives.buffer_pool import PooledBuffer
 from shardwise.collectives.host.send_recv import NUM_INBOXES, TAG_GATHER, TAG_SCATTER, Inboxes, PeerLink, keep
 from shardwise.collectives.host.shared_memory import NEXT_FREE, NUM_SLOTS, HostLink
-from shardwise.collectives.protocol import GatherEnds, Pending, Scale, ScatterEnds
-from shardwise.collectives.routes import SpanKind, sum_sections
+from shardwise.collectives.protocol import GatherEnds, Handle, Scale, ScatterEnds
+from shardwise.collectives.routes import PassKind, sum_sections
 from shardwise.consistency.failure_report import cited, store_of_job
 from shardwise.errors import TransportError
 from shardwise.layout import Bucket
@@ -57,13 +57,13 @@ class TieredLink:
         self._scatters: list[_TierScatter] = []
         self._unsummed: deque[_TierScatter] = deque()
         self._num_gathers = self._num_scatters = 0
-        # Receives into inboxes of spans that were left; whoever uses these next waits for them.
+        # Receives into inboxes of passes that were left; whoever uses these next waits for them.
         self._strays: list[dist.Work] = []
         weakref.finalize(self, _keep, between.group, self._strays, inside.segments).atexit = False
 
-    # ---- spans ----
+    # ---- passes ----
 
-    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+    def open(self, kind: PassKind, wants_collectives: bool) -> bool:
         self._num_gathers = self._num_scatters = 0
         try:
             self.between.wait_all(self._strays)
@@ -77,12 +77,12 @@ class TieredLink:
             self.abort()
             raise
 
-    def _open_inside(self, kind: SpanKind, wants_collectives: bool) -> bool:
+    def _open_inside(self, kind: PassKind, wants_collectives: bool) -> bool:
         try:
             return self.inside.open(kind, wants_collectives)
         except TransportError:
             with contextlib.suppress(RuntimeError):  # a host that is gone need not know
-                self.between.refuse(kind, self.inside.mates.blamed)
+                self.between.refuse(kind, self.inside.local_peers.blamed)
             raise
 
     def close(self) -> None:
@@ -117,14 +117,14 @@ class TieredLink:
 
     # ---- all-gathers ----
 
-    def takes_gather(self, pieces: GatherEnds) -> bool:
-        return self.inside.takes_gather(pieces) and self.inboxes.takes(pieces)
+    def takes_gather(self, ends: GatherEnds) -> bool:
+        return self.inside.takes_gather(ends) and self.inboxes.takes(ends)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         return 0, False
 
-    def all_gather(self, pieces: GatherEnds) -> Pending:
-        gather = _TierGather(self, pieces, self._num_gathers)
+    def all_gather(self, ends: GatherEnds) -> Handle:
+        gather = _TierGather(self, ends, self._num_gathers)
         self._num_gathers += 1
         self._gathers.append(gather)
         self.go_on()
@@ -132,8 +132,8 @@ class TieredLink:
 
     def _is_free(self, index: int) -> bool:
         old = index - NUM_INBOXES
-        mates = self.inside.mates
-        return old < 0 or (self._taken >= old and mates.have_said(_TAKEN, mates.stamp(old)))
+        local_peers = self.inside.local_peers
+        return old < 0 or (self._taken >= old and local_peers.have_said(_TAKEN, local_peers.stamp(old)))
 
     @property
     def _taken(self) -> int:
@@ -141,42 +141,44 @@ class TieredLink:
 
     def arrive(self, gather: _TierGather) -> None:
         """Wait until the sections of ``gather`` and of those before it are in this rank's inbox, and say so."""
-        mates = self.inside.mates
+        local_peers = self.inside.local_peers
         for each in list(self._gathers):
             if each.index <= gather.index - NUM_INBOXES:
                 each.wait()  # its inbox is needed
         for each in [each for each in self._gathers if each.index <= gather.index and not each.has_arrived]:
             if not each.is_expected:
-                mates.wait_for_all(_TAKEN, mates.stamp(each.index - NUM_INBOXES), "parameters from another host")
+                local_peers.wait_for_all(
+                    _TAKEN, local_peers.stamp(each.index - NUM_INBOXES), "parameters from another host"
+                )
                 each.expect()
             self.between.wait_all(each.recvs)
             each.has_arrived = True
-            mates.say(_ARRIVED, mates.stamp(each.index))
+            local_peers.say(_ARRIVED, local_peers.stamp(each.index))
 
-    def read_inboxes(self, gather: _TierGather, pieces: GatherEnds) -> None:
+    def read_inboxes(self, gather: _TierGather, ends: GatherEnds) -> None:
         """Copy what all ranks of this host have received for ``gather`` to the full parameters."""
-        mates = self.inside.mates
-        mates.wait_for_all(_ARRIVED, mates.stamp(gather.index), "parameters from another host")
-        self.inboxes.copy_out(gather.index, pieces.buckets())
+        local_peers = self.inside.local_peers
+        local_peers.wait_for_all(_ARRIVED, local_peers.stamp(gather.index), "parameters from another host")
+        self.inboxes.copy_out(gather.index, ends.buckets())
 
     def take(self, gather: _TierGather) -> None:
         """Take note that this rank needs the inboxes of ``gather`` no more."""
         self._gathers.remove(gather)
-        mates = self.inside.mates
-        mates.say(_TAKEN, mates.stamp(self._taken))
+        local_peers = self.inside.local_peers
+        local_peers.say(_TAKEN, local_peers.stamp(self._taken))
 
     # ---- reductions ----
 
-    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
-        return self.inside.takes_scatter(pieces, scale)
+    def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
+        return self.inside.takes_scatter(ends, scale)
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         return 2 * len(self.between.peers) * (layout.section_numel + 1) * itemsize
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         self.go_on()
         self.sum_until(self._num_scatters - NUM_SLOTS)  # this rank's own parts may still be in the slot
-        scatter = _TierScatter(self, pieces, scale)
+        scatter = _TierScatter(self, ends, scale)
         self._num_scatters += 1
         self._scatters.append(scatter)
         self._unsummed.append(scatter)
@@ -201,17 +203,17 @@ class _TierGather:
     """Sends this rank's sections to its column at once; the others' are received as soon as an inbox is free.
 
     Attributes:
-        index: how many the span had before.  is_expected: its receives are launched.  recvs: those that have not ended.
+        index: how many the pass had before.  is_expected: its receives are launched.  recvs: those that have not ended.
         has_arrived: all have, and the ranks of this host know.
     """
 
     holds_input = True
 
-    def __init__(self, link: TieredLink, pieces: GatherEnds, index: int) -> None:
+    def __init__(self, link: TieredLink, ends: GatherEnds, index: int) -> None:
         self._link, self.index = link, index
-        self._pieces: GatherEnds | None = pieces
-        self._near = link.inside.all_gather(pieces)
-        self._sections = [bucket.section() for bucket in pieces.buckets()]
+        self._ends: GatherEnds | None = ends
+        self._near = link.inside.all_gather(ends)
+        self._sections = [bucket.section() for bucket in ends.buckets()]
         self.is_expected = self.has_arrived = False
         self.recvs: list[dist.Work] = []
         between = link.between
@@ -221,15 +223,15 @@ class _TierGather:
             for section in self._sections
             if section.numel()
         ]
-        if all(bucket.dtype is bucket.full_dtype for bucket in pieces.buckets()):  # they read the shards
+        if all(bucket.dtype is bucket.full_dtype for bucket in ends.buckets()):  # they read the shards
             between.wait_sends_at_close(self._sends)
             self._sends = []
 
     def expect(self) -> None:
         """Launch the receives, into the inbox."""
-        assert self._pieces is not None
+        assert self._ends is not None
         self.is_expected = True
-        self._receive(self._link.inboxes.windows(self.index, self._pieces.buckets()))
+        self._receive(self._link.inboxes.windows(self.index, self._ends.buckets()))
 
     def _receive(self, windows: Sequence[dict[int, torch.Tensor]]) -> None:
         between = self._link.between
@@ -241,21 +243,21 @@ class _TierGather:
         ]
 
     def is_done(self) -> bool:
-        return self._pieces is None  # gloo says of messages that they are done only to those who wait
+        return self._ends is None  # gloo says of messages that they are done only to those who wait
 
     def wait(self) -> None:
-        pieces, link = self._pieces, self._link
-        if pieces is None:
+        ends, link = self._ends, self._link
+        if ends is None:
             return
         link.go_on()
         self._near.wait()
         link.arrive(self)
-        link.read_inboxes(self, pieces)
+        link.read_inboxes(self, ends)
         self._link.between.wait_all(self._sends)
         self._end()
 
     def cancel(self) -> None:
-        if self._pieces is None:
+        if self._ends is None:
             return
         self._near.cancel()
         try:
@@ -266,16 +268,16 @@ class _TierGather:
         self._end()
 
     def _end(self) -> None:
-        self._pieces = None
+        self._ends = None
         self._link.take(self)
 
     def leave(self) -> None:
         """Leave what has not ended to itself; what it may write to is not used before it has."""
-        pieces, self._pieces = self._pieces, None
+        ends, self._ends = self._ends, None
         link = self._link
-        if pieces is not None and not self.is_expected:
+        if ends is not None and not self.is_expected:
             # Somebody sends it: a message that nobody takes would be taken for the next one.
-            sizes = [(bucket.layout.section_numel, bucket.full_dtype) for bucket in pieces.buckets()]
+            sizes = [(bucket.layout.section_numel, bucket.full_dtype) for bucket in ends.buckets()]
             with contextlib.suppress(RuntimeError):  # of a closed connection nothing is taken
                 self._receive(
                     [{p: torch.empty(n, dtype=d, device="cpu") for p in link.between.peers} for n, d in sizes]
@@ -294,34 +296,34 @@ class _TierScatter:
 
     holds_input = False
 
-    def __init__(self, link: TieredLink, pieces: ScatterEnds, scale: Scale) -> None:
+    def __init__(self, link: TieredLink, ends: ScatterEnds, scale: Scale) -> None:
         self._link = link
-        self._pieces: ScatterEnds | None = pieces
+        self._ends: ScatterEnds | None = ends
         between = link.between
         divisor = float(link.inside.num_ranks) if scale.divisor is None else scale.divisor
         self._scale = replace(scale, divisor=divisor)
         self._is_sent = False
         self._works: list[dist.Work] = []
-        self._sums: dict[int, Lease] = {}
-        self._received: dict[int, Lease] = {}
-        self.posted = link.inside.post(pieces)
-        num_bytes = (pieces.section_numel + 1) * pieces.dtype.itemsize
+        self._sums: dict[int, PooledBuffer] = {}
+        self._received: dict[int, PooledBuffer] = {}
+        self.posted = link.inside.post(ends)
+        num_bytes = (ends.section_numel + 1) * ends.dtype.itemsize
         for peer in between.peers:
-            self._sums[peer], self._received[peer] = between.pool.lease(num_bytes), between.pool.lease(num_bytes)
-            self._works.append(between.recv(self._received[peer].tensor(pieces.dtype), peer, TAG_SCATTER))
+            self._sums[peer], self._received[peer] = between.pool.acquire(num_bytes), between.pool.acquire(num_bytes)
+            self._works.append(between.recv(self._received[peer].tensor(ends.dtype), peer, TAG_SCATTER))
 
     def sum_inside(self) -> None:
         """Add up what this host has for every rank of the column; send the sums."""
-        pieces, link = self._pieces, self._link
-        assert pieces is not None
-        inside, numel = link.inside, pieces.section_numel
-        inside.wait_posted(pieces, self.posted.index)
-        for peer, lease in self._sums.items():
-            total = lease.tensor(pieces.dtype)
-            inside.sum_posted(pieces, self.posted, _SUM, peer, total[:numel])
+        ends, link = self._ends, self._link
+        assert ends is not None
+        inside, numel = link.inside, ends.section_numel
+        inside.wait_posted(ends, self.posted.index)
+        for peer, buffer in self._sums.items():
+            total = buffer.tensor(ends.dtype)
+            inside.sum_posted(ends, self.posted, _SUM, peer, total[:numel])
             total[numel] = _IS_SUM
             self._send(peer, total)
-        inside.sum_posted(pieces, self.posted, _SUM, inside.rank, pieces.target())
+        inside.sum_posted(ends, self.posted, _SUM, inside.rank, ends.target())
         inside.free_slot(self.posted.index)
         self._is_sent = True
 
@@ -329,27 +331,27 @@ class _TierScatter:
         self._works.append(self._link.between.send(message, peer, TAG_SCATTER))
 
     def is_done(self) -> bool:
-        return self._pieces is None
+        return self._ends is None
 
     def wait(self) -> None:
-        pieces, link = self._pieces, self._link
-        if pieces is None:
+        ends, link = self._ends, self._link
+        if ends is None:
             return
         self._let_all_come()
-        out, numel = pieces.target(), pieces.section_numel
+        out, numel = ends.target(), ends.section_numel
         sums: dict[int, torch.Tensor] = {link.inside.rank: out}
-        for peer, lease in self._received.items():
-            message = lease.tensor(pieces.dtype)
+        for peer, buffer in self._received.items():
+            message = buffer.tensor(ends.dtype)
             if message[numel] != _IS_SUM:
                 its = link.inside.members[peer]
                 raise TransportError(
-                    f"rank {its} raised an exception in backward before it could send gradients of {pieces.label} to rank "
+                    f"rank {its} raised an exception in backward before it could send gradients of {ends.label} to rank "
                     f"{link.inside.members[link.inside.rank]}; see the error of rank {its}{cited(store_of_job(), [its])}"
                 )
             sums[peer] = message[:numel]
-        sum_sections(pieces.layout, [sums[rank] for rank in sorted(sums)], self._scale, link.inside.rank, out)
+        sum_sections(ends.layout, [sums[rank] for rank in sorted(sums)], self._scale, link.inside.rank, out)
         self._end()
-        pieces.deliver(out)
+        ends.deliver(out)
 
     def _let_all_come(self) -> None:
         self._link.sum_until(self.posted.index)
@@ -357,7 +359,7 @@ class _TierScatter:
         self._link.between.wait_all(self._works)
 
     def cancel(self) -> None:
-        if self._pieces is None:
+        if self._ends is None:
             return
         try:
             self._let_all_come()
@@ -366,25 +368,25 @@ class _TierScatter:
         self._end()
 
     def _end(self) -> None:
-        self._pieces = None
+        self._ends = None
         self._link.forget_scatter(self)
-        for lease in self._take_leases():
-            lease.release()
+        for buffer in self._take_buffers():
+            buffer.release()
 
     def leave(self) -> None:
         """Leave what has not ended to itself; let other hosts know that no sums will come."""
-        pieces, self._pieces = self._pieces, None
-        if pieces is not None and not self._is_sent:
-            for peer, lease in self._sums.items():
-                message = lease.tensor(pieces.dtype)
-                message[pieces.section_numel] = _HAS_LEFT
+        ends, self._ends = self._ends, None
+        if ends is not None and not self._is_sent:
+            for peer, buffer in self._sums.items():
+                message = buffer.tensor(ends.dtype)
+                message[ends.section_numel] = _HAS_LEFT
                 with contextlib.suppress(RuntimeError):  # a host that is gone need not know
                     self._send(peer, message)
-        memory = [lease.lose() for lease in self._take_leases()]
+        memory = [buffer.lose() for buffer in self._take_buffers()]
         keep(self._link.between.group, self._works, memory)
         self._works = []
 
-    def _take_leases(self) -> list[Lease]:
-        leases = [*self._sums.values(), *self._received.values()]
+    def _take_buffers(self) -> list[PooledBuffer]:
+        buffers = [*self._sums.values(), *self._received.values()]
         self._sums, self._received = {}, {}
-        return leases
+        return buffers

@@ -1,4 +1,4 @@
-"""The ranks of one host as one of them sees them: spans that they enter and leave together, and words that they wait for.
+"""The ranks of one host as one of them sees them: passes that they enter and leave together, and words that they wait for.
 
 Ranks order their accesses to each other's memory by words in the headers of their segments.  That needs stores to be seen in
 the order they were made, which x86-64 guarantees and others do not.
@@ -25,10 +25,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives.routes import TRANSPORTS, SpanKind, Transport
+from shardwise.collectives.routes import TRANSPORTS, PassKind, Transport
 from shardwise.consistency import store as alarm
-from shardwise.consistency.agreement import Posts, open_posts
-from shardwise.consistency.failure_report import cited, farewells, gone_in_words, look_next, store_of_job
+from shardwise.consistency.agreement import StoreExchange, open_exchange
+from shardwise.consistency.failure_report import cited, exit_hooks, gone_in_words, look_next, store_of_job
 from shardwise.consistency.liveness import Liveness, host_id, is_gone
 from shardwise.errors import DesyncError, TransportError
 from shardwise.layout import align
@@ -248,19 +248,19 @@ class TransportOffer:
     digest: str
 
 
-def read_posts(posts: Posts, what: str, ranks: Sequence[int]) -> list[str]:
+def collect_from(exchange: StoreExchange, what: str, ranks: Sequence[int]) -> list[str]:
     """Return what ``ranks`` of a group post about ``what``.
 
     Raises: DesyncError if one does not come in time, TransportError if its process is gone.
     """
-    found = posts.collect(what, ranks)
+    found = exchange.collect(what, ranks)
     if absent := [rank for rank in ranks if rank not in found]:
         late = (
-            f"{posts.named(absent)} did not begin its first forward or backward within {posts.timeout_s:g} s of "
-            f"rank {posts.members[posts.rank]}; every rank must run the same units in the same order"
+            f"{exchange.named(absent)} did not begin its first forward or backward within {exchange.timeout_s:g} s of "
+            f"rank {exchange.members[exchange.rank]}; every rank must run the same units in the same order"
         )
-        kind = TransportError if posts.gone(absent) else DesyncError
-        raise kind(posts.absence(absent, late))
+        kind = TransportError if exchange.gone(absent) else DesyncError
+        raise kind(exchange.absence(absent, late))
     return list(found.values())
 
 
@@ -269,27 +269,27 @@ class Outcome:
     """What the ranks agreed on.
 
     Attributes:
-        posts: where they may leave more for each other.
-        mates: the ranks that share this one's memory, itself among them: all of the group, or as many on each of several
+        exchange: where they may leave more for each other.
+        local_peers: the ranks that share this one's memory, itself among them: all of the group, or as many on each of several
             hosts; empty where ranks share none.
-        segments, pids: of the mates.
+        segments, pids: of the local peers.
         are_on_one_host: all ranks, whether they share memory or not.
     """
 
     transport: Transport
-    posts: Posts
-    mates: range = range(0)
+    exchange: StoreExchange
+    local_peers: range = range(0)
     segments: tuple[Segment, ...] = ()
     pids: tuple[int, ...] = ()
     are_on_one_host: bool = False
 
 
-def mates_of(rank: int, hosts: Sequence[str]) -> range:
+def local_peers_of(rank: int, hosts: Sequence[str]) -> range:
     """Return the ranks that share a host with ``rank``, by the host of each; none unless every host has as many, side by side.
 
     Example:
-        >>> mates_of(2, ["a", "a", "b", "b"]), mates_of(1, ["a", "a"]), mates_of(0, ["a", "b"]), mates_of(0, ["a", "a", "b"])
-        (range(2, 4), range(0, 2), range(0, 0), range(0, 0))
+        >>> local_peers_of(2, ["a", "a", "b", "b"]), local_peers_of(1, ["a", "a"]), local_peers_of(0, ["a", "b"]),
+        local_peers_of(0, ["a", "a", "b"]) (range(2, 4), range(0, 2), range(0, 0), range(0, 0))
     """
     size = hosts.count(hosts[0])
     groups = [hosts[start : start + size] for start in range(0, len(hosts), size)]
@@ -306,26 +306,28 @@ def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
     Raises: DesyncError on every rank if one does not come within its timeout or brings another digest;
         TransportError if its process is gone.
     """
-    posts = open_posts(group, "link")
-    rank, ranks = posts.rank, posts.members
+    exchange = open_exchange(group, "link")
+    rank, ranks = exchange.rank, exchange.members
     own, problem = _create(offer.num_bytes) if offer.transport == "auto" else (None, "")
     address = None if own is None else astuple(own.address)
-    posts.post("offer", json.dumps([offer.transport, offer.digest, host_id(), problem, address]))
-    found = [json.loads(text) for text in read_posts(posts, "offer", range(posts.size))]
+    exchange.post("offer", json.dumps([offer.transport, offer.digest, host_id(), problem, address]))
+    found = [json.loads(text) for text in collect_from(exchange, "offer", range(exchange.size))]
     _compare_digests([fields[1] for fields in found], ranks, rank)
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     on_one_host = len({fields[2] for fields in found}) == 1
     if transport != "auto":
-        return Outcome(transport, posts, are_on_one_host=on_one_host)
-    mates = mates_of(rank, [fields[2] for fields in found])
-    segments, problem = _open_all(found, posts, own, mates)
-    posts.post("opened", problem)
-    problems = [text for text in read_posts(posts, "opened", range(posts.size)) if text]
+        return Outcome(transport, exchange, are_on_one_host=on_one_host)
+    local_peers = local_peers_of(rank, [fields[2] for fields in found])
+    segments, problem = _open_all(found, exchange, own, local_peers)
+    exchange.post("opened", problem)
+    problems = [text for text in collect_from(exchange, "opened", range(exchange.size)) if text]
     if problems:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
-        return Outcome(transport, posts, are_on_one_host=on_one_host)
-    return Outcome(transport, posts, mates, segments, tuple(found[mate][4][0] for mate in mates), on_one_host)
+        return Outcome(transport, exchange, are_on_one_host=on_one_host)
+    return Outcome(
+        transport, exchange, local_peers, segments, tuple(found[peer][4][0] for peer in local_peers), on_one_host
+    )
 
 
 def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:
@@ -348,43 +350,46 @@ def _create(num_bytes: int) -> tuple[Segment | None, str]:
 
 
 def _open_all(
-    found: Sequence[Sequence[Any]], posts: Posts, own: Segment | None, mates: range
+    found: Sequence[Sequence[Any]], exchange: StoreExchange, own: Segment | None, local_peers: range
 ) -> tuple[tuple[Segment, ...], str]:
     problem = next((fields[3] for fields in found if fields[3]), "")
-    if not problem and not mates:
+    if not problem and not local_peers:
         problem = "they are on different hosts"
         if len({fields[2] for fields in found}) < len(found):
             problem += ", not as many on each, or not side by side"
-    if not problem and len({found[mate][4][0] for mate in mates}) < len(mates):
+    if not problem and len({found[peer][4][0] for peer in local_peers}) < len(local_peers):
         problem = "some are threads of one process"
     if problem or own is None:
         return (), problem or "no segment of its own"
     segments: list[Segment] = []
-    for mate in mates:
+    for peer in local_peers:
         try:
-            segments.append(own if mate == posts.rank else Segment.open(SegmentAddress(*found[mate][4])))
+            segments.append(own if peer == exchange.rank else Segment.open(SegmentAddress(*found[peer][4])))
         except OSError as error:
-            return (), f"rank {posts.members[posts.rank]} cannot open the memory of rank {posts.members[mate]}: {error}"
+            return (
+                (),
+                f"rank {exchange.members[exchange.rank]} cannot open the memory of rank {exchange.members[peer]}: {error}",
+            )
     return tuple(segments), ""
 
 
 # Words of a segment's header: written by its owner, polled by the others.  All but the first are stamps, see _stamp.
-_EPOCH = 0  # one more whenever this rank, or one that it has heard of, has left a span by an exception
-_OPEN = 1  # the span entered last, with the flags below
-CLOSED = 2  # the last span that this rank has done its part of
-_LEFT = 3  # the last span that this rank has left by an exception
+_EPOCH = 0  # one more whenever this rank, or one that it has heard of, has left a pass by an exception
+_OPEN = 1  # the pass entered last, with the flags below
+CLOSED = 2  # the last pass that this rank has done its part of
+_LEFT = 3  # the last pass that this rank has left by an exception
 _LATE = 4  # the epoch that this rank left because a peer was late, and, in the low bits, 1 + which
 FIRST_FREE = 5  # from here on: words of those who move bytes
 
-_live: weakref.WeakSet[Mates] = weakref.WeakSet()  # those of this process, which leaves them all when it ends
+_live: weakref.WeakSet[LocalPeers] = weakref.WeakSet()  # those of this process, which leaves them all when it ends
 
 _WANTS_COLLECTIVES, _IN_BACKWARD = 1, 2  # flags of _OPEN
-_CALL_BITS, _SPAN_BITS = 20, 24
+_CALL_BITS, _PASS_BITS = 20, 24
 
 
-def _stamp(epoch: int, span: int, call: int = 0) -> int:
-    """Return a number that grows with the epoch, then with the span in it, then with the call in that."""
-    return (epoch << _SPAN_BITS | span) << _CALL_BITS | call
+def _stamp(epoch: int, pass_number: int, call: int = 0) -> int:
+    """Return a number that grows with the epoch, then with the pass in it, then with the call in that."""
+    return (epoch << _PASS_BITS | pass_number) << _CALL_BITS | call
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,11 +413,11 @@ class HostGroup:
     places_of: Callable[[int, int], Sequence[ArenaPlace]]
 
 
-class Mates:
+class LocalPeers:
     """This rank's words and those of the others of its host, who are numbered by their places on it.
 
-    Spans are counted from the last exception on: a rank that leaves a span by one enters a new epoch, the others follow with
-    an error when they next look at it, and all meet in the first span of that epoch.
+    Passes are counted from the last exception on: a rank that leaves a pass by one enters a new epoch, the others follow with
+    an error when they next look at it, and all meet in the first pass of that epoch.
 
     Args:
         host: the ranks.
@@ -420,14 +425,14 @@ class Mates:
         signs: words of those who move bytes that errors tell of, and what each counts.
 
     Attributes:
-        others: the places of the others.  kind: of the last span.
+        others: the places of the others.  kind: of the last pass.
         blamed: the rank that the last error here was about.
     """
 
     def __init__(self, host: HostGroup, timeout_s: float, signs: Sequence[tuple[int, str]] = ()) -> None:
         assert len(host.segments) == len(host.pids) == len(host.ranks)
         self.others = tuple(place for place in range(len(host.segments)) if place != host.place)
-        self.kind: SpanKind = "forward"
+        self.kind: PassKind = "forward"
         self.blamed = host.ranks[host.place]
         self._ranks, self._pids, self._signs = host.ranks, host.pids, signs
         self._members, self._name = host.members, host.members[self.blamed]
@@ -436,16 +441,16 @@ class Mates:
         assert max(host.ranks) + 1 < 1 << _CALL_BITS
         self._alive = {place: Liveness(host.pids[place]) for place in self.others}
         self._timeout_s = timeout_s
-        self._epoch = self._span = 0
+        self._epoch = self._pass_number = 0
         _live.add(self)
 
-    # ---- spans ----
+    # ---- passes ----
 
-    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
-        """Enter a span with the others; return True unless one wants collectives.  Who gets an error aborts."""
+    def open(self, kind: PassKind, wants_collectives: bool) -> bool:
+        """Enter a pass with the others; return True unless one wants collectives.  Who gets an error aborts."""
         what = f"the start of a {kind}"
         self._check_epochs(what)
-        self._span += 1
+        self._pass_number += 1
         self.kind = kind
         flags = _IN_BACKWARD * (kind == "backward")
         self._mine[_OPEN] = self.start | flags | wants_collectives
@@ -460,7 +465,7 @@ class Mates:
         if found >> _CALL_BITS != word >> _CALL_BITS:
             if words[_LEFT] >> _CALL_BITS == word >> _CALL_BITS:
                 return  # it was there: this rank may come to the same exception, and hears of the other's when it needs it
-            if found >> (_CALL_BITS + _SPAN_BITS) != self._epoch:
+            if found >> (_CALL_BITS + _PASS_BITS) != self._epoch:
                 self._check_epoch(place, what)
         if found != word:
             other = "forward" if word & _IN_BACKWARD else "backward"
@@ -471,7 +476,7 @@ class Mates:
             )
 
     def close(self, waits: Callable[[str], None]) -> None:
-        """Leave the span; a backward ends for nobody before all have done their part of it.
+        """Leave the pass; a backward ends for nobody before all have done their part of it.
 
         ``waits(what)`` returns when no other reads in this forward what is about to change.
         """
@@ -485,12 +490,12 @@ class Mates:
         self._mine[CLOSED] = self.start
 
     def abort(self) -> None:
-        """Leave the span by an exception."""
+        """Leave the pass by an exception."""
         # One epoch for all that leave because of each other.
         newest = max(self._words[place][_EPOCH] for place in self.others)
         self._mine[_LEFT] = self.start
         self._epoch = newest if newest > self._epoch else self._epoch + 1
-        self._span = 0
+        self._pass_number = 0
         self._mine[_EPOCH] = self._epoch
 
     def meet_after_exception(self, what: str) -> None:
@@ -506,15 +511,15 @@ class Mates:
 
     @property
     def start(self) -> int:
-        """The stamp of the span."""
-        return _stamp(self._epoch, self._span)
+        """The stamp of the pass."""
+        return _stamp(self._epoch, self._pass_number)
 
     def stamp(self, index: int) -> int:
-        """Return the stamp of collective number ``index`` of its kind in this span; -1: of none yet."""
-        return _stamp(self._epoch, self._span, index + 1)
+        """Return the stamp of collective number ``index`` of its kind in this pass; -1: of none yet."""
+        return _stamp(self._epoch, self._pass_number, index + 1)
 
     def long_stamp(self, index: int) -> int:
-        """Return the stamp of number ``index`` of what is counted from span to span, from the last exception on."""
+        """Return the stamp of number ``index`` of what is counted from pass to pass, from the last exception on."""
         return _stamp(self._epoch, 0) + index + 1
 
     def say(self, word: int, value: int) -> None:
@@ -532,7 +537,7 @@ class Mates:
     def wait_for_all(self, word: int, at_least: int, what: str) -> None:
         """Wait until all others have said ``at_least`` that.
 
-        Raises: TransportError if one is gone, has left the span by an exception, or does not come in time.
+        Raises: TransportError if one is gone, has left the pass by an exception, or does not come in time.
         """
         for place in self.others:
             if self._words[place][word] < at_least:
@@ -605,18 +610,18 @@ class Mates:
     def _last_sign(self, place: int) -> str:
         """Say what the words of the rank at ``place`` show that it has done last."""
         words, name = self._words[place], self.name_of(place)
-        span, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
-        if not span:
+        pass_number, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
+        if not pass_number:
             return f"rank {name} had not begun it"
-        which = "the same" if span == mine else "an earlier" if span < mine else "a later"
+        which = "the same" if pass_number == mine else "an earlier" if pass_number < mine else "a later"
         kind = "backward" if words[_OPEN] & _IN_BACKWARD else "forward"
         done = [
             f"{words[word] & (1 << _CALL_BITS) - 1} {what}"
             for word, what in self._signs
-            if words[word] >> _CALL_BITS == span
+            if words[word] >> _CALL_BITS == pass_number
         ]
         counts = f" ({', '.join(done)})" if done else ""
-        ended = ", which it has finished" if words[CLOSED] >> _CALL_BITS == span else ""
+        ended = ", which it has finished" if words[CLOSED] >> _CALL_BITS == pass_number else ""
         return f"rank {name} was last in {which} {kind}{counts}{ended}"
 
     def _has_stayed(self, place: int) -> bool:
@@ -624,8 +629,8 @@ class Mates:
 
 
 def _leave_all() -> None:
-    for mates in list(_live):
-        mates.abort()
+    for local_peers in list(_live):
+        local_peers.abort()
 
 
-farewells.append(_leave_all)
+exit_hooks.append(_leave_all)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, Lease
+from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.collectives.host.shared_memory import HostLink
-from shardwise.collectives.protocol import BucketEnds, GatherEnds, Pending, Scale, ScatterEnds
-from shardwise.collectives.routes import SpanKind, can_sum_in_parts, pack_parts, section_parts, sum_sections
+from shardwise.collectives.protocol import BucketEnds, GatherEnds, Handle, Scale, ScatterEnds
+from shardwise.collectives.routes import PassKind, can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import wait_all
 from shardwise.errors import TransportError
@@ -91,7 +91,7 @@ def _section_bytes(bucket: BucketEnds) -> int:
 
 
 class Inboxes:
-    """``NUM_INBOXES`` in every segment of a host, used in turns by all-gathers number 0, 1, 2, ... of a span.
+    """``NUM_INBOXES`` in every segment of a host, used in turns by all-gathers number 0, 1, 2, ... of a pass.
 
     A rank receives there the sections of its column: for each bucket, those of the other hosts in their order.
 
@@ -107,9 +107,9 @@ class Inboxes:
         self._others = [[rank for rank in column if rank not in inside.ranks] for column in columns]
         self._parts: dict[tuple[int, int], tuple[Bucket, list[torch.Tensor]]] = {}
 
-    def takes(self, pieces: GatherEnds) -> bool:
+    def takes(self, ends: GatherEnds) -> bool:
         """True if all sections of this all-gather have room; the same on every rank."""
-        return sum(_section_bytes(each) for each in pieces.buckets()) * len(self._others[0]) <= self._slot_bytes
+        return sum(_section_bytes(each) for each in ends.buckets()) * len(self._others[0]) <= self._slot_bytes
 
     def windows(self, index: int, buckets: Sequence[BucketEnds]) -> list[dict[int, torch.Tensor]]:
         """Return where in this rank's inbox each bucket's sections come to, by the rank that sends them."""
@@ -150,7 +150,7 @@ class Inboxes:
 
 
 # Apart from tags that users of the same group are likely to choose.
-_TAG_SPAN, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
+_TAG_PASS, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
 MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
 # Of what travels together on one host: there a collective of less costs less than its messages (benchmarks/small_units.py).
 # Between hosts messages take fewer bytes of the cable.
@@ -160,7 +160,7 @@ MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Words about a span: its number, whether it is a backward, who wants collectives, 1 + who is to blame if it is none."""
+    """Words about a pass: its number, whether it is a backward, who wants collectives, 1 + who is to blame if it is none."""
 
     mine: torch.Tensor
     theirs: dict[int, torch.Tensor]
@@ -193,12 +193,12 @@ class PeerLink:
         self.peers = tuple(found[(place + step) % self.size] for step in range(1, self.size))
         self.pool = pool
         self.is_on_one_host = False
-        self._span = 0
+        self._pass_number = 0
         self._sends: list[dist.Work] = []
 
-    # ---- spans ----
+    # ---- passes ----
 
-    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+    def open(self, kind: PassKind, wants_collectives: bool) -> bool:
         found = self._exchange([kind == "backward", wants_collectives, 0])
         try:
             self.wait_all(found.works)
@@ -206,13 +206,13 @@ class PeerLink:
             keep(self.group, found.works)
             raise
         for peer, words in found.theirs.items():
-            span, is_backward, wants, blamed = words.tolist()
-            if [span, is_backward] != found.mine[:2].tolist():
+            pass_number, is_backward, wants, blamed = words.tolist()
+            if [pass_number, is_backward] != found.mine[:2].tolist():
                 names = self._members()
                 raise TransportError(
-                    f"rank {names[peer]} starts a {'backward' if is_backward else 'forward'} (number {span}) where rank "
-                    f"{names[self.rank]} starts a {kind} (number {self._span}); every rank must make the same calls in the "
-                    "same order"
+                    f"rank {names[peer]} starts a {'backward' if is_backward else 'forward'} (number {pass_number}) where rank "
+                    f"{names[self.rank]} starts a {kind} (number {self._pass_number}); every rank must make the same calls "
+                    "in the same order"
                 )
             if blamed:
                 names = self._members()
@@ -227,17 +227,17 @@ class PeerLink:
         """Return the global ranks, as errors name them."""
         return self._named or dist.get_process_group_ranks(self.group)
 
-    def refuse(self, kind: SpanKind, blamed: int) -> None:
-        """Enter a span for nothing but letting the others know, without waiting, that rank ``blamed`` does not."""
+    def refuse(self, kind: PassKind, blamed: int) -> None:
+        """Enter a pass for nothing but letting the others know, without waiting, that rank ``blamed`` does not."""
         found = self._exchange([kind == "backward", False, blamed + 1])
         keep(self.group, found.works, [found])
 
     def _exchange(self, words: list[int]) -> _Exchange:
-        self._span += 1
-        mine = torch.tensor([self._span, *words], dtype=torch.int64, device="cpu")
+        self._pass_number += 1
+        mine = torch.tensor([self._pass_number, *words], dtype=torch.int64, device="cpu")
         theirs = {peer: torch.empty_like(mine) for peer in self.peers}
-        works = [self.send(mine, peer, _TAG_SPAN) for peer in self.peers]
-        works += [self.recv(theirs[peer], peer, _TAG_SPAN) for peer in self.peers]
+        works = [self.send(mine, peer, _TAG_PASS) for peer in self.peers]
+        works += [self.recv(theirs[peer], peer, _TAG_PASS) for peer in self.peers]
         return _Exchange(mine, theirs, works)
 
     def close(self) -> None:
@@ -250,12 +250,12 @@ class PeerLink:
 
     # ---- collectives ----
 
-    def takes_gather(self, pieces: GatherEnds) -> bool:
-        buckets = pieces.buckets()
+    def takes_gather(self, ends: GatherEnds) -> bool:
+        buckets = ends.buckets()
         return bool(buckets) and all(self._is_worth(each.layout, each.full_dtype.itemsize) for each in buckets)
 
-    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
-        return self._is_worth(pieces.layout, pieces.dtype.itemsize) and can_sum_in_parts(scale, self.size)
+    def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
+        return self._is_worth(ends.layout, ends.dtype.itemsize) and can_sum_in_parts(scale, self.size)
 
     def _is_worth(self, layout: Bucket, itemsize: int) -> bool:
         least = LEAST_BYTES_ON_HOST if self.is_on_one_host else 0
@@ -267,11 +267,11 @@ class PeerLink:
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         return (self.size - 1) * (layout.section_numel + layout.tail_numel) * itemsize
 
-    def all_gather(self, pieces: GatherEnds) -> Pending:
-        return _MessageGather(self, pieces)
+    def all_gather(self, ends: GatherEnds) -> Handle:
+        return _MessageGather(self, ends)
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
-        return _MessageScatter(self, pieces, scale)
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
+        return _MessageScatter(self, ends, scale)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Launch; ``tensor``: contiguous, unchanged until the message is received."""
@@ -290,7 +290,7 @@ class PeerLink:
             raise
 
     def wait_sends_at_close(self, works: list[dist.Work]) -> None:
-        """Leave these sends to the end of the span: what they read does not change before."""
+        """Leave these sends to the end of the pass: what they read does not change before."""
         self._sends += works
 
 
@@ -299,8 +299,8 @@ class _MessageGather:
 
     holds_input = True
 
-    def __init__(self, link: PeerLink, pieces: GatherEnds) -> None:
-        self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, ends) for ends in pieces.buckets()]
+    def __init__(self, link: PeerLink, ends: GatherEnds) -> None:
+        self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, bucket_ends) for bucket_ends in ends.buckets()]
 
     def is_done(self) -> bool:
         return not self._buckets  # gloo says of messages that they are done only to those who wait
@@ -322,19 +322,19 @@ class _MessageGather:
 
 
 class _GatherBucket:
-    def __init__(self, link: PeerLink, ends: BucketEnds) -> None:
-        self._link, self._ends = link, ends
-        layout, large = ends.layout, ends.layout.num_large
-        self._section = section = ends.section()
+    def __init__(self, link: PeerLink, bucket_ends: BucketEnds) -> None:
+        self._link, self._bucket_ends = link, bucket_ends
+        layout, large = bucket_ends.layout, bucket_ends.layout.num_large
+        self._section = section = bucket_ends.section()
         mine = section_parts(layout, section, link.rank)[:large]
         tail = section.narrow(0, layout.tail_start, layout.tail_numel)
         tail_bytes = layout.tail_numel * section.element_size()
-        self._tails = {peer: link.pool.lease(tail_bytes) for peer in link.peers}
-        self._strided: list[tuple[torch.Tensor, Lease]] = []
+        self._tails = {peer: link.pool.acquire(tail_bytes) for peer in link.peers}
+        self._strided: list[tuple[torch.Tensor, PooledBuffer]] = []
         self._sends: list[dist.Work] = []
         self._recvs: list[dist.Work] = []
         for peer in link.peers:
-            for part, target in zip(mine, ends.full_parts(peer)[:large], strict=True):
+            for part, target in zip(mine, bucket_ends.full_parts(peer)[:large], strict=True):
                 if target.numel():
                     self._recvs.append(self._receive(target, peer))
                 if part.numel():
@@ -347,48 +347,50 @@ class _GatherBucket:
         if target.is_contiguous():
             return self._link.recv(target.reshape(-1), peer, TAG_GATHER)
         # A window with gaps: of a parameter that is not cut along dim 0.
-        lease = self._link.pool.lease(target.numel() * target.element_size())
-        self._strided.append((target, lease))
-        return self._link.recv(lease.tensor(target.dtype), peer, TAG_GATHER)
+        buffer = self._link.pool.acquire(target.numel() * target.element_size())
+        self._strided.append((target, buffer))
+        return self._link.recv(buffer.tensor(target.dtype), peer, TAG_GATHER)
 
     def finish(self) -> None:
-        layout, link = self._ends.layout, self._link
-        torch_private.copy_all(self._ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
+        layout, link = self._bucket_ends.layout, self._link
+        torch_private.copy_all(self._bucket_ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
         link.wait_all(self._recvs)
-        for target, lease in self._strided:
-            target.copy_(lease.tensor(target.dtype).view(target.shape))
+        for target, buffer in self._strided:
+            target.copy_(buffer.tensor(target.dtype).view(target.shape))
         first = layout.num_large
         if layout.tail_numel:
-            for peer, lease in self._tails.items():
-                tail = lease.tensor(self._section.dtype)
-                torch_private.copy_all(self._ends.full_parts(peer)[first:], section_parts(layout, tail, peer, first))
-        if self._section.dtype is self._ends.dtype:  # they read the shards
+            for peer, buffer in self._tails.items():
+                tail = buffer.tensor(self._section.dtype)
+                torch_private.copy_all(
+                    self._bucket_ends.full_parts(peer)[first:], section_parts(layout, tail, peer, first)
+                )
+        if self._section.dtype is self._bucket_ends.dtype:  # they read the shards
             link.wait_sends_at_close(self._sends)
             self._sends = []
         else:
             link.wait_all(self._sends)
-        for lease in self._take_leases():
-            lease.release()
+        for buffer in self._take_buffers():
+            buffer.release()
 
     def cancel(self) -> None:
         if all(let_end(works, self._link.group) for works in (self._recvs, self._sends)):
-            for lease in self._take_leases():
-                lease.release()
+            for buffer in self._take_buffers():
+                buffer.release()
         else:
             self.leave()
 
     def leave(self) -> None:
         """Leave what has not ended, and all that it may write to, to itself."""
-        memory = [lease.lose() for lease in self._take_leases()]
+        memory = [buffer.lose() for buffer in self._take_buffers()]
         if self._recvs:
-            memory.append(self._ends.lose_full())
+            memory.append(self._bucket_ends.lose_full())
         keep(self._link.group, self._recvs + self._sends, memory)
         self._recvs, self._sends = [], []
 
-    def _take_leases(self) -> list[Lease]:
-        leases = [*self._tails.values(), *(lease for _, lease in self._strided)]
+    def _take_buffers(self) -> list[PooledBuffer]:
+        buffers = [*self._tails.values(), *(buffer for _, buffer in self._strided)]
         self._tails, self._strided = {}, []
-        return leases
+        return buffers
 
 
 class _MessageScatter:
@@ -396,17 +398,17 @@ class _MessageScatter:
 
     holds_input = True
 
-    def __init__(self, link: PeerLink, pieces: ScatterEnds, scale: Scale) -> None:
+    def __init__(self, link: PeerLink, ends: ScatterEnds, scale: Scale) -> None:
         self._link, self._scale = link, scale
-        self._pieces: ScatterEnds | None = pieces
-        layout, dtype, large = pieces.layout, pieces.dtype, pieces.layout.num_large
-        self._received = {peer: link.pool.lease(layout.section_numel * dtype.itemsize) for peer in link.peers}
-        self._tails = {peer: link.pool.lease(layout.tail_numel * dtype.itemsize) for peer in link.peers}
+        self._ends: ScatterEnds | None = ends
+        layout, dtype, large = ends.layout, ends.dtype, ends.layout.num_large
+        self._received = {peer: link.pool.acquire(layout.section_numel * dtype.itemsize) for peer in link.peers}
+        self._tails = {peer: link.pool.acquire(layout.tail_numel * dtype.itemsize) for peer in link.peers}
         self._works: list[dist.Work] = []
         self._packed: list[torch.Tensor] = []
         for peer in link.peers:
             section = self._received[peer].tensor(dtype)
-            theirs = pieces.full_parts(peer)
+            theirs = ends.full_parts(peer)
             for window, part in zip(section_parts(layout, section, link.rank)[:large], theirs[:large], strict=True):
                 if window.numel():
                     self._works.append(link.recv(window.reshape(-1), peer, TAG_SCATTER))
@@ -422,47 +424,47 @@ class _MessageScatter:
                 self._works.append(link.send(tail, peer, TAG_SCATTER))
 
     def is_done(self) -> bool:
-        return self._pieces is None  # gloo says of messages that they are done only to those who wait
+        return self._ends is None  # gloo says of messages that they are done only to those who wait
 
     def wait(self) -> None:
-        pieces, self._pieces = self._pieces, None
-        if pieces is None:
+        ends, self._ends = self._ends, None
+        if ends is None:
             return
         try:
             self._link.wait_all(self._works)
         except BaseException:
             self._leave()
             raise
-        link, layout, dtype = self._link, pieces.layout, pieces.dtype
-        out = pieces.target()
-        pack_parts(layout, pieces.full_parts(link.rank), out, link.rank)
+        link, layout, dtype = self._link, ends.layout, ends.dtype
+        out = ends.target()
+        pack_parts(layout, ends.full_parts(link.rank), out, link.rank)
         sections = [out if rank == link.rank else self._received[rank].tensor(dtype) for rank in range(link.size)]
         sum_sections(layout, sections, self._scale, link.rank, out)
         self._release()
-        pieces.deliver(out)
+        ends.deliver(out)
 
     def cancel(self) -> None:
-        if self._pieces is not None:
-            self._pieces = None
+        if self._ends is not None:
+            self._ends = None
             if let_end(self._works, self._link.group):
                 self._release()
             else:
                 self._leave()
 
     def _leave(self) -> None:
-        memory = [lease.lose() for lease in self._take_leases()]
+        memory = [buffer.lose() for buffer in self._take_buffers()]
         keep(self._link.group, self._works, [*memory, *self._packed])
         self._works, self._packed = [], []
 
     def _release(self) -> None:
         self._packed.clear()
-        for lease in self._take_leases():
-            lease.release()
+        for buffer in self._take_buffers():
+            buffer.release()
 
-    def _take_leases(self) -> list[Lease]:
-        leases = [*self._received.values(), *self._tails.values()]
+    def _take_buffers(self) -> list[PooledBuffer]:
+        buffers = [*self._received.values(), *self._tails.values()]
         self._received, self._tails = {}, {}
-        return leases
+        return buffers
 
 
 def is_worth_messages(layout: Bucket) -> bool:

@@ -1,6 +1,6 @@
 """Ranks of one host that read each other's shards and gradients in shared memory.
 
-An all-gather copies every rank's section from where it is stored, without its owner's help: in a span nobody changes
+An all-gather copies every rank's section from where it is stored, without its owner's help: in a pass nobody changes
 shards.  A reduce-scatter copies each rank's parts of the gradients to the sender's outbox, from where that rank adds them.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from shardwise import torch_private
-from shardwise.collectives.host.local_peers import CLOSED, FIRST_FREE, NUM_WORDS, ArenaPlace, HostGroup, Mates
+from shardwise.collectives.host.local_peers import CLOSED, FIRST_FREE, NUM_WORDS, ArenaPlace, HostGroup, LocalPeers
 from shardwise.collectives.protocol import (
     BucketEnds,
     GatherEnds,
-    Pending,
+    Handle,
     Scale,
     ScatterEnds,
     SumContents,
@@ -26,7 +26,7 @@ from shardwise.collectives.protocol import (
 )
 from shardwise.collectives.routes import (
     ByBackend,
-    SpanKind,
+    PassKind,
     add_up,
     can_sum_in_parts,
     pack_parts,
@@ -89,13 +89,13 @@ class Sums:
     """What ranks of one host sum.
 
     Args:
-        mates: the ranks.  place: this rank's among them.
+        local_peers: the ranks.  place: this rank's among them.
         slots: where.
         view: ``view(place, start, numel, dtype)`` returns memory of a rank's segment.
     """
 
-    def __init__(self, mates: Mates, place: int, slots: SumSlots, view: View) -> None:
-        self._mates, self._place, self._num_ranks = mates, place, len(mates.others) + 1
+    def __init__(self, local_peers: LocalPeers, place: int, slots: SumSlots, view: View) -> None:
+        self._local_peers, self._place, self._num_ranks = local_peers, place, len(local_peers.others) + 1
         self._word, self._start, self._slot_bytes, self._view = slots.word, slots.start, slots.num_bytes, view
         self._num_chunks = 0
         self._chunks: deque[_Chunk] = deque()
@@ -107,8 +107,8 @@ class Sums:
 
     def all_reduce(
         self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None, by_backend: ByBackend
-    ) -> Pending:
-        """Launch the sum of the contiguous ``tensor`` over the ranks, in place; ``wait`` or the end of the span ends it.
+    ) -> Handle:
+        """Launch the sum of the contiguous ``tensor`` over the ranks, in place; ``wait`` or the end of the pass ends it.
 
         Raises: TransportError if a rank is gone, or sums something else in an earlier sum whose slots are needed.
         """
@@ -157,50 +157,52 @@ class Sums:
 
     def go_on(self) -> None:
         """Do what can be done without waiting."""
-        chunks, mates = self._chunks, self._mates
+        chunks, local_peers = self._chunks, self._local_peers
         for chunk in chunks:
             if not chunk.is_summed:
-                is_posted = mates.have_said(self._word + _SUM_POSTED, mates.long_stamp(chunk.index))
+                is_posted = local_peers.have_said(self._word + _SUM_POSTED, local_peers.long_stamp(chunk.index))
                 if not is_posted or self._goes_by_backend(chunk):  # the backend waits
                     break
                 self._sum(chunk)
         while chunks and chunks[0].is_summed:
-            if not mates.have_said(self._word + _SUMMED, mates.long_stamp(chunks[0].index)):
+            if not local_peers.have_said(self._word + _SUMMED, local_peers.long_stamp(chunks[0].index)):
                 break
             self._take(chunks.popleft())
 
     def _wait(self, word: int, index: int, chunk: _Chunk) -> None:
         what = f"the sum of gradients of {_label(chunk.of.contents)}"
-        self._mates.wait_for_all(self._word + word, self._mates.long_stamp(index), what)
+        self._local_peers.wait_for_all(self._word + word, self._local_peers.long_stamp(index), what)
 
     def _say(self, word: int, chunk: _Chunk) -> None:
-        self._mates.say(self._word + word, self._mates.long_stamp(chunk.index))
+        self._local_peers.say(self._word + word, self._local_peers.long_stamp(chunk.index))
 
     def _post(self, chunk: _Chunk) -> None:
         self.go_on()
         if not chunk.index:
-            self._mates.meet_after_exception(f"the sum of gradients of {_label(chunk.of.contents)}")
+            self._local_peers.meet_after_exception(f"the sum of gradients of {_label(chunk.of.contents)}")
         free = chunk.index - NUM_SUM_SLOTS  # the chunk that was in the slot
         if free >= 0:
             self.finish(free)
             self._wait(_SUM_CONSUMED, free, chunk)
         wants_backend = chunk.of.by_backend.is_wanted
-        for place in () if wants_backend else self._mates.others:  # the own slice is added where it is
+        for place in () if wants_backend else self._local_peers.others:  # the own slice is added where it is
             start, mine = self._slice(chunk, place)
             self._slot(self._place, chunk, start, mine.numel()).copy_(mine)
         self._chunks.append(chunk)
-        self._mates.say(self._label_word(chunk), chunk.label | (_WANTS_BACKEND if wants_backend else 0))
+        self._local_peers.say(self._label_word(chunk), chunk.label | (_WANTS_BACKEND if wants_backend else 0))
         self._say(_SUM_POSTED, chunk)
 
     def _goes_by_backend(self, chunk: _Chunk) -> bool:
         """True if a rank wants that; all have posted ``chunk``."""
-        word, others = self._label_word(chunk), self._mates.others
-        return chunk.of.by_backend.is_wanted or any(self._mates.hear(place, word) & _WANTS_BACKEND for place in others)
+        word, others = self._label_word(chunk), self._local_peers.others
+        return chunk.of.by_backend.is_wanted or any(
+            self._local_peers.hear(place, word) & _WANTS_BACKEND for place in others
+        )
 
     def _sum(self, chunk: _Chunk) -> None:
         """Add up this rank's slice of what all have posted."""
-        for place in self._mates.others:
-            if self._mates.hear(place, self._label_word(chunk)) & ~_WANTS_BACKEND != chunk.label:
+        for place in self._local_peers.others:
+            if self._local_peers.hear(place, self._label_word(chunk)) & ~_WANTS_BACKEND != chunk.label:
                 raise TransportError(self._in_words(chunk, place))
         chunk.goes_by_backend = self._goes_by_backend(chunk)
         start, total = self._slice(chunk, self._place)
@@ -219,7 +221,7 @@ class Sums:
 
     def _take(self, chunk: _Chunk) -> None:
         """Copy the others' slices of the sum."""
-        for place in () if chunk.goes_by_backend else self._mates.others:
+        for place in () if chunk.goes_by_backend else self._local_peers.others:
             start, its = self._slice(chunk, place)
             its.copy_(self._slot(place, chunk, start, its.numel()))
         chunk.of.is_over = chunk.index == chunk.of.last
@@ -242,7 +244,7 @@ class Sums:
         return self._word + _SUM_LABELS + chunk.index % NUM_SUM_SLOTS
 
     def _in_words(self, chunk: _Chunk, place: int) -> str:
-        mine, its = self._mates.name_of(self._place), self._mates.name_of(place)
+        mine, its = self._local_peers.name_of(self._place), self._local_peers.name_of(place)
         contents = chunk.of.contents
         return sums_something_else(_label(contents), 0 if contents is None else contents.number, mine, [its])
 
@@ -338,7 +340,7 @@ def outbox_bytes(slot: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A reduction whose parts are in the outbox: which of its span, and this rank's own section."""
+    """A reduction whose parts are in the outbox: which of its pass, and this rank's own section."""
 
     index: int
     own: torch.Tensor
@@ -354,10 +356,10 @@ class HostLink:
         sum_slot_bytes: bytes of a slot for sums in place, behind the outbox; 0: there are none.
 
     Attributes:
-        mates: the ranks of this host.  ranks: their numbers in the group.  place: this rank's among them.
+        local_peers: the ranks of this host.  ranks: their numbers in the group.  place: this rank's among them.
         num_ranks: of the group.  members: the global rank of each of them, as errors name them.
         rank: this rank's number in the group.
-        gathers: those launched in this span and not waited for yet.
+        gathers: those launched in this pass and not waited for yet.
         sums: of tensors of the ranks of this host alone.
     """
 
@@ -368,7 +370,7 @@ class HostLink:
         self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
     ) -> None:
         assert NEXT_FREE < NUM_WORDS
-        self.mates = Mates(host, timeout_s, ((_READ, "all-gathers read"), (_POSTED, "reductions begun")))
+        self.local_peers = LocalPeers(host, timeout_s, ((_READ, "all-gathers read"), (_POSTED, "reductions begun")))
         self.segments = host.segments
         self.rank = host.ranks[host.place]
         self.place, self.ranks, self.num_ranks, self.members = host.place, host.ranks, len(host.members), host.members
@@ -382,13 +384,13 @@ class HostLink:
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         behind = outbox + outbox_bytes(slot_bytes)
-        self.sums = Sums(self.mates, self.place, SumSlots(_SUMS, behind, sum_slot_bytes), self._view)
+        self.sums = Sums(self.local_peers, self.place, SumSlots(_SUMS, behind, sum_slot_bytes), self._view)
 
-    # ---- spans ----
+    # ---- passes ----
 
-    def open(self, kind: SpanKind, wants_collectives: bool) -> bool:
+    def open(self, kind: PassKind, wants_collectives: bool) -> bool:
         try:
-            is_agreed = self.mates.open(kind, wants_collectives)
+            is_agreed = self.local_peers.open(kind, wants_collectives)
             self._num_gathers = self._num_reductions = 0
             self._find_sections()
         except BaseException:
@@ -398,12 +400,12 @@ class HostLink:
 
     def say_where(self, number: int) -> None:
         """Let the others know that this rank has said for the ``number``-th time where its sections lie."""
-        self.mates.say(_SECTIONS, number)
+        self.local_peers.say(_SECTIONS, number)
         self._places.pop(self.place, None)
 
     def _find_sections(self) -> None:
         for place, rank in enumerate(self.ranks):
-            number = self.mates.hear(place, _SECTIONS)
+            number = self.local_peers.hear(place, _SECTIONS)
             known = self._places.get(place)
             if known is None or known[0] != number:
                 self._places[place] = number, self._places_of(rank, number)
@@ -412,16 +414,20 @@ class HostLink:
     def close(self) -> None:
         for gather in list(self.gathers):
             gather.wait()
-        self.mates.say(_READ, self.mates.stamp(self._num_gathers - 1))
-        self.mates.close(self._wait_for_readers)
+        self.local_peers.say(_READ, self.local_peers.stamp(self._num_gathers - 1))
+        self.local_peers.close(self._wait_for_readers)
 
     def _wait_for_readers(self, what: str) -> None:
-        mates, start, last = self.mates, self.mates.start, self.mates.stamp(self._num_gathers - 1)
-        for place in mates.others if self._num_gathers else ():
-            # A rank that has made fewer all-gathers has left the span, or will.
-            mates.wait_for(
+        local_peers, start, last = (
+            self.local_peers,
+            self.local_peers.start,
+            self.local_peers.stamp(self._num_gathers - 1),
+        )
+        for place in local_peers.others if self._num_gathers else ():
+            # A rank that has made fewer all-gathers has left the pass, or will.
+            local_peers.wait_for(
                 place,
-                lambda place=place: mates.hear(place, _READ) >= last or mates.hear(place, CLOSED) >= start,
+                lambda place=place: local_peers.hear(place, _READ) >= last or local_peers.hear(place, CLOSED) >= start,
                 what,
             )
 
@@ -431,29 +437,29 @@ class HostLink:
         self.gathers.clear()
         self._scatters.clear()
         self.sums.forget()
-        self.mates.abort()
+        self.local_peers.abort()
 
     # ---- all-gathers ----
 
-    def takes_gather(self, pieces: GatherEnds) -> bool:
-        buckets = pieces.buckets()
+    def takes_gather(self, ends: GatherEnds) -> bool:
+        buckets = ends.buckets()
         return bool(buckets) and all(bucket.number is not None for bucket in buckets)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         return 0, False
 
-    def all_gather(self, pieces: GatherEnds) -> Pending:
-        gather = _HostGather(self, pieces)
+    def all_gather(self, ends: GatherEnds) -> Handle:
+        gather = _HostGather(self, ends)
         self._num_gathers += 1
         self.gathers.append(gather)
         return gather
 
-    def read_sections(self, pieces: GatherEnds) -> None:
+    def read_sections(self, ends: GatherEnds) -> None:
         """Copy the sections of this host's ranks to the full parameters."""
-        for bucket in pieces.buckets():
+        for bucket in ends.buckets():
             for place, rank in enumerate(self.ranks):
                 torch_private.copy_all(bucket.full_parts(rank), self._section_parts(bucket, place))
-        self.mates.say(_READ, self.mates.stamp(self._num_gathers - len(self.gathers) - 1))
+        self.local_peers.say(_READ, self.local_peers.stamp(self._num_gathers - len(self.gathers) - 1))
 
     def _section_parts(self, bucket: BucketEnds, place: int) -> list[torch.Tensor]:
         assert bucket.number is not None
@@ -467,22 +473,22 @@ class HostLink:
 
     # ---- reductions ----
 
-    def takes_scatter(self, pieces: ScatterEnds, scale: Scale) -> bool:
-        num_bytes = pieces.section_numel * pieces.dtype.itemsize
+    def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
+        num_bytes = ends.section_numel * ends.dtype.itemsize
         return slot_bytes(num_bytes, self.num_ranks) <= self._slot_bytes and can_sum_in_parts(scale, self.num_ranks)
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         return 0
 
-    def reduce_scatter(self, pieces: ScatterEnds, scale: Scale) -> Pending:
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         # Both sides of the slot must be free: this rank's own parts may still be in it, too.
         while self._scatters and self._scatters[0].posted.index <= self._num_reductions - NUM_SLOTS:
             self._scatters[0].wait()
-        scatter = _HostScatter(self, pieces, scale, self.post(pieces))
+        scatter = _HostScatter(self, ends, scale, self.post(ends))
         self._scatters.append(scatter)
         return scatter
 
-    def post(self, pieces: ScatterEnds) -> Posted:
+    def post(self, ends: ScatterEnds) -> Posted:
         """Copy the gradients for every rank of the group to the outbox, and let go of them.
 
         Waits until the others have read what was in the slot ``NUM_SLOTS`` reductions ago; this rank must have.
@@ -490,10 +496,12 @@ class HostLink:
         index = self._num_reductions
         self._num_reductions += 1
         if index >= NUM_SLOTS:
-            self.mates.wait_for_all(_CONSUMED, self.mates.stamp(index - NUM_SLOTS), f"gradients of {pieces.label}")
-        own = self._fill_outbox(pieces, index)
-        self.mates.say(_LABELS + index % NUM_SLOTS, _digest(pieces))
-        self.mates.say(_POSTED, self.mates.stamp(index))
+            self.local_peers.wait_for_all(
+                _CONSUMED, self.local_peers.stamp(index - NUM_SLOTS), f"gradients of {ends.label}"
+            )
+        own = self._fill_outbox(ends, index)
+        self.local_peers.say(_LABELS + index % NUM_SLOTS, _digest(ends))
+        self.local_peers.say(_POSTED, self.local_peers.stamp(index))
         return Posted(index, own)
 
     def forget_scatter(self, scatter: _HostScatter) -> None:
@@ -501,54 +509,54 @@ class HostLink:
         if scatter in self._scatters:
             self._scatters.remove(scatter)
 
-    def _fill_outbox(self, pieces: ScatterEnds, index: int) -> torch.Tensor:
+    def _fill_outbox(self, ends: ScatterEnds, index: int) -> torch.Tensor:
         """Copy the gradients to the outbox and let go of them; return this rank's own section."""
-        layout, numel = pieces.layout, pieces.section_numel
+        layout, numel = ends.layout, ends.section_numel
         if not layout.num_large:  # one copy of everything costs less than many of parts
-            pieces.fill(self._view(self.place, self._slot_start(index), self.num_ranks * numel, pieces.dtype))
-            return self._outgoing(self.place, self.rank, index, pieces)
+            ends.fill(self._view(self.place, self._slot_start(index), self.num_ranks * numel, ends.dtype))
+            return self._outgoing(self.place, self.rank, index, ends)
         for rank in range(self.num_ranks):
             if rank != self.rank:
-                pack_parts(layout, pieces.full_parts(rank), self._outgoing(self.place, rank, index, pieces), rank)
-        own = pieces.target()
-        pack_parts(layout, pieces.full_parts(self.rank), own, self.rank)
-        pieces.drop()
+                pack_parts(layout, ends.full_parts(rank), self._outgoing(self.place, rank, index, ends), rank)
+        own = ends.target()
+        pack_parts(layout, ends.full_parts(self.rank), own, self.rank)
+        ends.drop()
         return own
 
     def is_posted(self, index: int) -> bool:
         """True if every rank's parts of reduction ``index`` can be read."""
-        return self.mates.have_said(_POSTED, self.mates.stamp(index))
+        return self.local_peers.have_said(_POSTED, self.local_peers.stamp(index))
 
-    def wait_posted(self, pieces: ScatterEnds, index: int) -> None:
+    def wait_posted(self, ends: ScatterEnds, index: int) -> None:
         """Wait for every rank's parts of reduction ``index``.  Raises: TransportError if one reduces something else."""
-        self.mates.wait_for_all(_POSTED, self.mates.stamp(index), f"gradients of {pieces.label}")
-        expected = _digest(pieces)
-        for place in self.mates.others:
-            if self.mates.hear(place, _LABELS + index % NUM_SLOTS) != expected:
+        self.local_peers.wait_for_all(_POSTED, self.local_peers.stamp(index), f"gradients of {ends.label}")
+        expected = _digest(ends)
+        for place in self.local_peers.others:
+            if self.local_peers.hear(place, _LABELS + index % NUM_SLOTS) != expected:
                 its = self.members[self.ranks[place]]
                 raise TransportError(
-                    f"rank {self.members[self.rank]} reduces gradients of {pieces.label} ({pieces.section_numel} elements of "
-                    f"{pieces.dtype} per rank) as number {index} of this backward, rank {its} reduces "
+                    f"rank {self.members[self.rank]} reduces gradients of {ends.label} ({ends.section_numel} elements of "
+                    f"{ends.dtype} per rank) as number {index} of this backward, rank {its} reduces "
                     "something else. Every rank must run the same units in the same order and get gradients for the same "
                     "parameters."
                 )
 
-    def sum_posted(self, pieces: ScatterEnds, posted: Posted, scale: Scale, owner: int, out: torch.Tensor) -> None:
+    def sum_posted(self, ends: ScatterEnds, posted: Posted, scale: Scale, owner: int, out: torch.Tensor) -> None:
         """Sum what the ranks of this host have for rank ``owner`` of the group into ``out``; they have all posted it."""
         sections = [
-            posted.own if rank == owner == self.rank else self._outgoing(place, owner, posted.index, pieces)
+            posted.own if rank == owner == self.rank else self._outgoing(place, owner, posted.index, ends)
             for place, rank in enumerate(self.ranks)
         ]
-        sum_sections(pieces.layout, sections, scale, owner, out)
+        sum_sections(ends.layout, sections, scale, owner, out)
 
     def free_slot(self, index: int) -> None:
         """Take note that this rank has read all that it needs of reduction ``index``."""
-        self.mates.say(_CONSUMED, self.mates.stamp(index))
+        self.local_peers.say(_CONSUMED, self.local_peers.stamp(index))
 
-    def _outgoing(self, place: int, receiver: int, index: int, pieces: ScatterEnds) -> torch.Tensor:
-        numel = pieces.section_numel
-        start = self._slot_start(index) + receiver * numel * pieces.dtype.itemsize
-        return self._view(place, start, numel, pieces.dtype)
+    def _outgoing(self, place: int, receiver: int, index: int, ends: ScatterEnds) -> torch.Tensor:
+        numel = ends.section_numel
+        start = self._slot_start(index) + receiver * numel * ends.dtype.itemsize
+        return self._view(place, start, numel, ends.dtype)
 
     def _slot_start(self, index: int) -> int:
         return self._outbox + index % NUM_SLOTS * self._slot_bytes
@@ -562,31 +570,31 @@ class HostLink:
 
 
 class _HostGather:
-    """An all-gather that copies when it is waited for, at the latest when its span closes."""
+    """An all-gather that copies when it is waited for, at the latest when its pass closes."""
 
-    __slots__ = ("_link", "_pieces")
+    __slots__ = ("_ends", "_link")
     holds_input = False
 
-    def __init__(self, link: HostLink, pieces: GatherEnds) -> None:
+    def __init__(self, link: HostLink, ends: GatherEnds) -> None:
         self._link = link
-        self._pieces: GatherEnds | None = pieces
+        self._ends: GatherEnds | None = ends
 
     def is_done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        pieces, self._pieces = self._pieces, None
-        if pieces is not None:
+        ends, self._ends = self._ends, None
+        if ends is not None:
             self._link.gathers.remove(self)
-            self._link.read_sections(pieces)
+            self._link.read_sections(ends)
 
     def cancel(self) -> None:
-        if self._pieces is not None:
-            self._pieces = None
+        if self._ends is not None:
+            self._ends = None
             self._link.gathers.remove(self)
 
     def forget(self) -> None:
-        self._pieces = None
+        self._ends = None
 
 
 class _HostScatter:
@@ -595,34 +603,34 @@ class _HostScatter:
     This rank's own parts are copied too, so that gradients are not held for late ranks.
     """
 
-    __slots__ = ("_link", "_pieces", "_scale", "posted")
+    __slots__ = ("_ends", "_link", "_scale", "posted")
     holds_input = False
 
-    def __init__(self, link: HostLink, pieces: ScatterEnds, scale: Scale, posted: Posted) -> None:
+    def __init__(self, link: HostLink, ends: ScatterEnds, scale: Scale, posted: Posted) -> None:
         self._link = link
-        self._pieces: ScatterEnds | None = pieces
+        self._ends: ScatterEnds | None = ends
         self._scale = scale
         self.posted = posted
 
     def is_done(self) -> bool:
-        return self._pieces is None or self._link.is_posted(self.posted.index)
+        return self._ends is None or self._link.is_posted(self.posted.index)
 
     def wait(self) -> None:
-        pieces, self._pieces = self._pieces, None
-        if pieces is not None:
+        ends, self._ends = self._ends, None
+        if ends is not None:
             link, index = self._link, self.posted.index
             link.forget_scatter(self)
-            link.wait_posted(pieces, index)
-            out = pieces.target()  # where the own section is not in the outbox, which must be free again, it is this
-            link.sum_posted(pieces, self.posted, self._scale, link.rank, out)
+            link.wait_posted(ends, index)
+            out = ends.target()  # where the own section is not in the outbox, which must be free again, it is this
+            link.sum_posted(ends, self.posted, self._scale, link.rank, out)
             link.free_slot(index)
-            pieces.deliver(out)
+            ends.deliver(out)
 
     def cancel(self) -> None:
-        if self._pieces is not None:
-            self._pieces = None
+        if self._ends is not None:
+            self._ends = None
             self._link.forget_scatter(self)
 
 
-def _digest(pieces: ScatterEnds) -> int:
-    return zlib.crc32(f"{pieces.label} {pieces.section_numel} {pieces.dtype}".encode())
+def _digest(ends: ScatterEnds) -> int:
+    return zlib.crc32(f"{ends.label} {ends.section_numel} {ends.dtype}".encode())

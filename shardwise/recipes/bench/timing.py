@@ -229,7 +229,7 @@ def _time_rounds(config: BenchConfig, trained: Mapping[str, Trained], setup: Set
 
 
 def _reference_loss(setup: Setup, average: bool) -> Tensor:
-    """Train without any door, gradients averaged over ranks one by one if asked; return the loss to be reached."""
+    """Train without any API of ours, gradients averaged over ranks one by one if asked; return the loss to be reached."""
     model = setup.build_model()
     optimizer = adamw(model)
     loss = torch.zeros(())

@@ -1,4 +1,4 @@
-"""A step over all ranks: each updates its share, then every rank's share goes to all."""
+"""A step over all ranks: each updates its partition, then every rank's partition goes to all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.distributed.algorithms.join import JoinHook
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.owned import (
-    PendingBroadcast,
+    BroadcastHandle,
     launch_broadcasts,
     ranks_that_are,
     receive_tensor,
     send_tensor,
     sum_of,
 )
-from shardwise.consistency.agreement import Board
+from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import DesyncError, StateError
 from shardwise.layout import OwnedSlice
 from shardwise.zero.gradients import (
@@ -37,7 +37,7 @@ from shardwise.zero.gradients import (
 from shardwise.zero.partition import (
     Layout,
     LocalOptimizer,
-    Share,
+    RankPartition,
     addresses_of,
     describe_params,
     elements_of,
@@ -61,7 +61,7 @@ class ZeroJoinHook(JoinHook):
         self._step, self._end = step, end
 
     def main_hook(self) -> None:
-        """Update this rank's share and pass it on."""
+        """Update this rank's partition and pass it on."""
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -69,53 +69,59 @@ class ZeroJoinHook(JoinHook):
         self._end()
 
 
-def share_gradients(share: Share, board: Board, is_active: bool, what: str) -> dict[OwnedSlice, torch.Tensor] | None:
-    """Give ranks that have joined the gradients of their pieces, from the first active rank.  Collective.
+def send_joined_gradients(
+    rank_partition: RankPartition, agreement: GroupAgreement, is_active: bool, what: str
+) -> dict[OwnedSlice, torch.Tensor] | None:
+    """Give ranks that have joined the gradients of their slices, from the first active rank.  Collective.
 
     Returns what this rank has received; None on active ranks, which have gradients of their own.  DDP leaves a joined
-    rank with the gradients of its own last input; stepping on those, as torch's class does, would make its share of the
+    rank with the gradients of its own last input; stepping on those, as torch's class does, would make its partition of the
     parameters drift.
     """
-    active = ranks_that_are(is_active, board, share.params[0].device, what)
+    active = ranks_that_are(is_active, agreement, rank_partition.params[0].device, what)
     if not active:
         return None
     received: dict[OwnedSlice, torch.Tensor] | None = None
-    for rank in range(board.size):
+    for rank in range(agreement.size):
         if rank in active:
             continue
-        if board.rank == active[0]:
-            _send(share, rank, board, what)
-        elif board.rank == rank:
-            received = _receive(share, active[0], board, what)
+        if agreement.rank == active[0]:
+            _send(rank_partition, rank, agreement, what)
+        elif agreement.rank == rank:
+            received = _receive(rank_partition, active[0], agreement, what)
     return received
 
 
-def _send(share: Share, to: int, board: Board, what: str) -> None:
-    theirs = [piece for piece in share.pieces if piece.owner == to]
+def _send(rank_partition: RankPartition, to: int, agreement: GroupAgreement, what: str) -> None:
+    theirs = [owned_slice for owned_slice in rank_partition.slices if owned_slice.owner == to]
     if not theirs:
         return
-    gradients = [share.params[piece.tensor].grad for piece in theirs]
+    gradients = [rank_partition.params[owned_slice.tensor].grad for owned_slice in theirs]
     is_present = [gradient is not None for gradient in gradients]
-    send_tensor(torch.tensor(is_present, dtype=torch.uint8, device=share.params[0].device), to, board, what)
-    for piece, gradient in zip(theirs, gradients, strict=True):
+    send_tensor(
+        torch.tensor(is_present, dtype=torch.uint8, device=rank_partition.params[0].device), to, agreement, what
+    )
+    for owned_slice, gradient in zip(theirs, gradients, strict=True):
         if gradient is not None:
-            param = share.params[piece.tensor]
-            elements = elements_of(piece, param, gradient).to(param.grad_dtype or param.dtype)
-            send_tensor(elements.contiguous(), to, board, what)
+            param = rank_partition.params[owned_slice.tensor]
+            elements = elements_of(owned_slice, param, gradient).to(param.grad_dtype or param.dtype)
+            send_tensor(elements.contiguous(), to, agreement, what)
 
 
-def _receive(share: Share, source: int, board: Board, what: str) -> dict[OwnedSlice, torch.Tensor]:
+def _receive(
+    rank_partition: RankPartition, source: int, agreement: GroupAgreement, what: str
+) -> dict[OwnedSlice, torch.Tensor]:
     received: dict[OwnedSlice, torch.Tensor] = {}
-    if not share.local_pieces:
+    if not rank_partition.local_slices:
         return received
-    mask = torch.zeros(len(share.local_pieces), dtype=torch.uint8, device=share.params[0].device)
-    receive_tensor(mask, source, board, what)
-    for local, is_present in zip(share.local_pieces, mask.tolist(), strict=True):
+    mask = torch.zeros(len(rank_partition.local_slices), dtype=torch.uint8, device=rank_partition.params[0].device)
+    receive_tensor(mask, source, agreement, what)
+    for local, is_present in zip(rank_partition.local_slices, mask.tolist(), strict=True):
         if is_present:
             # Fused optimizers pair parameter and gradient by memory order: equal shapes are not enough.
             gradient = torch.empty_like(local.tensor, dtype=local.param.grad_dtype, requires_grad=False)
-            receive_tensor(flat_view(gradient), source, board, what)
-            received[local.piece] = gradient
+            receive_tensor(flat_view(gradient), source, agreement, what)
+            received[local.owned_slice] = gradient
     return received
 
 
@@ -137,7 +143,7 @@ class Arrivals:
         """True if nothing is on its way."""
         return not self._runs
 
-    def expect(self, params: Sequence[torch.Tensor], pending: Sequence[PendingBroadcast]) -> None:
+    def expect(self, params: Sequence[torch.Tensor], pending: Sequence[BroadcastHandle]) -> None:
         """Let who reads any of ``params`` wait for ``pending`` first."""
         if not pending:
             return
@@ -183,7 +189,7 @@ class _Run:
 
     __slots__ = ("has_come", "kinds", "params", "pending")
 
-    def __init__(self, params: Sequence[torch.Tensor], pending: Sequence[PendingBroadcast]) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], pending: Sequence[BroadcastHandle]) -> None:
         self.params, self.pending, self.kinds = params, pending, [type(param) for param in params]
         self.has_come = False
 
@@ -231,14 +237,14 @@ class Overlapped:
     gathers: bool = False
 
 
-class ShareStepper:
-    """Makes the steps of a rank's share; every method but the properties and ``end_join`` is made by all ranks together.
+class ZeroBackend:
+    """Makes the steps of a rank's partition; every method but the properties and ``end_join`` is made by all ranks together.
 
     It is also the owner of the gradients that :meth:`reduce` has averaged.
 
     Attributes:
-        local: the share and its optimizer; another value when a group is added.
-        board: where ranks agree, and say why they failed.
+        local: the partition and its optimizer; another value when a group is added.
+        agreement: where ranks agree, and say why they failed.
         arrivals: parameters whose new values are on their way.
         sends: what sends gradients in backward; None: nothing does.
         known: what the ranks know of each other's gradients.
@@ -248,13 +254,15 @@ class ShareStepper:
         is_joining: in ``Join``, where ranks that have run out of inputs step along.
     """
 
-    def __init__(self, local: LocalOptimizer, board: Board, packs: bool, overlap: Overlapped = Overlapped()) -> None:
-        self.local, self.board = local, board
+    def __init__(
+        self, local: LocalOptimizer, agreement: GroupAgreement, packs: bool, overlap: Overlapped = Overlapped()
+    ) -> None:
+        self.local, self.agreement = local, agreement
         self.arrivals = Arrivals()
         self.sends = (
-            EarlySends(weakref.WeakMethod(self._open_averaging)) if overlap.reduces and board.size > 1 else None
+            EarlySends(weakref.WeakMethod(self._open_averaging)) if overlap.reduces and agreement.size > 1 else None
         )
-        self._arrives_late = overlap.gathers and board.size > 1
+        self._arrives_late = overlap.gathers and agreement.size > 1
         self._averaging: Averaging | None = None
         self.known = KnownGradients()
         self.num_steps = 0
@@ -266,9 +274,9 @@ class ShareStepper:
         self._staging: dict[torch.device, BufferPool] = {}
 
     @property
-    def share(self) -> Share:
-        """This rank's share."""
-        return self.local.share
+    def rank_partition(self) -> RankPartition:
+        """This rank's partition."""
+        return self.local.rank_partition
 
     @property
     def layout(self) -> Layout:
@@ -282,12 +290,12 @@ class ShareStepper:
 
     def sum_over_ranks(self, value: torch.Tensor, is_max: bool = False) -> torch.Tensor:
         """Return the sum (or maximum) of ``value`` over the ranks, the same bits on each.  Collective."""
-        return sum_of(value, self.board.group, is_max)
+        return sum_of(value, self.agreement.group, is_max)
 
     def report_failure(self, text: str) -> None:
         """Tell the ranks whose inputs ran out in Join, which wait for this one; without Join all meet the same error."""
         if self.is_joining:
-            self.board.report_failure(f"rank {self.board.name}: {text}")
+            self.agreement.report_failure(f"rank {self.agreement.name}: {text}")
 
     # ---- what changes between steps ----
 
@@ -295,9 +303,9 @@ class ShareStepper:
         """Plan the broadcasts for the parameters as they are now."""
         packed = self._layout.packed if self._layout is not None else frozenset[int]()
         self._layout = None  # its views of parameters go first: they would count as somebody who holds them
-        self._layout = make_layout(self.share, self._packs, packed)
+        self._layout = make_layout(self.rank_partition, self._packs, packed)
         if self.sends is not None:
-            self.sends.listen(self.share)
+            self.sends.listen(self.rank_partition)
         self.consolidated = None
 
     def add_last_group(self) -> None:
@@ -314,11 +322,11 @@ class ShareStepper:
         Raises: StateError if the parameters of param groups have changed.
         """
         self.arrivals.wait()
-        layout, params = self.layout, self.share.params
+        layout, params = self.layout, self.rank_partition.params
         moving = moving_of(params)
         if moving != layout.moving or trainable_of(params) != layout.trainable:
             facts = [f"parameter {i} {'changes' if moves else 'stays'} in a step" for i, moves in enumerate(moving)]
-            self.board.agree("a step after requires_grad changed", [*describe_params(self.local.groups), *facts])
+            self.agreement.agree("a step after requires_grad changed", [*describe_params(self.local.groups), *facts])
             logger.info("the trainable parameters changed; laying out the broadcasts again")
             self.known.is_compared = False
             del layout
@@ -326,14 +334,14 @@ class ShareStepper:
         elif addresses_of(params) != layout.addresses:
             del layout
             self.lay_out()
-        if not self._has_compared and self.board.size > 1 and not torch_private.are_threads():
-            check_same_params(self.share, moving, self.board, f"step() number {self.num_steps + 1}")
+        if not self._has_compared and self.agreement.size > 1 and not torch_private.are_threads():
+            check_same_params(self.rank_partition, moving, self.agreement, f"step() number {self.num_steps + 1}")
             self._has_compared = True
         self.local.members.check(self.local.groups)
 
     def begin_join(self) -> None:
         """From here on hand gradients to the ranks that have run out of inputs."""
-        self.is_joining = self.board.size > 1
+        self.is_joining = self.agreement.size > 1
         if self.sends is not None:
             self.sends.expect(())
 
@@ -349,14 +357,16 @@ class ShareStepper:
         Raises: DesyncError where another rank failed or did not take part, naming it.
         """
         what = f"step() number {self.num_steps + 1}"
-        self.board.track.note("step", what)
-        received = share_gradients(self.share, self.board, is_active, what) if self.is_joining else None
+        self.agreement.track.note("step", what)
+        received = (
+            send_joined_gradients(self.rank_partition, self.agreement, is_active, what) if self.is_joining else None
+        )
         self.refresh()
         error: Exception | None = None
         loss: Any = None
         try:
             if closure is None:
-                self.known.check(self.share, self.board, what, has_inputs=is_active)
+                self.known.check(self.rank_partition, self.agreement, what, has_inputs=is_active)
             loss = self._update(closure, kwargs, received)
         except DesyncError:  # known to all ranks
             raise
@@ -364,10 +374,10 @@ class ShareStepper:
             error = found
         try:
             if closure is not None:
-                self.board.agree(f"the closure of {what}", error=error)
+                self.agreement.agree(f"the closure of {what}", error=error)
             elif error is not None:
-                raised = f"rank {self.board.name} raised {type(error).__name__} in {what}: {error}"
-                self.board.report_failure(raised, may_be_caught=True)
+                raised = f"rank {self.agreement.name} raised {type(error).__name__} in {what}: {error}"
+                self.agreement.report_failure(raised, may_be_caught=True)
                 raise error
         finally:
             del error
@@ -376,20 +386,20 @@ class ShareStepper:
         return loss
 
     def _send_params(self, what: str) -> None:
-        share, layout = self.share, self.layout
+        rank_partition, layout = self.rank_partition, self.layout
         # What an owner sends is written without a count: a backward through a graph of before would go on, on others alone.
-        torch.autograd.graph.increment_version(list(share.params))
+        torch.autograd.graph.increment_version(list(rank_partition.params))
         if not self._arrives_late:
-            for pending in launch_broadcasts(layout.broadcasts, self.board, what):
+            for pending in launch_broadcasts(layout.broadcasts, self.agreement, what):
                 pending.wait()
             return
-        for run in share.runs:
-            self.expect(run, launch_broadcasts(layout.broadcasts_of(run), self.board, what))
+        for run in rank_partition.runs:
+            self.expect(run, launch_broadcasts(layout.broadcasts_of(run), self.agreement, what))
 
-    def expect(self, indices: Sequence[int], pending: Sequence[PendingBroadcast]) -> None:
+    def expect(self, indices: Sequence[int], pending: Sequence[BroadcastHandle]) -> None:
         """Wait for ``pending``, which brings new values of these parameters: now, or when somebody reads them."""
         if self._arrives_late:
-            self.arrivals.expect([self.share.params[index] for index in indices], pending)
+            self.arrivals.expect([self.rank_partition.params[index] for index in indices], pending)
             return
         for each in pending:
             each.wait()
@@ -417,7 +427,7 @@ class ShareStepper:
 
     def renew(self) -> None:
         """Know nothing of the other ranks any more: after all have gone back to the state before a step."""
-        self.board.renew()
+        self.agreement.renew()
         self.known = KnownGradients()
         self._averaging = None
         self._staging.clear()
@@ -429,7 +439,7 @@ class ShareStepper:
         received: Mapping[OwnedSlice, torch.Tensor] | None,
     ) -> Any:
         if closure is None:
-            with attached(self.share, received):
+            with attached(self.rank_partition, received):
                 return self.local.step(None, kwargs)
         with ExitStack() as attachment:
 
@@ -437,8 +447,8 @@ class ShareStepper:
                 attachment.close()
                 result = closure()
                 what = f"the closure of step {self.num_steps + 1}"
-                self.known.check(self.share, self.board, what, only_warn=True)
-                attachment.enter_context(attached(self.share, received))
+                self.known.check(self.rank_partition, self.agreement, what, only_warn=True)
+                attachment.enter_context(attached(self.rank_partition, received))
                 return result
 
             return self.local.step(closure_then_attach, kwargs)
@@ -470,8 +480,8 @@ class ShareStepper:
 
     def _open_averaging(self) -> Averaging:
         if self._averaging is None:
-            means = AveragingContext(self.share, self.board, self.staging, weakref.ref(self))
-            self._averaging = Averaging(means, f"reduce_gradients() for step {self.num_steps + 1}")
+            context = AveragingContext(self.rank_partition, self.agreement, self.staging, weakref.ref(self))
+            self._averaging = Averaging(context, f"reduce_gradients() for step {self.num_steps + 1}")
         return self._averaging
 
     def drop_averaging(self) -> None:
@@ -484,9 +494,9 @@ class ShareStepper:
 
     def consolidate(self, to: int) -> None:
         """Bring the whole state to group rank ``to``, unless it is there."""
-        self.board.track.note("consolidation", f"to rank {to}")
+        self.agreement.track.note("consolidation", f"to rank {to}")
         steps = f"{self.num_steps} step(s) so far"
-        self.board.agree(f"consolidate_state_dict(to={to})", [steps, *describe_params(self.local.groups)])
+        self.agreement.agree(f"consolidate_state_dict(to={to})", [steps, *describe_params(self.local.groups)])
         if self.consolidated is None or self.consolidated.to != to:
             self.local.push_options()
-            self.consolidated = consolidate(self.local, self.board, to)
+            self.consolidated = consolidate(self.local, self.agreement, to)

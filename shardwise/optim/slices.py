@@ -1,4 +1,4 @@
-"""Parameters of any kind as pieces: the plain local tensors that a rank updates, and where they lie in the whole."""
+"""Parameters of any kind as slices: the plain local tensors that a rank updates, and where they lie in the whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_private import state_dict_hooks
 
-# ---- The hooks that users register on an optimizer for its state dicts, called where a door makes or loads these
+# ---- The hooks that users register on an optimizer for its state dicts, called where an API makes or loads these
 # itself.
 
 
@@ -227,7 +227,7 @@ class ParamSlice:
         shard: which local shard of a ShardedTensor; 0 for other kinds.
         box: its place in the whole parameter.
         stand_in: an empty tensor for a ShardedTensor of which this rank holds nothing, so that every parameter has
-            state on every rank; None for pieces that exist.
+            state on every rank; None for slices that exist.
     """
 
     name: str
@@ -237,8 +237,8 @@ class ParamSlice:
     stand_in: torch.Tensor | None = None
 
 
-class PerPiece(tuple[torch.Tensor, ...]):
-    """A state value with a number per element of the parameter: one tensor per piece, in the order of the pieces."""
+class PerSlice(tuple[torch.Tensor, ...]):
+    """A state value with a number per element of the parameter: one tensor per slice, in the order of the slices."""
 
     __slots__ = ()
 
@@ -259,9 +259,9 @@ def in_order_of(param: torch.Tensor, value: Any) -> Any:
     return torch.empty_like(param, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
-def state_of_piece(values: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the state of piece ``index``; what all pieces share is copied, since each optimizer tensor counts alone."""
-    return {key: value[index] if isinstance(value, PerPiece) else copied(value) for key, value in values.items()}
+def state_of_slice(values: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the state of slice ``index``; what all slices share is copied, since each optimizer tensor counts alone."""
+    return {key: value[index] if isinstance(value, PerSlice) else copied(value) for key, value in values.items()}
 
 
 def is_sharded_tensor(param: torch.Tensor) -> TypeGuard[ShardedTensor]:
@@ -293,8 +293,8 @@ def local_boxes(tensor: ShardedTensor) -> list[RowBox]:
     ]
 
 
-def pieces_of(name: str, param: torch.Tensor) -> list[ParamSlice]:
-    """Return this rank's pieces of ``param``, at least one.
+def slices_of(name: str, param: torch.Tensor) -> list[ParamSlice]:
+    """Return this rank's slices of ``param``, at least one.
 
     Raises: ConfigError for a DTensor with partial sums, which has no values to update.
     """
@@ -316,45 +316,47 @@ def pieces_of(name: str, param: torch.Tensor) -> list[ParamSlice]:
     return [ParamSlice(name, param, 0, RowBox((0,) * param.dim(), tuple(param.shape)))]
 
 
-def local_of(piece: ParamSlice) -> torch.Tensor:
-    """Return the tensor that holds the piece now; user code may have put another one in place of the last."""
-    param = piece.param
+def local_of(param_slice: ParamSlice) -> torch.Tensor:
+    """Return the tensor that holds the slice now; user code may have put another one in place of the last."""
+    param = param_slice.param
     if isinstance(param, DTensor):
         return torch_private.local_of(param)
     if isinstance(param, ShardedTensor):
-        return param.local_shards()[piece.shard].tensor if piece.stand_in is None else piece.stand_in
+        return param.local_shards()[param_slice.shard].tensor if param_slice.stand_in is None else param_slice.stand_in
     return param
 
 
-def gradient_of(piece: ParamSlice) -> torch.Tensor | None:
-    """Return the gradient of the piece, placed like it; None if there is none.
+def gradient_of(param_slice: ParamSlice) -> torch.Tensor | None:
+    """Return the gradient of the slice, placed like it; None if there is none.
 
     A DTensor's gradient with other placements than its parameter is redistributed: on its local values a step would be
     silently wrong.
     """
-    param = piece.param
+    param = param_slice.param
     if isinstance(param, DTensor):
         gradient = param.grad
         if gradient is None:
             return None
         if not isinstance(gradient, DTensor):
-            raise ConfigError(f"{piece.name}: the gradient is a plain tensor, expected a DTensor like the parameter")
+            raise ConfigError(
+                f"{param_slice.name}: the gradient is a plain tensor, expected a DTensor like the parameter"
+            )
         spec, wanted = torch_private.spec_of(gradient), torch_private.spec_of(param)
         if spec is not wanted and spec.placements != wanted.placements:
             gradient = gradient.redistribute(placements=param.placements)
         local = torch_private.local_of(gradient)
         return local if type(local) is torch.Tensor else torch_private.wait_tensor(local)
     if isinstance(param, ShardedTensor):
-        if piece.stand_in is not None:
-            return torch.empty_like(piece.stand_in)
-        return param.local_shards()[piece.shard].tensor.grad
+        if param_slice.stand_in is not None:
+            return torch.empty_like(param_slice.stand_in)
+        return param.local_shards()[param_slice.shard].tensor.grad
     return param.grad
 
 
-def clear_gradient(pieces: Sequence[ParamSlice], set_to_none: bool) -> None:
-    """Drop the gradients of one parameter's pieces, or make them zero."""
-    param = pieces[0].param
-    holders = [local_of(piece) for piece in pieces] if isinstance(param, ShardedTensor) else [param]
+def clear_gradient(slices: Sequence[ParamSlice], set_to_none: bool) -> None:
+    """Drop the gradients of one parameter's slices, or make them zero."""
+    param = slices[0].param
+    holders = [local_of(param_slice) for param_slice in slices] if isinstance(param, ShardedTensor) else [param]
     for holder in holders:
         if holder.grad is None:
             continue
@@ -371,11 +373,11 @@ def clear_gradient(pieces: Sequence[ParamSlice], set_to_none: bool) -> None:
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 Closure = Callable[[], Any]
-Params = Sequence[Sequence[ParamSlice]]  # the pieces of each parameter of a group
-Values = Mapping[str, Mapping[str, Any]]  # parameter name -> state key -> PerPiece, or one value for the parameter
+Params = Sequence[Sequence[ParamSlice]]  # the slices of each parameter of a group
+Values = Mapping[str, Mapping[str, Any]]  # parameter name -> state key -> PerSlice, or one value for the parameter
 
 
-class Stepper(Protocol):
+class OptimizerBackend(Protocol):
     """Runs the inner ``optimizer``; state goes in and out by parameter name."""
 
     optimizer: Optimizer
