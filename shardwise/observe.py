@@ -144,14 +144,15 @@ class Track:
     Attributes:
         name: the same on every rank of the group, and of no other sequence.
         count: of the events so far.
+        age: the number of tracks that this process made before: names of earlier jobs come again, and their models may live.
         num_forwards, num_backwards: how many have begun.  running: "forward" or "backward"; empty if neither runs.
     """
 
-    __slots__ = ("__weakref__", "count", "name", "num_backwards", "num_forwards", "running")
+    __slots__ = ("__weakref__", "age", "count", "name", "num_backwards", "num_forwards", "running")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.count = self.num_forwards = self.num_backwards = 0
+        self.age = self.count = self.num_forwards = self.num_backwards = 0
         self.running = ""
 
     def note(self, place: str, what: str = "", subject: object = None) -> bool:
@@ -164,10 +165,12 @@ class Track:
 def next_track(topic: str) -> Track:
     """Return a new track: the n-th of a topic on this rank is the n-th on the others."""
     track = Track(f"{topic} {next(_numbers.setdefault(topic, itertools.count(1)))}")
+    track.age = next(_ages)
     live_tracks.add(track)
     return track
 
 
+_ages = itertools.count()
 live_tracks: weakref.WeakSet[Track] = weakref.WeakSet()  # those of next_track, as long as somebody uses them
 
 

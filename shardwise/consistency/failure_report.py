@@ -338,11 +338,10 @@ def status_at(rank: int, frames: Sequence[str], last: Entry | None, raised: str 
     if call and last is not None and last[4].startswith(WAITS):
         waits_for = last[4][len(WAITS) :]
     line = frames[place].rsplit(" ", 1)[0].removeprefix(f"{os.getcwd()}/") if place is not None else ""
-    recent = [
-        *dict.fromkeys(entry[2] for entry in reversed(entries()))
-    ]  # a process may have other models, and old ones
+    recent = [*dict.fromkeys(entry[2] for entry in reversed(entries()))]  # a process may have other models
+    newest = {track.name: track for track in sorted(live_tracks, key=lambda track: track.age)}
     tracks = sorted(
-        [track for track in list(live_tracks) if track.num_forwards and groups_of([track.name])],  # of several ranks
+        [track for track in newest.values() if track.num_forwards and groups_of([track.name])],  # of several ranks
         key=lambda track: recent.index(track.name) if track.name in recent else len(recent),
     )
     return RankStatus(

@@ -94,8 +94,18 @@ def stepped() -> nn.Module:
     return model
 
 
+_kept: list[nn.Module] = []  # of an earlier job of the same processes
+
+
+@on_ranks(2)
+def test_a_model_of_an_earlier_job_stays() -> None:
+    _kept.append(stepped())
+    _kept[0](torch.ones(2, 8)).sum().backward()
+
+
 @on_ranks(2, group_timeout_s=4.0)
 def test_save_on_one_rank_says_that_it_is_collective(tmp_path: Path) -> None:
+    """And counts the forwards of this job's model, though one of the job before is still there."""
     with reports_after(0.6) as said:
         model = stepped()
         if dist.get_rank() == 0:
