@@ -44,7 +44,7 @@ def hooked_transfers(
     ``owners``: gradients are reduced to their owners (``reduce="owner"``), else by DDP's own hook.  ``bucket_bytes``: of
     DDP's first bucket and of the later ones.
     """
-    arrivals = [stretch.mark.param for stretch in profile.stretches if stretch.mark.edge is None]
+    arrivals = [stretch.mark.param for stretch in profile.stretches if stretch.mark.event is None]
     sizes = list(_buckets([profile.params[number].num_bytes for number in arrivals], bucket_bytes))
     reductions = [Transfer("reduction", size) for size in sizes if owners]
     return (*reductions, *[Transfer("all-gather", size) for size in sizes])
