@@ -33,8 +33,7 @@ from shardwise.checkpoint.format import MANIFEST, Manifest, bytes_of, step_of, s
 from shardwise.checkpoint.load import stream
 from shardwise.cli.exits import EXIT_FAILED
 from shardwise.errors import ConfigError, DamagedCheckpointError
-from shardwise.formatting import format_bytes
-from shardwise.recipes.plain_text import plain
+from shardwise.formatting import format_bytes, plain
 from shardwise.recipes.report import PlainConsole
 from shardwise.recipes.run_folder import is_old, read_progress
 

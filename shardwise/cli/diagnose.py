@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwise.consistency.diagnosis import PREFIX, diagnose, in_words, to_dumps
 from shardwise.consistency.recorder import BEFORE, BLACK_BOX, PATTERN, Record, default_place, read_record
 from shardwise.errors import ConfigError
-from shardwise.recipes.plain_text import plain
+from shardwise.formatting import plain
 from shardwise.safe_files import replace_file
 
 ANALYZER = "torch.distributed.flight_recorder.fr_trace"

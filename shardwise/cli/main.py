@@ -16,7 +16,7 @@ from shardwise.cli.info import add_info_arguments
 from shardwise.cli.plan import add_plan_arguments, run_plan
 from shardwise.cli.train import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError, did_you_mean
-from shardwise.recipes.plain_text import drop_output, plain, prepare_output
+from shardwise.formatting import drop_output, plain, prepare_output
 from shardwise.version import __version__
 
 

@@ -43,12 +43,11 @@ from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
-from shardwise.formatting import format_bytes, format_ranks
+from shardwise.formatting import format_bytes, format_ranks, plain
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config, check_ranks
 from shardwise.recipes.data import open_vocabulary
 from shardwise.recipes.memory import MemoryLimit, check_memory
-from shardwise.recipes.plain_text import plain
 from shardwise.recipes.run_folder import (
     Restart,
     Start,

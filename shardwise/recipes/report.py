@@ -24,12 +24,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
-from shardwise.formatting import format_bytes
+from shardwise.formatting import drop_output, format_bytes, plain
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.rank_memory import COLOURS, KINDS, UPDATE
 from shardwise.recipes.data import TextFacts
 from shardwise.recipes.memory import HeldBytes, HeldMemory, StepMemory, fold_held
-from shardwise.recipes.plain_text import drop_output, plain
 from shardwise.recipes.run_folder import TrainRun, drop_later_metrics
 from shardwise.safe_files import open_append, replace_file
 

@@ -28,13 +28,13 @@ from shardwise.consistency.failure_report import cited, naming_lost_peers
 from shardwise.consistency.liveness import Liveness
 from shardwise.consistency.process_groups import abort_all_connections, all_have_come, groups_within, reconnect_group
 from shardwise.errors import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError
-from shardwise.fsdp.renewal import KeptUnits
 from shardwise.observe import EVERYBODY, Track, note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.transaction.kept import (
     KeptBuffers,
     KeptGradients,
     KeptOptimizer,
+    KeptUnits,
     Optimized,
     Undo,
     check_others,

@@ -23,7 +23,7 @@ from helpers.runs import metrics_of, write_text
 from shardwise import StateError, fully_shard
 from shardwise.checkpoint import finish, save
 from shardwise.cli.main import main
-from shardwise.recipes.plain_text import plain
+from shardwise.formatting import plain
 
 
 @pytest.mark.parametrize("words", [[], ["--max-restarts", "2"]])
