@@ -1,4 +1,4 @@
-"""What a user wants to be sent in fewer bits."""
+"""Compression of parameters and gradients: the user's policy, the codes, and how sections become messages."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ _MIN_BLOCK = 8
 
 @dataclass(frozen=True, slots=True)
 class CompressionPolicy:
-    """In how many bits the parameters and gradients of a unit travel; masters and optimizer states stay as they are.
+    """How many bits the parameters and gradients of a unit take in collectives.
 
-    Matrices travel coded; tensors of one dimension or none (norms, biases), small ones, those that ``exact`` names, and float64
-    stay exact.  All ranks must be given the same policy.
+    Master weights and optimizer state stay exact.  So do tensors with fewer than two dimensions (norms, biases), small
+    tensors, float64 tensors and those that ``exact`` names.  All ranks must use the same policy.
 
     Attributes:
-        gather: coding of all-gathers of parameters: "int8", "bf16", None for none.  Ranks compute with the decoded
-            parameters, each with its own shard decoded as well, so that all have the same bits.  Only for parameters that are
-            sharded and not replicated.
-        reduce: coding of the reduction of gradients: the reduce-scatter, or, on a mesh with replicas, what goes between
-            these alone.  Ranks sum in float32, in rank order, after decoding.
-        block: elements that share one scale of int8, 8 or more.
-        error_feedback: add what coding has lost of a gradient to the next one.  Costs 4 bytes on every rank for each coded
-            element that it sends a gradient of: of the whole unit where parameters are sharded, of the shard between replicas.
-        min_bytes: tensors whose whole is smaller stay exact.
+        gather: coding of all-gathers of parameters: "int8", "bf16", or None for none.  All ranks compute with the
+            decoded parameters; each decodes its own shard too, so that parameters are bitwise equal on all.  Only for
+            parameters that are sharded and not replicated.
+        reduce: coding of the reduction of gradients: of the reduce-scatter, or, on a mesh with replicas, of the
+            all-reduce over replicas only.  Ranks decode and then sum in float32, in rank order.
+        block: elements that share one int8 scale; 8 or more.
+        error_feedback: add the coding error of a gradient to the next gradient.  Costs 4 bytes on every rank for each
+            coded element whose gradient it sends: of the whole unit if parameters are sharded, of the shard between
+            replicas.
+        min_bytes: tensors whose full size is smaller stay exact.
         exact: shell patterns of names of parameters that stay exact, from the root or from any module below it:
             ``("*embed*", "head.weight")``.
-        warn_above: warn when coding has changed a unit's parameters or gradients by more than this, relative, in the 2-norm.
+        warn_above: warn if coding changes a unit's parameters or gradients by more than this, relative, in the 2-norm.
 
-    Raises: ConfigError for other values.
-    Source: ZeRO++, arXiv 2306.10209 (blocks, reduction through an all-to-all); error feedback: arXiv 1809.07599.
+    Raises: ConfigError for other values. Source: ZeRO++, arXiv 2306.10209 (blocks, reduction through an all-to-all);
+    error feedback: arXiv 1809.07599.
 
     Example:
         >>> CompressionPolicy(gather="int8", reduce="int8").block
@@ -67,7 +68,7 @@ class CompressionPolicy:
 
 
 def takes(policy: CompressionPolicy, name: str, shape: tuple[int, ...], itemsize: int) -> bool:
-    """Return True if the tensor ``name`` of ``shape`` (whole), of ``itemsize`` bytes an element, is to be coded."""
+    """Return True if ``policy`` codes the tensor ``name`` of full ``shape`` with ``itemsize`` bytes per element."""
     num_bytes = itemsize
     for extent in shape:
         num_bytes *= extent
@@ -76,27 +77,28 @@ def takes(policy: CompressionPolicy, name: str, shape: tuple[int, ...], itemsize
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Return True if ``pattern`` fits ``name`` from any of its dots on.
+    """Return True if ``pattern`` matches ``name`` or what follows any of its dots.
 
-    Before the first forward names begin at the unit, then at the root: what stays exact must not change with that.
+    Names begin at the unit before the first forward, and at the root after it; both must match the same patterns.
     """
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
 
 
-# ---- Rows of float32 numbers in fewer bits: 8-bit codes with a scale for each block, or bfloat16.
+# ---- Codes of float32 rows: 8-bit integers with one scale per block, or bfloat16.
 
 _STEPS = 127
-_AT_ONCE = 2**19  # elements: 2 MiB, which five passes go over; less costs more calls
-_TINY = torch.finfo(torch.float32).tiny  # below, scales lose digits: such a block is sent as zeros
+_AT_ONCE = 2**19  # elements: 2 MiB, which five passes read and write; smaller runs cost more calls
+_TINY = torch.finfo(torch.float32).tiny  # smaller scales lose digits: such a block is sent as zeros
 
 
 class BlockCode:
-    """One coding of float32 rows; equal rows become equal bytes, on any device.
+    """A coding of float32 rows.  Equal rows become equal bytes on any device.
 
-    ``int8``: blocks of ``block`` elements; each becomes a float32 scale (its largest magnitude / 127) and codes from -127 to
-    127, rounded half to even.  An element is off by at most half the scale, or 1.5e-36.  A block with an inf or nan decodes
-    to nan: what looks for overflow still finds it.  ``bf16``: rounded to nearest, off by at most 1/256 of itself.
+    ``int8``: each block of ``block`` elements becomes a float32 scale (its largest magnitude / 127) and codes from -127
+    to 127, rounded half to even.  The error of an element is at most half the scale, or 1.5e-36.  A block with an inf
+    or nan decodes to nan, so that checks for overflow still find it.  ``bf16``: rounded to nearest; the relative error
+    is at most 1/256.
 
     Source of the blocks: ZeRO++, arXiv 2306.10209.
     """
@@ -106,13 +108,14 @@ class BlockCode:
         self.block = block
 
     def num_bytes(self, numel: int) -> int:
-        """Return the bytes of a row of ``numel`` elements, a multiple of ``block``."""
+        """Return the coded bytes of a row of ``numel`` elements; ``numel`` is a multiple of ``block``."""
         return 2 * numel if self.coding == "bf16" else numel + 4 * (numel // self.block)
 
     def encode(self, rows: torch.Tensor, out: torch.Tensor, lost: torch.Tensor | None = None) -> None:
-        """Code ``rows`` (R, n), float32, into ``out`` (R, ``num_bytes(n)``), uint8, rows at multiples of 4 bytes.
+        """Code ``rows`` (R, n), float32, into ``out`` (R, ``num_bytes(n)``), uint8.
 
-        What decodes from it is ``rows`` less ``lost`` (as ``rows``), where that is given.
+        Rows of ``out`` must start at multiples of 4 bytes.  ``lost``, if given, receives the coding error: ``rows``
+        minus the decoded rows; it may be ``rows`` itself.
         """
         if self.coding == "bf16":
             coded = out.view(torch.bfloat16).copy_(rows)
@@ -120,9 +123,9 @@ class BlockCode:
                 torch.sub(rows, coded, out=lost)
             return
         scales, codes = self._parts(out, rows.shape[1])
-        spans = self._spans(rows)
-        scratch = rows.new_empty(rows.shape[0], spans[0][1] if spans else 0)
-        for start, numel in spans:
+        runs = self._runs(rows)
+        scratch = rows.new_empty(rows.shape[0], runs[0][1] if runs else 0)
+        for start, numel in runs:
             true = self._blocks(rows, start, numel)
             scale = torch.maximum(true.amax(-1), true.amin(-1).neg_()).div_(_STEPS)
             scale.masked_fill_(~torch.isfinite(scale), float("nan")).masked_fill_(scale < _TINY, 0.0)
@@ -136,21 +139,21 @@ class BlockCode:
                 torch.sub(true, rounded.mul_(scale.unsqueeze(-1)), out=self._blocks(lost, start, numel))
 
     def decode(self, coded: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the float32 rows (R, ``numel``) of ``coded``, which :meth:`encode` has filled."""
+        """Return the float32 rows (R, ``numel``) that :meth:`encode` has written to ``coded``."""
         rows = torch.empty(coded.shape[0], numel, dtype=torch.float32, device=coded.device)
         self.decode_run(coded, numel, 0, rows)
         return rows
 
     def decode_run(self, coded: torch.Tensor, numel: int, first: int, out: torch.Tensor) -> None:
-        """Write elements of the rows (R, ``numel``) that ``coded`` holds into ``out`` (R, n), of any dtype.
+        """Decode elements ``first`` to ``first + n`` of the rows (R, ``numel``) in ``coded`` into ``out`` (R, n).
 
-        They begin at ``first``, a multiple of ``block``; ``n`` need not be one.
+        ``out`` may have any dtype; ``first`` must be a multiple of ``block``; ``n`` need not be.
         """
         if self.coding == "bf16":
             out.copy_(coded.view(torch.bfloat16).narrow(1, first, out.shape[1]))
             return
         scales, codes = self._parts(coded, numel)
-        for start, size in self._spans(out):
+        for start, size in self._runs(out):
             target, begin = out.narrow(1, start, size), first + start
             whole = size - size % self.block if out.dtype == torch.float32 else 0
             if whole:
@@ -163,7 +166,7 @@ class BlockCode:
                 target.narrow(1, whole, size - whole).copy_(last.narrow(1, 0, size - whole))
 
     def _parts(self, coded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales and the codes in ``coded``, rows of ``numel`` elements."""
+        """Return the scales and the codes in ``coded``, whose rows have ``numel`` elements."""
         split = 4 * (numel // self.block)
         return coded[:, :split].view(torch.float32), coded[:, split : split + numel].view(torch.int8)
 
@@ -173,14 +176,14 @@ class BlockCode:
     def _blocks(self, rows: torch.Tensor, start: int, numel: int) -> torch.Tensor:
         return rows.narrow(1, start, numel).unflatten(1, (-1, self.block))
 
-    def _spans(self, rows: torch.Tensor) -> list[tuple[int, int]]:
-        """Return (start, elements) of what to do at once of ``rows``: on the host what stays in its caches."""
+    def _runs(self, rows: torch.Tensor) -> list[tuple[int, int]]:
+        """Return the (start, elements) of runs to process one after the other: on the host a run fits its caches."""
         num_rows, numel = rows.shape
         step = numel if rows.is_cuda else align(_AT_ONCE // max(num_rows, 1) + 1, self.block)
         return [(start, min(step, numel - start)) for start in range(0, numel, max(step, 1))]
 
 
-# ---- Sections of several tensors as messages: some of the tensors coded, all else byte by byte.
+# ---- Sections of several tensors as messages: some tensors are coded, the rest is copied byte by byte.
 
 _ALIGNMENT = 16  # bytes
 
@@ -189,7 +192,8 @@ class CodedRange(NamedTuple):
     """Elements of a section that are coded.
 
     Attributes:
-        tensor: its number.  start, numel: its elements in the section.  coded_start: where they start among what is coded.
+        tensor: index of the tensor.  start, numel: its elements in the section.  coded_start: its start among the coded
+            elements.
     """
 
     tensor: int
@@ -200,12 +204,12 @@ class CodedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CodedSection:
-    """How a section becomes a message: what stays exact first, then the codes; every tensor begins a block of its own.
+    """The layout of a section's message: first the exact elements, then the codes.  Every tensor begins a new block.
 
     Attributes:
-        code: of the coded tensors.  dtype: of the section, of ``numel`` elements.
-        runs: what is coded, ``coded_numel`` elements with their padding to blocks.
-        rest: (start, elements) of what is not, padding between tensors included.
+        code: coding of the coded tensors.  dtype: of the section, which has ``numel`` elements.
+        runs: the coded ranges: ``coded_numel`` elements with their padding to blocks.
+        rest: (start, elements) of the exact ranges, with the padding between tensors.
     """
 
     code: BlockCode
@@ -217,7 +221,7 @@ class CodedSection:
 
     @classmethod
     def of(cls, layout: Bucket, is_coded: Sequence[bool], dtype: torch.dtype, code: BlockCode) -> CodedSection:
-        """Return the one for sections of ``layout`` in which the tensors for which ``is_coded`` says so are coded."""
+        """Return the layout for sections of ``layout`` that codes the tensors for which ``is_coded`` is True."""
         runs: list[CodedRange] = []
         rest: list[tuple[int, int]] = []
         coded = end = 0
@@ -234,7 +238,7 @@ class CodedSection:
 
     @property
     def rest_numel(self) -> int:
-        """Elements that are not coded."""
+        """Number of exact elements."""
         return sum(numel for _, numel in self.rest)
 
     @property
@@ -254,9 +258,9 @@ class CodedSection:
         return messages[:, : self.rest_numel * self.dtype.itemsize].view(self.dtype)
 
     def take_coded(self, sections: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return what is to be coded of ``sections`` (R, numel) as float32 rows (R, coded_numel), padding zero.
+        """Return the elements of ``sections`` (R, numel) that are coded, as float32 rows (R, coded_numel) with zero padding.
 
-        They are written to ``out`` where it is given: (R, coded_numel or more), zero where there is more.
+        ``out``, if given, receives them: (R, coded_numel or more), with zeros in the excess.
         """
         found = out
         if found is None:
@@ -268,19 +272,19 @@ class CodedSection:
         return found
 
     def put_coded(self, rows: torch.Tensor, sections: torch.Tensor) -> None:
-        """Write ``rows``, as :meth:`take_coded` gives them, to their places in ``sections``."""
+        """Write ``rows``, as :meth:`take_coded` returns them, to their places in ``sections``."""
         for _, start, numel, coded in self.runs:
             sections.narrow(1, start, numel).copy_(rows.narrow(1, coded, numel))
 
     def put_rest(self, sections: torch.Tensor, messages: torch.Tensor) -> None:
-        """Write what stays exact of ``sections`` into ``messages``."""
+        """Write the exact elements of ``sections`` into ``messages``."""
         at, target = 0, self._rest_in(messages)
         for start, numel in self.rest:
             target.narrow(1, at, numel).copy_(sections.narrow(1, start, numel))
             at += numel
 
     def decode(self, messages: torch.Tensor, sections: torch.Tensor) -> None:
-        """Write what ``messages`` (R, message_bytes) say into ``sections`` (R, numel)."""
+        """Decode ``messages`` (R, message_bytes) into ``sections`` (R, numel)."""
         at, source = 0, self._rest_in(messages)
         for start, numel in self.rest:
             sections.narrow(1, start, numel).copy_(source.narrow(1, at, numel))
@@ -290,7 +294,7 @@ class CodedSection:
             self.code.decode_run(codes, self.coded_numel, coded, sections.narrow(1, start, numel))
 
     def sum_of(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the float32 sum (1, numel) of what ``messages`` (R, message_bytes) say, in the order of their rows."""
+        """Return the float32 sum (1, numel) of the decoded rows of ``messages`` (R, message_bytes), in row order."""
         total = torch.zeros(1, self.numel, dtype=torch.float32, device=messages.device)
         one = torch.empty_like(total)
         for row in messages.unsqueeze(1):

@@ -1,6 +1,6 @@
-"""Coded tensors between ranks: gathered as bytes; gradients to their ranks in an all-to-all, summed there in rank order.
+"""Collectives of coded tensors: gathered as bytes; gradients exchanged in an all-to-all and summed in rank order.
 
-Collectives are those of the process group's backend, on its stream, so that it is the same on CPU and GPU.
+They use the collectives of the process group's backend, on its stream, so that CPU and GPU run the same code.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shardwise.consistency.process_groups import await_collective
 from shardwise.layout import Bucket, align
 from shardwise.observe import hearers, note, now, remember, tell, thread
 
-# ---- What coding has lost of gradients, summed over the ranks that lost it: how it is saved, at any number of ranks.
+# ---- Sums of coding errors over ranks: checkpoints save them, so that any number of ranks can load them.
 
 
 def sum_at_owners(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return (n,) the sum over ranks, in rank order, of their rows for this one; ``rows`` (ranks, n), float32.  Collective."""
+    """Return (n,), the sum in rank order of all ranks' rows for this rank; ``rows``: (ranks, n), float32.  Collective."""
     received = torch.empty_like(rows)
     await_collective(all_to_all_rows(received, rows.contiguous(), group, async_op=True), group)
     total = torch.zeros_like(rows[0])
@@ -52,14 +52,14 @@ def sum_at_owners(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def sum_everywhere(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over ranks of ``row`` (n,), float32, the same bits on all.  Collective."""
+    """Return the sum over ranks of ``row`` (n,), float32, bitwise equal on all ranks.  Collective."""
     total = row.clone()
     await_collective(dist.all_reduce(total, group=group, async_op=True), group)
     return total
 
 
 def own_part(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return ``total`` (n,) with zeros in all but the ``rank``-th of ``size`` parts: the ranks' sum is ``total`` again."""
+    """Return ``total`` (n,) with zeros outside the ``rank``-th of ``size`` parts; over all ranks they sum to ``total``."""
     part = -(-total.numel() // size)
     kept = torch.zeros_like(total)
     window = slice(rank * part, (rank + 1) * part)
@@ -67,21 +67,22 @@ def own_part(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return kept
 
 
-# ---- What the coding of some tensors remembers: what it has lost of gradients, how far off it was, and what it has
-# saved.
+# ---- State of a coding: the errors of gradients, the size of errors, and the bytes saved.
 
 _MOST_LAYOUTS = 64
 
 
 @dataclass(slots=True)
 class Meter:
-    """How far coding was off, and the bytes that it has sent.
+    """The errors that coding has caused, and the bytes that it has sent.
 
     Attributes:
-        what: "gather" or "reduction".  bound: what to warn above.
+        what: "gather" or "reduction".  bound: the relative error above which to warn.
         num_calls: collectives so far.
-        last, worst: relative error, in the 2-norm, of the last one and the largest; 0-dim tensors where the tensors are.
-        sent_bytes: that this rank has sent.  plain_bytes: that it would have sent uncoded, by the same collectives.
+        last, worst: relative error, in the 2-norm, of the last collective and the largest; 0-dim, on the tensors'
+            device.
+        sent_bytes: bytes that this rank has sent.  plain_bytes: bytes that the same collectives would have sent
+            uncoded.
     """
 
     what: str
@@ -93,10 +94,10 @@ class Meter:
     plain_bytes: int = 0
     has_warned: bool = False
 
-    def see(self, was: torch.Tensor, lost: torch.Tensor, params: Sequence[NamedTensor]) -> None:
-        """Note the :func:`norm_of` what was coded, and of what coding has lost of it, once for each collective.
+    def record(self, was: torch.Tensor, lost: torch.Tensor, params: Sequence[NamedTensor]) -> None:
+        """Record one collective: :func:`norm_of` the coded tensors and of their coding errors.
 
-        On an accelerator nobody waits for it.
+        On an accelerator the host does not wait for the norms.
         """
         last = lost / was.clamp_min(torch.finfo(torch.float32).tiny)
         self.worst = last if self.worst is None else torch.fmax(self.worst, last)
@@ -131,13 +132,13 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class Compression:
-    """The coding of the parameters that gather and reduce together.
+    """The coding of parameters that gather and reduce together.
 
     Attributes:
-        policy: what the user wants.
-        residuals: by parameter, what coding has lost of its gradients and the next ones are to bring: float32 rows, one
-            for each rank of the reduce-scatter (its section), or one alone between replicas.
-        gathers, reductions: how far off they were.
+        policy: the user's choice.
+        residuals: by parameter, the coding errors of its gradients, which are added to its next gradients: float32
+            rows, one for each rank of the reduce-scatter (its section), or a single row between replicas.
+        gathers, reductions: their coding errors and bytes.
     """
 
     policy: CompressionPolicy
@@ -152,7 +153,7 @@ class Compression:
         self._sections = {}
 
     def section_of(self, contents: SectionContents, dtype: torch.dtype, coding: Coding) -> CodedSection:
-        """Return how sections of ``contents`` in ``dtype`` become messages; without runs if none of the tensors is coded."""
+        """Return how sections of ``contents`` in ``dtype`` become messages; it has no runs if no tensor is coded."""
         layout = contents.layout
         key = (id(layout), dtype, coding)
         known = self._sections.get(key)
@@ -164,19 +165,19 @@ class Compression:
             named = zip(contents.params, shapes, strict=True)
             is_coded = [saves and takes(self.policy, param.fqn, shape, dtype.itemsize) for param, shape in named]
             made = CodedSection.of(layout, is_coded, dtype, BlockCode(coding, self.policy.block))
-            known = self._sections[key] = (layout, made)  # with the layout: its id stays its own
+            known = self._sections[key] = (layout, made)  # keep the layout alive, so that no other object gets its id
         return known[1]
 
     def add_residuals(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> None:
-        """Add what earlier gradients of ``params`` have lost to ``rows`` (R, coded elements or more)."""
+        """Add the coding errors of earlier gradients of ``params`` to ``rows`` (R, coded elements or more)."""
         if self.policy.error_feedback:
             for tensor, _, numel, start in section.runs:
                 residual = self.residuals.get(params[tensor])
                 if residual is not None and residual.shape == (rows.shape[0], numel):
                     rows.narrow(1, start, numel).add_(residual)
 
-    def keep_residuals(self, lost: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> None:
-        """Keep ``lost`` (as ``rows`` of :meth:`add_residuals`) for the next gradients; what is not finite is not kept."""
+    def store_residuals(self, lost: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> None:
+        """Store ``lost`` (as ``rows`` of :meth:`add_residuals`) for the next gradients; replace non-finite values by zero."""
         if not self.policy.error_feedback:
             return
         for tensor, _, numel, start in section.runs:
@@ -188,21 +189,21 @@ class Compression:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what is kept for the next gradients."""
+        """Bytes of the stored coding errors."""
         return sum(each.nbytes for each in self.residuals.values())
 
     def mark(self) -> Callable[[], None]:
-        """Return what brings residuals back to what they are now."""
+        """Return a function that restores the residuals of now."""
         was = {param: residual.clone() for param, residual in self.residuals.items()}
 
-        def put_back() -> None:
+        def restore() -> None:
             self.residuals.clear()
             self.residuals.update(was)
 
-        return put_back
+        return restore
 
     def round_trip(self, shard: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return ``shard`` of the parameter ``name`` of ``shape`` as all ranks have it after an all-gather in ``dtype``."""
+        """Return ``shard`` of parameter ``name`` of full ``shape`` as all ranks see it after an all-gather in ``dtype``."""
         cast = shard.detach().to(dtype)
         coding = self.policy.gather
         saves = coding == "int8" or dtype.itemsize > 2
@@ -217,20 +218,21 @@ class Compression:
         return code.decode(coded, numel)[0, : shard.numel()].view(shard.shape).to(dtype)
 
 
-# ---- Coded sums over replicas: a part to each rank, which sums it; what it has summed, coded again, to all.
-# Two collectives, one after the other, with work of the host between them.  It waits for neither where the second is launched
-# after backward has gone on.
+# ---- Coded sums over replicas: each rank gets one part of every rank, sums it, and sends the sum, coded again, to all.
+# These are two collectives with work of the host in between. The host waits for neither if it launches the second one
+# after backward has continued.
 
-MOST_OPEN_BYTES = 1 << 26  # of sums that have not ended; one that is larger may have another of its size beside it
+# of unfinished sums; a single sum may be larger, and then runs with at most this much beside it
+MOST_OPEN_BYTES = 1 << 26
 
 
 @dataclass(slots=True, eq=False)
 class CodedSum:
-    """One sum on its way: :meth:`begin`, :meth:`turn` and :meth:`end`, each once, on every rank in one order.
+    """One unfinished sum: every rank calls :meth:`begin`, :meth:`turn` and :meth:`end`, once each, in the same order.
 
     Attributes:
-        packed, compression: the ranks, and how what they send is coded.
-        tensor: 1-D; what is summed, in place.  section, params: what of it is coded, and what it is of.
+        packed, compression: the ranks, and the coding of what they send.
+        tensor: 1-D; summed in place.  section, params: which of its elements are coded, and the parameters in it.
     """
 
     packed: C10dCommunicator
@@ -241,17 +243,17 @@ class CodedSum:
     scale: Scale
     has_turned: bool = False
     has_ended: bool = False
-    _numel: int = field(init=False)  # of what one rank sums
-    _rows: torch.Tensor = field(init=False)  # what is sent, then what coding has lost of it, then the sum
+    _numel: int = field(init=False)  # elements that one rank sums
+    _rows: torch.Tensor = field(init=False)  # what is sent, then its coding error, then the sum
     _sent: torch.Tensor = field(init=False)
     _received: torch.Tensor = field(init=False)
     _rest: torch.Tensor | None = None
-    _exact: Handle | None = None  # the sum of the rest
+    _exact: Handle | None = None  # the sum of the exact elements
     _on_way: Handle | None = None
     _buffers: list[PooledBuffer] = field(default_factory=list[PooledBuffer])
 
     def begin(self) -> None:
-        """Send every rank the part that it sums, and what is exact to all."""
+        """Send every rank the part that it sums; start the all-reduce of the exact elements."""
         packed, compression, section, params = self.packed, self.compression, self.section, self.params
         size, code = packed.size, section.code
         self._sum_rest()
@@ -265,29 +267,29 @@ class CodedSum:
         self._received = self._take_tensor(size * num_bytes, torch.uint8).view(size, num_bytes)
         was = norm_of([rows])
         code.encode(rows, self._codes(self._sent), rows)
-        compression.reductions.see(was, norm_of([rows]), params)
+        compression.reductions.record(was, norm_of([rows]), params)
         compression.reductions.count(
             2 * num_bytes * (size - 1), 2 * section.coded_numel * self.tensor.dtype.itemsize * (size - 1) // size
         )
         self._on_way = self._launched(all_to_all_rows(self._received, self._sent, packed.group, self._is_async))
 
     def turn(self) -> None:
-        """Sum the part that this rank has got, and send that to all."""
+        """Sum the part that this rank has received, and send the sum to all."""
         self.has_turned = True
         code, rows, numel = self.section.code, self._rows, self._numel
         self._wait()
         total = torch.zeros(1, numel, dtype=torch.float32, device=rows.device)
         for row in self._received.unsqueeze(1):
             total += code.decode(self._codes(row), numel)
-        result = self._sent[:1]  # has been sent
+        result = self._sent[:1]  # its first use is over: the all-to-all has sent it
         code.encode(total, self._codes(result), total)
-        rows[self.packed.rank] += total[0]  # lost of the sum: its rank brings it with its own next gradient
-        self.compression.keep_residuals(rows.view(1, -1), self.section, self.params)
+        rows[self.packed.rank] += total[0]  # the error of the coded sum; this rank adds it to its own next gradient
+        self.compression.store_residuals(rows.view(1, -1), self.section, self.params)
         work = all_gather_single(self._received.view(-1), result.view(-1), self.packed.group, self._is_async)
         self._on_way = self._launched(work)
 
     def end(self) -> None:
-        """Put the sum in its place."""
+        """Write the sum into ``tensor``."""
         self.has_ended = True
         self._wait()
         section = self.section
@@ -305,23 +307,23 @@ class CodedSum:
         self._buffers.clear()
 
     def cancel(self) -> None:
-        """Let what is on its way end, if it can, and forget it; other ranks do at the same place."""
+        """Cancel the collectives in flight; other ranks do the same at the same place."""
         self.has_turned = self.has_ended = True
         on_way, exact, self._on_way, self._exact = self._on_way, self._exact, None, None
         for handle in (on_way, exact):
             if handle is not None:
                 handle.cancel()
         for buffer in self._buffers:
-            buffer.lose()  # what has not ended may still be written to
+            buffer.lose()  # an unfinished collective may still write to it
         self._buffers.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes until it has ended, but for what is exact and for scales."""
-        return 6 * self.section.coded_numel  # float32, and codes in two buffers
+        """Bytes that the sum takes until it ends, without exact elements and scales."""
+        return 6 * self.section.coded_numel  # float32 rows, and codes in two buffers
 
     def shares_with(self, other: CodedSum) -> bool:
-        """Return True if both are of gradients of one parameter: what one of them has lost, the next is to bring."""
+        """Return True if both reduce gradients of one parameter: the later sum must add the coding error of the earlier."""
         return self.compression is other.compression and not {*map(id, self.params)}.isdisjoint(map(id, other.params))
 
     def _sum_rest(self) -> None:
@@ -359,11 +361,11 @@ class CodedSum:
 
 
 class CodedSums:
-    """Sums that have begun and not ended, in their order, of all groups of an engine.
+    """Sums of all groups of an engine that have begun and not ended, in launch order.
 
-    They turn when the next unit's have begun and end when those of the one after it have, or where somebody waits for them or
-    for the one before, or where more would take too much memory: places to which every rank comes in the same order.  So they
-    travel while backward goes on.
+    A sum turns once the next unit's sums have begun, and ends once those of the unit after that have begun.  It does so
+    earlier if it or the sum before it is waited for, or if more sums would take too much memory.  All ranks reach these
+    places in the same order, and the sums travel while backward continues.
 
     Attributes:
         open: those sums.
@@ -371,7 +373,7 @@ class CodedSums:
 
     def __init__(self) -> None:
         self.open: list[CodedSum] = []
-        self._num_earlier = 0  # of those: begun before the last go_on()
+        self._num_earlier = 0  # number of open sums that had begun before the last go_on()
 
     def launch(self, coded: CodedSum) -> Handle:
         """Begin ``coded``."""
@@ -384,7 +386,7 @@ class CodedSums:
         return _CodedSum(self, coded)
 
     def go_on(self) -> None:
-        """Let end what had turned, and let turn what had begun, before this was called the last time."""
+        """End the sums that had turned, and turn the sums that had begun, before the last call of this."""
         earlier = self.open[: self._num_earlier]
         turned = [each for each in earlier if each.has_turned]
         if earlier:
@@ -394,7 +396,7 @@ class CodedSums:
         self._num_earlier = len(self.open)
 
     def end(self, coded: CodedSum) -> None:
-        """Let ``coded`` end, if it has not; let turn what comes before it, and the one after it."""
+        """End ``coded`` if it has not ended; first turn the sums before it and the one after it."""
         if coded.has_ended:
             return
         self._turn(coded)
@@ -405,21 +407,21 @@ class CodedSums:
         coded.end()
 
     def forget(self, coded: CodedSum) -> None:
-        """Leave ``coded`` out from here on."""
+        """Remove ``coded``."""
         if coded in self.open:
             number = self.open.index(coded)
             self._num_earlier -= number < self._num_earlier
             del self.open[number]
 
     def _turn(self, coded: CodedSum) -> None:
-        """Let ``coded`` turn and those before it, if they have not."""
+        """Turn ``coded`` and the sums before it, if they have not turned."""
         for each in self.open[: self.open.index(coded) + 1]:
             if not each.has_turned:
                 each.turn()
 
 
 class _CodedSum:
-    """A sum that was begun, for whoever waits for it."""
+    """The handle of a sum that has begun."""
 
     __slots__ = ("_coded", "_sums")
     holds_input = False
@@ -444,7 +446,7 @@ class _CodedSum:
 
 
 class _CodedGather:
-    """The ends of an all-gather of coded sections: every rank decodes all of them, its own as well."""
+    """The ends of an all-gather of coded sections: every rank decodes all sections, its own included."""
 
     def __init__(
         self,
@@ -477,7 +479,7 @@ class _CodedGather:
                 lost.append(rows)
             start += section.message_bytes
         params = [param for bucket_ends in self._bucket_ends for param in bucket_ends.params]
-        self._compression.gathers.see(norm_of(norms), norm_of(lost), params)
+        self._compression.gathers.record(norm_of(norms), norm_of(lost), params)
         return message.view(-1)
 
     def deliver(self, packed: torch.Tensor) -> None:
@@ -496,9 +498,9 @@ class _CodedGather:
 
 
 class CompressedCommunicator(RoutedCommunicator):
-    """One group of ranks whose tensors travel coded; what is not coded travels by the backend, never by a link.
+    """A group of ranks whose tensors travel coded.  Uncoded tensors travel through the backend, never through a link.
 
-    Collectives that a user has set of their own go before.
+    Collectives that a user has set take precedence.
     """
 
     def __init__(
@@ -529,7 +531,7 @@ class CompressedCommunicator(RoutedCommunicator):
         return packed.all_gather(_CodedGather(bucket_ends, sections, self._compression, packed.pool))
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Send every rank its section, coded; sum what comes in float32, in rank order; scale the sum."""
+        """Send every rank its section, coded; decode and sum in float32, in rank order; scale the sum."""
         remember((now(), thread(), "", 0, "reduction", ends.label))
         if hearers and tell("reduction", ends.label, ends):
             return LeftOut(ends)
@@ -552,7 +554,7 @@ class CompressedCommunicator(RoutedCommunicator):
                 received = torch.empty_like(sent)
                 work = all_to_all_rows(received, sent, packed.group, async_op=False)
                 if work is not None:
-                    work.wait()  # the side stream does, not the host
+                    work.wait()  # the side stream waits, not the host
                 self._deliver_sum(ends, section, received, scale)
             return StreamWork(stream, buffer.release, buffer.release, flat)
         sent = self._messages(flat.view(size, -1), section, ends.params)
@@ -567,9 +569,9 @@ class CompressedCommunicator(RoutedCommunicator):
         coded = section.take_coded(rows)
         self._compression.add_residuals(coded, section, params)
         was = norm_of([coded])
-        section.code.encode(coded, section.codes_in(messages), coded)  # is what that has lost from here on
-        self._compression.keep_residuals(coded, section, params)
-        self._compression.reductions.see(was, norm_of([coded]), params)
+        section.code.encode(coded, section.codes_in(messages), coded)  # from here on, ``coded`` is the coding error
+        self._compression.store_residuals(coded, section, params)
+        self._compression.reductions.record(was, norm_of([coded]), params)
         return messages
 
     def _deliver_sum(self, ends: ScatterEnds, section: CodedSection, received: torch.Tensor, scale: Scale) -> None:
@@ -582,7 +584,7 @@ class CompressedCommunicator(RoutedCommunicator):
         return float(self.size) if scale.divisor is None else scale.divisor
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
-        """Reduce in place: coded parts to one rank each, which sums them, and the sums, coded again, to all."""
+        """All-reduce in place: each rank sums one coded part, codes the sum again, and sends it to all."""
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
         coding, stream = self._compression.policy.reduce, self.packed.stream

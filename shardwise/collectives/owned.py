@@ -1,7 +1,7 @@
-"""Bytes between owners and everybody else: parameters out, gradients in, states to one rank.
+"""Transfers between owners and the other ranks: parameters out, gradients in, states to one rank.
 
-The only file of ZeroRedundancyOptimizer that calls ``torch.distributed``; collectives are looked up there at
-call time.  Every function issues its calls in an order that follows from its arguments alone.
+ZeroRedundancyOptimizer calls ``torch.distributed`` in this file only, and looks collectives up when it calls them.
+Every function issues its calls in an order that depends on its arguments alone.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardwise.errors import DesyncError
 from shardwise.observe import EVERYBODY, note, span
 from shardwise.torch_private import is_gloo
 
-# ---- Tensors from every rank to every rank in one all-to-all: shards to the owners of whole matrices, and back.
+# ---- One all-to-all of tensors from every rank to every rank: shards to the owners of whole matrices, and back.
 # Collectives are looked up on ``torch.distributed`` when called.
 
-_ALIGNMENT = 16  # bytes: views of any dtype may start at a multiple of it
+_ALIGNMENT = 16  # bytes: views of any dtype may start at multiples of it
 
 
 class Expected(NamedTuple):
-    """A tensor that will come."""
+    """Shape and dtype of a tensor that will arrive."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,10 +39,10 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that hold different parts of the same tensors.
+    """The ranks that have different parts of the same tensors.
 
     Attributes:
-        members: their global ranks, ascending.  rank: this one's place among them.
+        members: their global ranks, ascending.  rank: index of this rank among them.
         group: None for a single rank.
     """
 
@@ -57,15 +57,15 @@ class Ranks:
 
 
 def ranks_of_group(group: dist.ProcessGroup) -> Ranks:
-    """Return the ranks of ``group``, numbered as it numbers them."""
+    """Return the ranks of ``group``, numbered as the group numbers them."""
     members = tuple(dist.get_process_group_ranks(group))
     return Ranks(members, dist.get_rank(group), group)
 
 
 def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:
-    """Return the ranks that differ from this one along ``axes`` of ``mesh`` alone.
+    """Return the ranks that differ from this one along ``axes`` of ``mesh`` only.
 
-    Several axes need a group of their own unless they span the world; making one is collective over its ranks.
+    Several axes need a group of their own unless they span the world; creating it is collective over its ranks.
     """
     if len(axes) == 1:
         return ranks_of_group(mesh.get_group(axes[0]))
@@ -83,7 +83,7 @@ def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:
 def exchange(
     sends: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[Expected]], ranks: Ranks, device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """Send ``sends[r]`` to rank r and return what came from each rank, as ``expected[r]`` describes it.
+    """Send ``sends[r]`` to rank r; return the tensors that arrived from each rank, as ``expected[r]`` describes them.
 
     One all-to-all of bytes, whatever the dtypes.  The returned tensors are windows of one buffer on ``device``.
     """
@@ -131,9 +131,9 @@ def exchange_objects(sends: Sequence[Any], ranks: Ranks, device: torch.device) -
 
 
 def sum_bytes(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Put together, in place, a contiguous tensor of which every rank holds a part and zeros elsewhere.
+    """Assemble, in place, a contiguous tensor of which every rank has a part and zeros elsewhere.
 
-    Summed as bytes, so that negative zeros and nans come through unchanged.
+    The sum is over bytes, so that negative zeros and nans arrive unchanged.
     """
     if group.size() > 1:
         await_collective(dist.all_reduce(whole.view(-1).view(torch.uint8), group=group, async_op=True), group)
@@ -168,15 +168,16 @@ def _numel(shape: tuple[int, ...]) -> int:
     return numel
 
 
-PACK_BELOW_BYTES = 256 * 1024  # smaller tensors share a message: a gloo broadcast costs as much as copying this
+# smaller tensors share a message: a gloo broadcast costs as much as copying this many bytes
+PACK_BELOW_BYTES = 256 * 1024
 PACK_UPTO_BYTES = 8 * 1024 * 1024
-PATIENCE_S = 1.0  # how long to wait before looking whether another rank has reported a failure
+PATIENCE_S = 1.0  # seconds to wait before checking whether another rank has reported a failure
 
 _Object = TypeVar("_Object")
 
 
 class BufferOffset(NamedTuple):
-    """Where a tensor is meant to lie: the number of a buffer and an offset in it, in elements; the same on every rank."""
+    """The planned place of a tensor: index of a buffer, and offset in it in elements; the same on every rank."""
 
     buffer: int
     offset: int
@@ -184,10 +185,10 @@ class BufferOffset(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A 1-D contiguous tensor whose values are right on group rank ``owner``.
+    """A 1-D contiguous tensor whose values are valid on group rank ``owner``.
 
-    ``place`` None: it lies in memory as on every other rank.  Where that may differ, because somebody held one rank's
-    memory, places say what goes into one call, and a rank whose memory lies otherwise packs.
+    ``place`` None: it lies in memory as it does on every other rank.  Memory may lie differently on one rank (user code
+    kept the old memory alive there); then places decide which tensors share a call, and that rank packs.
     """
 
     owner: int
@@ -197,7 +198,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """One broadcast: a single tensor in place, or several of one dtype and device packed."""
+    """One broadcast: a single tensor in place, or several of one dtype and device, packed."""
 
     owner: int
     tensors: tuple[torch.Tensor, ...]
@@ -205,7 +206,7 @@ class Broadcast:
 
 @dataclass(slots=True)
 class BroadcastHandle:
-    """A launched broadcast; ``wait`` puts the owner's values into the tensors."""
+    """A launched broadcast; ``wait`` writes the owner's values into the tensors."""
 
     call: Broadcast
     buffer: torch.Tensor
@@ -214,7 +215,10 @@ class BroadcastHandle:
     what: str
 
     def wait(self) -> None:
-        """Raises: DesyncError if the owner or another rank did not take part."""
+        """Wait, and unpack.
+
+        Raises: DesyncError if the owner or another rank did not take part.
+        """
         wait_for(self.work, self.agreement, self.what, self.buffer.device)
         if len(self.call.tensors) > 1 and self.call.owner != self.agreement.rank:
             parts = self.buffer.split([tensor.numel() for tensor in self.call.tensors])
@@ -223,9 +227,9 @@ class BroadcastHandle:
 
 
 def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
-    """Turn tensors into few broadcasts: neighbours in memory in one call in place, small ones packed per owner.
+    """Combine tensors into few broadcasts: neighbours in memory share one in-place call, small ones are packed per owner.
 
-    The order depends on the order, owners, sizes, dtypes and devices of ``owned`` alone, and alternates owners, so that
+    The order depends only on the order, owners, sizes, dtypes and devices of ``owned``.  It alternates owners, so that
     all ranks send at the same time.
     """
     packs: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -247,9 +251,9 @@ def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
 
 
 def launch_broadcasts(calls: Sequence[Broadcast], agreement: GroupAgreement, what: str) -> list[BroadcastHandle]:
-    """Start the broadcasts; nothing may write to their tensors before ``wait``.
+    """Launch the broadcasts; nothing may write to their tensors before ``wait``.
 
-    Raises: DesyncError if the group already failed.
+    Raises: DesyncError if the group has already failed.
     """
     if agreement.size == 1 or agreement.track.note("all-gather", what, [call.tensors for call in calls]):
         return []
@@ -279,9 +283,9 @@ def _launch_all(calls: Sequence[Broadcast], agreement: GroupAgreement, what: str
 
 @dataclass(slots=True)
 class ReduceHandle:
-    """Gradients on their way to their owners; ``wait`` returns this rank's, averaged, in the order they were given.
+    """A launched reduction of gradients to their owners; ``wait`` returns the averages of this rank's gradients.
 
-    ``sizes``: elements of each of them.
+    ``sizes``: number of elements of each of them.
     """
 
     received: torch.Tensor
@@ -292,14 +296,14 @@ class ReduceHandle:
     pooled_buffers: tuple[PooledBuffer, ...] = ()
 
     @property
-    def has_come(self) -> bool:
-        """True if :meth:`wait` has nothing to wait for."""
+    def is_done(self) -> bool:
+        """True if :meth:`wait` will not block."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Return the averages of this rank's slices, one after the other in a new 1-D tensor.
+        """Return the averages of this rank's slices, concatenated in launch order in a new 1-D tensor.
 
-        Sums are taken in rank order, so runs repeat bitwise.
+        Sums are in rank order, so that runs repeat bitwise.
         """
         if self.work is not None:
             wait_for(self.work, self.agreement, self.what, self.received.device)
@@ -314,10 +318,10 @@ class ReduceHandle:
 
 
 def reduce_to_owners(owned: Sequence[Owned], agreement: GroupAgreement, what: str, pool: BufferPool) -> ReduceHandle:
-    """Send each tensor to its owner, in one all-to-all; all of one dtype and of the device of ``pool``, 1-D.
+    """Send each tensor to its owner in one all-to-all; all are 1-D, of one dtype, on the device of ``pool``.
 
-    Bytes: every rank sends all but its own share once (one unit of volume; an all-reduce is two).  Extra memory, of
-    ``pool``: the tensors once on the way out and once on the way in, until ``wait``.
+    Every rank sends all but its own slices once; an all-reduce sends twice that.  Until ``wait``, ``pool`` provides
+    memory for the tensors twice: once to send and once to receive.
     """
     num_bytes = sum(item.tensor.numel() * item.tensor.element_size() for item in owned)
     with span(agreement.track.name, "reduction", what, num_bytes):
@@ -349,9 +353,9 @@ def _launch_reduce(owned: Sequence[Owned], agreement: GroupAgreement, what: str,
 
 
 def wait_for(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.device) -> None:
-    """Wait for ``work``; on the CPU notice reported failures of other ranks within a second.
+    """Wait for ``work``; on CPU, notice failures that other ranks report within a second.
 
-    Raises: DesyncError with the ranks and the cause where the collective cannot finish.
+    Raises: DesyncError with the ranks and the cause if the collective cannot finish.
     """
     note(EVERYBODY, what)
     with span(agreement.track.name, "wait", what):
@@ -364,33 +368,33 @@ def _wait(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.d
         return
     while True:
         try:
-            if work.is_completed():  # threads as ranks: their works cannot wait with a limit
+            if work.is_completed():  # threads as ranks (tests): their works cannot wait with a timeout
                 work.wait()
             else:
                 work.wait(timedelta(seconds=PATIENCE_S))
             return
         except RuntimeError as error:
-            if work.is_completed():  # it has failed, or has come meanwhile
-                _explained(agreement, what, lambda: outlast(work, agreement.group))
+            if work.is_completed():  # it has failed, or has finished meanwhile
+                _explaining(agreement, what, lambda: outlast(work, agreement.group))
                 return
             failure = agreement.failure()
             if failure is not None:
                 raise DesyncError(f"{what} cannot finish on rank {agreement.name}: {failure}") from error
             if closed_to(agreement.group):
-                _explained(agreement, what, lambda: outlast(work, agreement.group))
+                _explaining(agreement, what, lambda: outlast(work, agreement.group))
                 return
 
 
 def send_tensor(tensor: torch.Tensor, to: int, agreement: GroupAgreement, what: str) -> None:
-    """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`); in place, no copy."""
-    _explained(
+    """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`) in place, without a copy."""
+    _explaining(
         agreement, what, lambda: _wait_for_message(dist.isend(tensor, group_dst=to, group=agreement.group), agreement)
     )
 
 
 def receive_tensor(tensor: torch.Tensor, source: int, agreement: GroupAgreement, what: str) -> None:
     """Receive into a contiguous tensor from group rank ``source``."""
-    _explained(
+    _explaining(
         agreement,
         what,
         lambda: _wait_for_message(dist.irecv(tensor, group_src=source, group=agreement.group), agreement),
@@ -406,7 +410,7 @@ def _wait_for_message(work: dist.Work | None, agreement: GroupAgreement) -> None
         work.wait()
 
 
-def _explained(agreement: GroupAgreement, what: str, act: Callable[[], None]) -> None:
+def _explaining(agreement: GroupAgreement, what: str, act: Callable[[], None]) -> None:
     try:
         act()
     except RuntimeError as error:
@@ -414,7 +418,7 @@ def _explained(agreement: GroupAgreement, what: str, act: Callable[[], None]) ->
 
 
 def gather_objects(value: _Object, to: int, agreement: GroupAgreement, what: str) -> list[_Object] | None:
-    """Return every rank's ``value`` (picklable, small) in rank order on group rank ``to``, None elsewhere."""
+    """Return every rank's ``value`` (picklable, small) in rank order on group rank ``to``, and None on the others."""
     if agreement.size == 1:
         return [value]
     found = [value] * agreement.size if agreement.rank == to else None
@@ -431,10 +435,10 @@ def broadcast_object(
     group: dist.ProcessGroup | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008  the seed's signature
 ) -> object:
-    """Return the ``obj`` of global rank ``src_rank`` on every rank; tensors in it end up on ``device``.
+    """Return the ``obj`` of global rank ``src_rank`` on every rank, with its tensors on ``device``.
 
-    Only objects of ranks you trust: they are pickled.  Source: the helper of the same name in torch's
-    ZeroRedundancyOptimizer, whose callers this one serves.
+    Objects are unpickled: use it only with ranks that you trust.  Source: the function of the same name in torch's
+    ZeroRedundancyOptimizer; callers of that one can call this one.
     """
     if dist.get_rank() == src_rank:
         stream = io.BytesIO()
@@ -459,7 +463,7 @@ def ranks_that_are(flag: bool, agreement: GroupAgreement, device: torch.device, 
     flags = torch.zeros(agreement.size, dtype=torch.int32, device=device)
     flags[agreement.rank] = int(flag)
     if agreement.size > 1:
-        _explained(agreement, what, lambda: _sum(flags, agreement.group))
+        _explaining(agreement, what, lambda: _sum(flags, agreement.group))
     return [rank for rank, value in enumerate(flags.tolist()) if value]
 
 
@@ -488,7 +492,7 @@ def _follows(left: Owned, right: Owned) -> bool:
 
 
 def _as_one(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return one tensor over ``tensors`` if they are neighbours in memory, else themselves."""
+    """Return one tensor over all ``tensors`` if they are neighbours in memory, else the tensors themselves."""
     if len(tensors) > 1 and are_neighbours(tensors):
         return (join(tensors),)
     return tuple(tensors)

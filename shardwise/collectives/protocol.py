@@ -1,8 +1,8 @@
-"""What units ask of a communicator.
+"""What units need from a communicator.
 
-A collective is asked for by an object that knows where bytes come from and go to; the transport decides how they travel:
-through one packed buffer, with one equal section per rank in rank order, or in parts, straight between full tensors and
-sections.
+A collective is launched with an object that knows where bytes come from and where they go.  The transport decides how
+they travel: through one packed buffer with one equal section per rank in rank order, or in parts, straight between full
+tensors and sections.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ import torch.distributed as dist
 from shardwise.formatting import format_ranks
 from shardwise.layout import Bucket
 
-# ---- A mark behind what is summed: ranks that sum different things hear of it from the sum, at no message more.
-# A backend pairs all-reduces by their number in the group and knows nothing of what is in them: a rank that has left one out
-# mixes its next one with the others' last, and goes on with numbers of nobody.
+# ---- A checksum after the summed elements: the sum itself shows when ranks sum different things, without an extra
+# message.
+# A backend pairs all-reduces by their sequence number in the group and does not know their contents: after a rank has
+# skipped one, its next sum mixes with the others' last one, and training would continue with meaningless numbers.
 
-MOST_RANKS = 256  # so many marks are added up exactly, and one that differs shows in the mean
+MOST_RANKS = 256  # the sum of that many checksums is exact, so that a single one that differs shows in the mean
 _LARGEST = 0xFFF
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionChecksum:
-    """What this rank says about a sum.
+    """This rank's description of a sum, as a number that is summed too.
 
     Attributes:
-        whole: 1-D, what is summed, with one element behind it for the mark.  label: what is in it.
-        number: how many sums of these parameters came before, also those that were left out by choice.
+        whole: 1-D: the summed elements, then one element for the checksum.  label: what they are.
+        number: how many sums of these parameters came before, including those that were skipped on purpose.
     """
 
     whole: torch.Tensor
@@ -44,14 +45,15 @@ class ReductionChecksum:
         return zlib.crc32(f"{self.label} {self.number}".encode()) & _LARGEST
 
     def put(self) -> torch.Tensor:
-        """Write the mark; return what to sum in place of the section alone."""
+        """Write the checksum; return the tensor to sum instead of the section alone."""
         self.whole[-1] = self._value
         return self.whole
 
     def check(self, scale: float, ranks: Sequence[int], mine: int) -> None:
-        """Raise unless what was summed over global ``ranks``, times ``scale``, is of the same thing on all of them.
+        """Raise unless all global ``ranks`` have summed the same thing.  ``scale``: the factor that the sum was multiplied by.
 
-        Raises: RuntimeError, as a backend does of a group whose ranks cannot be paired any more; it is explained like one.
+        Raises: RuntimeError, as a backend raises it when the ranks of a group cannot be paired any more; the same code
+        explains it.
         """
         mean = float(self.whole[-1]) / scale / len(ranks)
         if abs(mean - self._value) < 0.4 / len(ranks):
@@ -60,7 +62,7 @@ class ReductionChecksum:
 
 
 def sums_something_else(label: str, number: int, mine: int, others: Sequence[int]) -> str:
-    """Say that one of ``others`` sums something else than what ``label`` names, which rank ``mine`` sums.  Ranks are global."""
+    """Return the error text: one of ``others`` does not sum ``label``, which rank ``mine`` sums.  Ranks are global."""
     return (
         f"rank {mine} sums gradients of {label} with its replicas, {format_ranks(others)}, as number {number + 1}, and one "
         "of them sums something else: it has left a sum out, or has other gradients (set_requires_all_reduce and the "
@@ -68,7 +70,7 @@ def sums_something_else(label: str, number: int, mine: int, others: Sequence[int
     )
 
 
-# ---- What users put in the place of a backend's collectives.
+# ---- Collectives of the user, in place of a backend's.
 
 
 class AllGatherFunction(Protocol):
@@ -106,12 +108,12 @@ class ReduceScatterFunction(Protocol):
 
 @dataclass(slots=True)
 class CustomCollectives:
-    """What a user wants of the collectives of some parameters.
+    """The user's choices for the collectives of some parameters.
 
     Attributes:
-        all_gather, reduce_scatter: what to call in place of the backend's.
-        allocates_from_group: staging buffers come from the process group's own allocator, where its backend has one.
-        reduce_group: where reduce-scatters run, beside all-gathers.
+        all_gather, reduce_scatter: functions to call instead of the backend's.
+        allocates_from_group: allocate staging buffers from the process group's own allocator if its backend has one.
+        reduce_group: the group that runs reduce-scatters, so that they overlap all-gathers.
     """
 
     all_gather: AllGatherFunction | None = None
@@ -121,38 +123,38 @@ class CustomCollectives:
 
 
 class Handle(Protocol):
-    """A launched collective.
+    """A launched collective, like torch's ``Work``.
 
     Attributes:
-        holds_input: what it sends stays allocated until :meth:`wait`.
+        holds_input: its input stays allocated until :meth:`wait`.
     """
 
     holds_input: bool
 
     def is_done(self) -> bool:
-        """True if :meth:`wait` would not block, as far as that is known."""
+        """True if :meth:`wait` is known not to block."""
         ...
 
     def wait(self) -> None:
-        """Order the current stream after it (on CPU: block), deliver its result, give its buffers back; once."""
+        """Order the current stream after it (on CPU: block), deliver its result, release its buffers.  Call once."""
         ...
 
     def cancel(self) -> None:
-        """Forget the result and give the buffers back; waits only if the backend may still write to them.
+        """Drop the result and release the buffers; wait only if the backend may still write to them.
 
-        Buffers of a collective that does not end are never given back.
+        Buffers of a collective that does not end are never released.
         """
         ...
 
 
 class NamedTensor(Protocol):
-    """A tensor that travels, by identity.  ``fqn``: its name in its unit."""
+    """A tensor in a collective, compared by identity.  ``fqn``: its name in its unit."""
 
     fqn: str
 
 
 class SectionContents(Protocol):
-    """What lies in a section."""
+    """The contents of a section."""
 
     @property
     def layout(self) -> Bucket:
@@ -161,16 +163,16 @@ class SectionContents(Protocol):
 
     @property
     def params(self) -> Sequence[NamedTensor]:
-        """Whose parts these are, in the order of the layout."""
+        """The tensors of these parts, in the order of the layout."""
         ...
 
 
 class SumContents(SectionContents, Protocol):
-    """What lies in a section that is summed.
+    """The contents of a section that is summed.
 
     Attributes:
-        number: how many sums of these parameters came before, also those that were left out by choice.
-        mark: by which ranks that sum different things hear of it where the backend sums; None: they do not.
+        number: how many sums of these parameters came before, including those that were skipped on purpose.
+        mark: the checksum by which ranks notice that they sum different things if the backend sums; None for no check.
     """
 
     number: int
@@ -178,7 +180,7 @@ class SumContents(SectionContents, Protocol):
 
     @property
     def label(self) -> str:
-        """What is summed, the same on every rank."""
+        """What is summed; the same on every rank."""
         ...
 
 
@@ -187,7 +189,7 @@ class BucketEnds(Protocol):
 
     Attributes:
         layout: where parts lie in a section.
-        dtype: of the section as it is stored.  full_dtype: of the full parameters, which is sent.
+        dtype: of the stored section.  full_dtype: of the full parameters; it is sent in this dtype.
     """
 
     layout: Bucket
@@ -196,12 +198,12 @@ class BucketEnds(Protocol):
 
     @property
     def params(self) -> Sequence[NamedTensor]:
-        """Whose parts these are, in the order of the layout."""
+        """The tensors of these parts, in the order of the layout."""
         ...
 
     @property
     def number(self) -> int | None:
-        """Which of the sections that the ranks of a host read from each other this is; None: none of them."""
+        """Index among the sections that the ranks of a host read from each other; None if it is not one of them."""
         ...
 
     def section(self) -> torch.Tensor:
@@ -209,11 +211,11 @@ class BucketEnds(Protocol):
         ...
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
-        """Return, for every tensor of ``layout``, the window of the full parameter that ``rank``'s part goes to."""
+        """Return, for every tensor of ``layout``, the window of the full parameter that receives ``rank``'s part."""
         ...
 
     def lose_full(self) -> object:
-        """Take the memory of :meth:`full_parts` out of use, because somebody may still write to it; return what keeps it."""
+        """Stop using the memory of :meth:`full_parts`, which may still be written to; return an object that keeps it alive."""
         ...
 
 
@@ -221,15 +223,15 @@ class GatherEnds(Protocol):
     """The two ends of an all-gather."""
 
     def buckets(self) -> Sequence[BucketEnds]:
-        """Return the buckets if they can travel in parts; nothing if the packed way is the only one."""
+        """Return the buckets if they can travel in parts; nothing if they must be packed."""
         ...
 
     def shard(self) -> torch.Tensor:
-        """Return this rank's section: 1-D, contiguous; every rank's has the same dtype and length."""
+        """Return this rank's section: 1-D, contiguous, of the same dtype and length on every rank."""
         ...
 
     def deliver(self, packed: torch.Tensor) -> None:
-        """Take the result: 1-D, ``size * len(shard)`` elements, valid only during the call."""
+        """Use the result: 1-D, ``size * len(shard)`` elements, valid only during the call."""
         ...
 
 
@@ -243,17 +245,17 @@ class ScatterEnds(Protocol):
 
     @property
     def params(self) -> Sequence[NamedTensor]:
-        """Whose gradients these are, in the order of the layout."""
+        """The parameters of these gradients, in the order of the layout."""
         ...
 
     @property
     def label(self) -> str:
-        """What is reduced, the same on every rank: transports that can, compare it."""
+        """What is reduced; the same on every rank.  Transports that can compare contents compare it."""
         ...
 
     @property
     def section_numel(self) -> int:
-        """Elements of one section."""
+        """Number of elements of one section."""
         ...
 
     @property
@@ -270,27 +272,27 @@ class ScatterEnds(Protocol):
         ...
 
     def drop(self) -> None:
-        """Forget the gradients: their parts are all copied."""
+        """Release the gradients: all their parts are copied."""
         ...
 
     def target(self) -> torch.Tensor:
-        """Return where this rank's reduced section is wanted: 1-D, ``section_numel`` elements; the same tensor every time."""
+        """Return the destination of this rank's reduced section: 1-D, ``section_numel`` elements; always the same tensor."""
         ...
 
     def deliver(self, section: torch.Tensor) -> None:
-        """Take this rank's reduced section: ``target()``, or another tensor, which is copied."""
+        """Use this rank's reduced section: ``target()``, or another tensor, which is copied."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How a sum over ranks becomes the wanted mean.
+    """How a sum over ranks becomes a mean.
 
     Attributes:
-        divisor: what the sum is divided by; None asks for the mean over the group that carries it out.
-        sum_only: the transport may use nothing but sums; scaling is done beside the collective.
-        split: divide by a power of two near sqrt(divisor) before the sum and by the rest after, so that neither fp16's
-            range nor its small numbers are lost.
+        divisor: the divisor of the sum; None for the mean over the group that computes it.
+        sum_only: the transport may use plain sums only; scaling is separate from the collective.
+        split: divide by a power of two near sqrt(divisor) before the sum and by the rest after it, so that fp16 neither
+            overflows nor underflows.
     """
 
     divisor: float | None = None
@@ -303,7 +305,7 @@ class Communicator(Protocol):
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         ...
 
     @property
@@ -312,13 +314,13 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, ends: GatherEnds) -> Handle:
-        """Launch; the result is delivered by ``wait``."""
+        """Launch an all-gather; ``wait`` delivers the result."""
         ...
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Launch; the result is delivered by ``wait``."""
+        """Launch a reduce-scatter; ``wait`` delivers the result."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
-        """Launch, in place.  ``contents``: of the 1-D ``tensor``."""
+        """Launch an in-place all-reduce of the 1-D ``tensor``; ``contents`` describes it."""
         ...

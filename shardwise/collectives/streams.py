@@ -1,8 +1,8 @@
-"""Devices, their streams, and the order between them; on the host there is one order and nothing to do.
+"""Devices, their streams, and the order between them; the host has one order, and these functions do nothing there.
 
-What the engine asks of a device is one protocol, :class:`Device`, with three things behind it: the host, the real
-accelerator through ``torch.accelerator``, and the fake one of ``fake_accelerator``, which writes down
-what it is asked.  Streams appear in this file alone.
+The engine uses a device through one protocol, :class:`Device`, with three implementations: the host, the real
+accelerator through ``torch.accelerator``, and the fake one of the tests (``fake_accelerator``), which records its
+calls.  Only this file uses streams.
 """
 
 from __future__ import annotations
@@ -40,32 +40,33 @@ from shardwise.torch_private import abort_groups
 
 
 class Stream(Protocol):
-    """Work of a device in one order, as torch.Stream."""
+    """Work of a device in one order, like ``torch.Stream``."""
 
     def __enter__(self) -> object:
-        """Send what follows here."""
+        """Send the work that follows to this stream."""
         ...
 
     def __exit__(self, *_: Any) -> object:
-        """Send it where it went before."""
+        """Send work to the previous stream again."""
         ...
 
     def wait_event(self, event: Any) -> None:
-        """Start what follows after ``event``."""
+        """Start the work that follows after ``event``."""
         ...
 
     def record_event(self) -> Any:
-        """Return an event at the end of what this stream has been given."""
+        """Return an event after all work that is enqueued on this stream."""
         ...
 
 
 class Device(Protocol):
-    """Where parameters are put together and computed with.
+    """Where parameters are gathered and used.
 
     Attributes:
-        has_streams: work can run beside the current stream, and memory belongs to the stream it was allocated on.
+        has_streams: work can run concurrently with the current stream, and memory belongs to the stream it was
+            allocated on.
         can_pin: the host has page-locked memory for it.
-        has_values: its tensors have any; those of the fake one have only shapes.
+        has_values: its tensors have values; those of the fake device have only shapes.
     """
 
     @property
@@ -78,25 +79,27 @@ class Device(Protocol):
     def has_values(self) -> bool: ...
 
     def new_stream(self, name: str, priority: int) -> Stream:
-        """Return a stream; ``name`` is what messages call it, a lower ``priority`` runs first."""
+        """Return a stream; messages call it ``name``, and a lower ``priority`` runs first."""
         ...
 
     def current_stream(self) -> Stream:
-        """Return the stream that work goes to now."""
+        """Return the current stream."""
         ...
 
     def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
-        """Return ``numel`` elements of the host's memory, 1-D, with undefined values; page-locked if ``pins``."""
+        """Return ``numel`` elements of host memory, 1-D, with undefined values; page-locked if ``pins``."""
         ...
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``source``, of the host or this device, here in ``dtype``: itself if it is that; else copied by the current
-        stream, which the host does not wait for if ``source`` is page-locked."""
+        """Return ``source``, of the host or this device, on this device in ``dtype``: ``source`` itself if nothing changes.
+
+        The current stream copies it; the host does not wait if ``source`` is page-locked.
+        """
         ...
 
 
 class HostDevice:
-    """The host itself, or no memory at all: everything has one order.  ``device``: "cpu" or "meta"."""
+    """The host itself, or no memory at all: all work has one order.  ``device``: "cpu" or "meta"."""
 
     has_streams = can_pin = False
 
@@ -118,7 +121,7 @@ class HostDevice:
 
 
 class Accelerator:
-    """The accelerator of this process, whatever torch.accelerator finds."""
+    """The accelerator of this process, as torch.accelerator finds it."""
 
     has_streams = can_pin = has_values = True
 
@@ -136,7 +139,7 @@ class Accelerator:
         return torch.empty(numel, dtype=dtype, pin_memory=pins, device="cpu")
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # Two steps: in one, torch casts on the host, into memory that is not page-locked, and the host waits for both.
+        # Two steps: in one, torch casts on the host into memory that is not page-locked, and the host waits for both.
         return source.to(self._device, non_blocking=True).to(dtype)
 
 
@@ -144,7 +147,7 @@ _stand_in: ContextVar[Device | None] = ContextVar("stand_in", default=None)
 
 
 def device_of(device: torch.device) -> Device:
-    """Return what the engine asks ``device`` through."""
+    """Return the :class:`Device` of ``device``."""
     if device.type not in ("cpu", "meta"):
         return Accelerator(device)
     stand_in = _stand_in.get() if device.type == "cpu" else None
@@ -153,7 +156,7 @@ def device_of(device: torch.device) -> Device:
 
 @contextmanager
 def standing_in(device: Device) -> Generator[None, None, None]:
-    """Let ``device`` stand for the host in engines that are made inside: their tensors are of "cpu", their streams its."""
+    """Use ``device`` in place of the host in engines created inside: tensors are on "cpu", streams are the device's."""
     token = _stand_in.set(device)
     try:
         yield
@@ -162,15 +165,15 @@ def standing_in(device: Device) -> Generator[None, None, None]:
 
 
 class SideStream:
-    """Work that may run beside the current stream.
+    """Work that may run concurrently with the current stream.
 
-    The stream is made at first use, and only on an accelerator.
+    The stream is created at first use, and only on an accelerator.
 
     Args:
-        device: whose.  name: what messages call it.
+        device: the stream's device.  name: its name in messages.
 
     Attributes:
-        is_concurrent: work of this stream can run beside the current stream.
+        is_concurrent: work of this stream can run concurrently with the current stream.
     """
 
     def __init__(self, device: Device, name: str, high_priority: bool = True) -> None:
@@ -185,21 +188,21 @@ class SideStream:
         return cast(AbstractContextManager[object], self._started()) if self.is_concurrent else nullcontext()
 
     def wait_current(self) -> None:
-        """Let this stream's next work start after what the current stream has been given so far."""
+        """Start this stream's next work after all work that is enqueued on the current stream."""
         if self.is_concurrent:
             self._started().wait_event(self._device.current_stream().record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Let this stream's next work start after ``event``."""
+        """Start this stream's next work after ``event``."""
         if self.is_concurrent:
             self._started().wait_event(event)
 
     def mark(self) -> Any:
-        """Return an event at the end of this stream's work so far; None on the host, which has no streams."""
+        """Return an event after this stream's work so far; None on the host, which has no streams."""
         return self._started().record_event() if self.is_concurrent else None
 
     def current_waits(self, mark: Any) -> None:
-        """Let the current stream's next work start after ``mark``."""
+        """Start the current stream's next work after ``mark``."""
         if mark is not None:
             self._device.current_stream().wait_event(mark)
 
@@ -209,7 +212,7 @@ class SideStream:
 
     @property
     def is_started(self) -> bool:
-        """True once it has been given anything."""
+        """True once work was sent to it."""
         return self._stream is not None
 
     def _started(self) -> Stream:
@@ -219,7 +222,7 @@ class SideStream:
 
 
 def back_at(stream: Stream | None) -> AbstractContextManager[object]:
-    """Return a context in which ``stream``, of :meth:`SideStream.here`, is the current one again."""
+    """Return a context in which ``stream``, from :meth:`SideStream.here`, is the current stream again."""
     return nullcontext() if stream is None else cast(AbstractContextManager[object], stream)
 
 
@@ -228,9 +231,10 @@ class CommStreams:
     """The streams of an engine; engines of pipeline stages may share one set.
 
     Attributes:
-        are_concurrent: work of these streams can run beside the current stream.
-        gather: all-gathers.  reduce: reduce-scatters.  replicas: all-reduces over replicas, beside the next reduce-scatter.
-        fetch: shards on their way from the host.  store: gradients on their way to the host.
+        are_concurrent: work of these streams can run concurrently with the current stream.
+        gather: all-gathers.  reduce: reduce-scatters.  replicas: all-reduces over replicas, which overlap the next
+            reduce-scatter.
+        fetch: copies of shards from the host.  store: copies of gradients to the host.
     """
 
     are_concurrent: bool
@@ -249,50 +253,51 @@ class CommStreams:
         )
 
     def current_waits_for_reductions(self) -> None:
-        """Let the current stream's next work start after all reductions: one event for all of them, not one each."""
+        """Start the current stream's next work after all reductions, by one event for all of them."""
         for stream in (self.reduce, self.replicas):
             if stream.is_started:
                 stream.current_waits(stream.mark())
 
     def host_waits_for_copies(self) -> None:
-        """Block until no copy reads or writes the host's memory; at once if there were none."""
+        """Block until no copy reads or writes host memory; return at once if there were none."""
         if self.fetch.is_started:
             self.store.wait_event(self.fetch.mark())
         if self.store.is_started:
-            note(EVERYBODY)  # gradients have come from all ranks
+            note(EVERYBODY)  # gradients have arrived from all ranks
             self.store.mark().synchronize()
 
     def current_waits_for_results(self) -> None:
-        """Let the current stream's next work start after all that reads results of reductions: they may be freed then."""
+        """Start the current stream's next work after all work that reads results of reductions, which may then be freed."""
         for stream in (self.replicas, self.store):
             if stream.is_started:
                 stream.current_waits(stream.mark())
 
 
-# ---- Names the rank that this one waits for where no error can: the host waits for the device, and a kernel there
-# for the rank.
-# Over gloo the host itself waits for other ranks, and looks around meanwhile.  A collective of NCCL is a kernel, which ends
-# when all ranks have come, or never: over NVLink and shared memory NCCL does not see that a process has ended.  torch ends this
-# one by SIGABRT then, after the timeout of the group, and without a name.
+# ---- A watch names the rank that this one waits for when no error can: the host waits for the device, and a kernel
+# there waits for the rank.
+# Over gloo the host itself waits for other ranks, and checks them meanwhile. A collective of NCCL is a kernel, which
+# ends when all ranks have arrived, or never: over NVLink and shared memory NCCL does not notice that a process has
+# ended. torch then ends this process by SIGABRT after the timeout of the group, without naming a rank.
 #
-# So a thread looks beside.  While the host moves, or the device does, it asks nobody: a long evaluation on one rank, after the
-# others have ended, is no fault.
+# So a separate thread checks. While the host or the device makes progress, it checks nothing: a long evaluation on one
+# rank, after the others have finished, is no fault.
 
 _LOOK_S = 0.5
-_STILL_S = 10.0  # for which nothing has moved, on the host or on the device
-_NEAR = 8  # ranks of a host are neighbours: that many on each side are looked after, and what one finds all are told
-_COMES_BACK_S = 30.0  # once the collectives are ended
-_ASKING_S = 8.0  # for the others to say why
-_PART_OF_TIMEOUT = 0.9  # torch ends the process when all of it is over
-_TOLD = "shardwise/lost in a kernel"
+_STILL_S = 10.0  # seconds without progress, on the host and on the device
+_NEAR = 8  # ranks of a host are neighbours: each checks that many ranks on each side, and notifies all of what it finds
+_RETURNS_S = 30.0  # how long a thread may take to return once the collectives are aborted
+_ASKING_S = 8.0  # time for the other ranks to report why
+_PART_OF_TIMEOUT = 0.9  # torch ends the process once the whole timeout is over
+_REPORTED = "shardwise/lost in a kernel"
 
 _watches: weakref.WeakKeyDictionary[dist.Store, DeviceWatch] = weakref.WeakKeyDictionary()
 
 
 def watch_device(device: torch.device) -> None:
-    """Let a thread beside look after the ranks of the job, whose collectives on ``device`` nobody can be waited out of.
+    """Start a thread that watches the ranks of the job: a wait for a collective on ``device`` has no timeout.
 
-    Does nothing on the host, alone, and where the job is looked after already.  The calling thread is the one that hears of it.
+    Does nothing on the host, in a job of one rank, and if the job is watched already.  Errors are raised in the calling
+    thread.
     """
     store, world = store_of_job(), dist.group.WORLD
     if device.type == "cpu" or store is None or world is None or world.size() == 1 or store in _watches:
@@ -308,7 +313,7 @@ def watch_device(device: torch.device) -> None:
 
 
 class StreamProgress:
-    """Says for how many seconds a stream has not come to the end of what it had been given before."""
+    """Return for how many seconds a stream has not reached the end of the work that it had then."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -320,18 +325,19 @@ class StreamProgress:
         try:
             if self._event is None or self._event.query():
                 self._event, self._since = self._stream.record_event(), now
-        except RuntimeError:  # the device has failed, which is said where it is used
+        except RuntimeError:  # the device has failed; its next use raises the error
             self._event, self._since = None, now
         return now - self._since
 
 
 class DeviceWatch:
-    """Looks whether this process waits for a rank that will not come.
+    """Check whether this process waits for a rank that will not arrive.
 
     Args:
-        rank: this one, of ``ranks``, all global.
-        limit_s: how long a rank that is there may take.
-        stuck_s: for how long the device has not gone on.  abort: makes what waits there come back.
+        rank: this one, of ``ranks``; all are global.
+        limit_s: how long a live rank may take.
+        stuck_s: returns for how long the device has made no progress.  abort: makes waiting threads of this process
+            return.
     """
 
     def __init__(
@@ -352,11 +358,11 @@ class DeviceWatch:
         self._waiter = threading.get_ident()
         self._began = time.monotonic()
         self._pid = os.getpid()
-        self._has_told = False
-        self.waited_s = 0.0  # for which the program has waited for a kernel
+        self._has_reported = False
+        self.waited_s = 0.0  # how long the program has waited for a kernel
 
     def start(self) -> None:
-        """Begin; it ends with the default process group."""
+        """Start the thread; it ends with the default process group."""
         threading.Thread(target=self._run, name="shardwise-device", daemon=True).start()
 
     def _run(self) -> None:
@@ -375,14 +381,14 @@ class DeviceWatch:
                 return
 
     def reason(self, store: dist.Store, waited_s: float) -> str:
-        """Return why waiting, which has lasted ``waited_s``, will not end; an empty text if it may."""
+        """Return why the wait, which has lasted ``waited_s``, will not end; an empty text if it may end."""
         job = JobStore(store, BRIEF_S)
         try:
-            told = job.peek(_TOLD)
-            lost = [int(told)] if told else [rank for rank in self._near if is_gone(store, rank)]
+            reported = job.peek(_REPORTED)
+            lost = [int(reported)] if reported else [rank for rank in self._near if is_gone(store, rank)]
             if lost:
-                job.set(_TOLD, str(lost[0]))
-        except TransportError as silence:  # who keeps the store is gone
+                job.set(_REPORTED, str(lost[0]))
+        except TransportError as silence:  # the process that hosts the store is gone
             return f"{silence}; rank {self._rank} waits for a kernel"
         if lost:
             return f"{gone_in_words(store, lost)}; rank {self._rank} waits in a kernel. {look_next()}"
@@ -392,25 +398,25 @@ class DeviceWatch:
         return f"rank {self._rank} has waited in a kernel for {waited_s:.0f} s: {who}. {look_next()}"
 
     def tell(self, reason: str) -> None:
-        """Raise ``reason`` in the thread that waits; it comes back because the collectives of this process are ended."""
+        """Raise ``reason`` in the waiting thread; it returns because this aborts the collectives of the process."""
         leave(reason)
-        # torch may end the process first: its own watch finds connections that were closed.
+        # torch may end the process first: its own watchdog finds the closed connections.
         print(f"shardwise: {reason}", file=sys.stderr, flush=True)
-        self._has_told = True
-        # In a thread of its own: it may itself wait for the device.
+        self._has_reported = True
+        # In a thread of its own, because it may itself wait for the device.
         aborting = threading.Thread(target=self._abort, name="shardwise-abort", daemon=True)
-        heard = raise_in(self._waiter, reason, lambda: aborting.join(_COMES_BACK_S))
+        raised = raise_in(self._waiter, reason, lambda: aborting.join(_RETURNS_S))
         aborting.start()
-        if not heard.wait(_COMES_BACK_S) and self._store() is not None:
+        if not raised.wait(_RETURNS_S) and self._store() is not None:
             print("shardwise: the kernel does not end; this process does", file=sys.stderr, flush=True)
             os._exit(1)
 
     def end_process(self) -> None:
-        """At the end of this process: end it without torch's destructors if an error has ended it, or its groups are ended.
+        """At exit, end the process without torch's destructors if an error has ended it or its groups are aborted.
 
-        They would wait for the rank that is lost, and then abort.
+        The destructors would wait for the lost rank, and then abort.
         """
-        is_lost = self._has_told or getattr(sys, "last_value", None) is not None
+        is_lost = self._has_reported or getattr(sys, "last_value", None) is not None
         if os.getpid() == self._pid and is_lost and self._store() is not None:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -418,18 +424,18 @@ class DeviceWatch:
 
 
 def raise_in(thread: int, reason: str, first: Callable[[], None] = lambda: None) -> threading.Event:
-    """Let a TransportError be raised in ``thread`` as soon as it runs Python again: before it sees what it has waited for.
+    """Raise a TransportError in ``thread`` as soon as it runs Python again, before it can use what it waited for.
 
-    Returns: what is set then.  ``first``: what ``thread`` calls before it goes on.
+    Returns: an event that is set at that moment.  ``first``: what ``thread`` calls before it continues.
     """
-    heard = threading.Event()
+    raised = threading.Event()
 
     class Found(TransportError):
         def __init__(self) -> None:
             super().__init__(reason)
-            heard.set()
+            raised.set()
             first()
 
     Found.__name__, Found.__qualname__, Found.__module__ = "TransportError", "TransportError", TransportError.__module__
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Found))
-    return heard
+    return raised

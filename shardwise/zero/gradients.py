@@ -227,7 +227,7 @@ class Averaging:
     def send_early(self, indices: Sequence[int]) -> None:
         """Send the gradients of a run, in a backward; ``.grad`` says from here on that they are on their way."""
         self.early += 1
-        while len(self._on_the_way) >= MOST_ON_THE_WAY or (self._on_the_way and self._on_the_way[0][1].has_come):
+        while len(self._on_the_way) >= MOST_ON_THE_WAY or (self._on_the_way and self._on_the_way[0][1].is_done):
             self._receive()
         self._send(indices, leaves_sign=True)
 

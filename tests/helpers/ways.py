@@ -48,7 +48,7 @@ class Way:
     pass_tracker: PassTracker
     comm: Communicator
     link: Link | None
-    say_where: Callable[[Sequence[Ends]], None]
+    publish_sections: Callable[[Sequence[Ends]], None]
 
     @property
     def rank(self) -> int:
@@ -71,7 +71,7 @@ class Way:
             )
             for number, base in enumerate(bases)
         ]
-        self.say_where(made)
+        self.publish_sections(made)
         return made
 
     @contextmanager
@@ -138,7 +138,7 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
     )
     link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0, SUM_SLOT_BYTES)
 
-    def say_where(ends: Sequence[Ends]) -> None:
+    def publish_sections(ends: Sequence[Ends]) -> None:
         places = [each.arena for each in ends if each.arena is not None]
         rows = [[p.segment.address.pid, p.segment.address.fd, p.segment.num_bytes, p.segment.token] for p in places]
         offsets = [place.offset for place in places]
@@ -146,9 +146,9 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
         number = len(said) - 1
         text = json.dumps([[*row, offset] for row, offset in zip(rows, offsets, strict=True)])
         outcome.exchange.post(f"sections/{number}", text)
-        link.say_where(number)
+        link.publish_sections(number)
 
-    way.say_where = say_where
+    way.publish_sections = publish_sections
     if per_host is None:
         return link
     between = PeerLink(way.group, way.pool, column_of(way.rank, per_host, way.size))

@@ -184,7 +184,7 @@ Finalize(None, watch.end_process, exitpriority=-1000)
 
 @pytest.mark.parametrize(
     ("program", "status", "is_torn_down"),
-    [("pass", 0, True), ("raise KeyError(7)", 1, False), ("watch._has_told = True", 1, False)],
+    [("pass", 0, True), ("raise KeyError(7)", 1, False), ("watch._has_reported = True", 1, False)],
 )
 def test_a_process_that_has_lost_a_rank_ends_without_the_destructors_that_wait_for_it(
     program: str, status: int, is_torn_down: bool

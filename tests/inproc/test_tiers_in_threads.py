@@ -41,7 +41,7 @@ class Rank:
     def gathers(self, number: int) -> list[Ends]:
         made = [Ends(self, float(base), MIXED, number=base, shares=True) for base in range(number)]
         self.places[self.rank] = [each.arena for each in made if each.arena is not None]
-        self.link.inside.say_where(1)
+        self.link.inside.publish_sections(1)
         return made
 
 

@@ -1,4 +1,4 @@
-"""The link of one group of CPU ranks: which one they can use, and the shards in the memory that they share."""
+"""Choose the transport of one group of CPU ranks, and publish where this rank's shards lie in shared memory."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from shardwise.errors import TransportError
 
 @dataclass(frozen=True, slots=True)
 class _AgreedSizes:
-    """What must be the same on every rank.
+    """The sizes that must be equal on all ranks of a group; they fix the layout of every segment.
 
     Attributes:
-        sections: dtype and elements of each.
-        slot_bytes: of the outbox.
-        sum_slot_bytes: of a slot for sums in place.
-        gather_bytes: of the largest all-gather's section, with its padding.
-        num_ranks: of the group.
+        sections: dtype and number of elements of each bucket's section.
+        slot_bytes: bytes of one slot of the outbox.
+        sum_slot_bytes: bytes of one slot for in-place sums.
+        gather_bytes: bytes of the sections of the largest all-gather, with padding.
+        num_ranks: size of the group.
     """
 
     sections: tuple[tuple[str, int], ...]
@@ -57,7 +57,7 @@ class _AgreedSizes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a segment, for any number of hosts; pages that are not written take no memory."""
+        """Bytes of a segment, for any number of hosts; pages that are never written take no memory."""
         return self.inboxes_start + NUM_INBOXES * self.num_ranks * self.gather_bytes
 
     def digest(self) -> str:
@@ -65,12 +65,12 @@ class _AgreedSizes:
 
 
 class GroupLink:
-    """The link of one process group, for the parameter groups that use it.
+    """The link of one process group, shared by the parameter groups that use it.
 
     Args:
-        process_group: whose ranks talk.
-        users: of the link.
-        transport: what this rank wants; the ranks agree on what all of them allow.
+        process_group: the ranks.
+        users: the parameter groups that gather, reduce and sum over the link.
+        transport: what this rank allows; the ranks use what all of them allow.
         pool: memory for staging.
         timeout_s: how long to wait for another rank.
     """
@@ -92,15 +92,15 @@ class GroupLink:
         self._timeout_s = timeout_s
         self._sizes: _AgreedSizes | None = None
         self._link: Link | None = None
-        self._inside: HostLink | None = None  # what of the link shares memory
+        self._inside: HostLink | None = None  # the part of the link that shares memory
         self._exchange: StoreExchange | None = None
-        self._said: list[ArenaPlace] = []
-        self._num_said = 0
+        self._published: list[ArenaPlace] = []
+        self._num_published = 0
 
     def prepare(self) -> Link | None:
-        """Return the link for the next pass, made at the first and whenever the sizes of shards have changed.
+        """Return the link for the next pass; make a new one at first use and after the sizes of shards have changed.
 
-        Collective when it makes one.  Raises: DesyncError if a rank does not come, or its shards have other sizes.
+        Collective when it makes one.  Raises: DesyncError if a rank does not arrive or has shards of other sizes.
         """
         if self._sizes is not None and self._inside is None:
             return self._link
@@ -112,13 +112,13 @@ class GroupLink:
             if sizes != self._sizes:
                 self._sizes = sizes
                 self._link = self._make(sizes)
-                self._said = []
+                self._published = []
         if self._inside is not None:
-            self._say_where(buckets, self._inside)
+            self._publish_sections(buckets, self._inside)
         return self._link
 
-    def _say_where(self, buckets: Sequence[LinkedBucket], link: HostLink) -> None:
-        """Tell the others where this rank's sections lie now, if that has changed."""
+    def _publish_sections(self, buckets: Sequence[LinkedBucket], link: HostLink) -> None:
+        """Publish where this rank's sections lie now, if that has changed."""
         places: list[ArenaPlace] = []
         for number, bucket in enumerate(buckets):
             if bucket.place is None:
@@ -129,19 +129,19 @@ class GroupLink:
                     "free memory, or call set_transport('gloo') on every rank"
                 )
             bucket.number = number
-            places.append(cast(ArenaPlace, bucket.place))  # from take_shareable, as registered
-        if places != self._said:
+            places.append(cast(ArenaPlace, bucket.place))  # take_shareable made it, as registered
+        if places != self._published:
             assert self._exchange is not None
-            self._said = places
-            self._num_said += 1
+            self._published = places
+            self._num_published += 1
             rows = [(*astuple(place.segment.address), place.offset) for place in places]
-            self._exchange.post(f"sections/{self._num_said}", json.dumps(rows))
-            link.say_where(self._num_said)
+            self._exchange.post(f"sections/{self._num_published}", json.dumps(rows))
+            link.publish_sections(self._num_published)
 
     def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
         assert self._exchange is not None
         if rank == self._process_group.rank() or number == 0:
-            return self._said if number else []
+            return self._published if number else []
         found: list[ArenaPlace] = []
         for *address, offset in json.loads(collect_from(self._exchange, f"sections/{number}", [rank])[0]):
             try:
@@ -152,7 +152,7 @@ class GroupLink:
         return found
 
     def is_for(self, users: LinkUsers, transport: Transport) -> bool:
-        """True if this link was made for just these."""
+        """True if this link was made for exactly these users and this transport."""
         mine = [[ref() for ref in refs] for refs in (self._gathers, self._reduces, self._sums)]
         return mine == [users.gathers, users.reduces, users.sums] and self._transport == transport
 
@@ -173,7 +173,7 @@ class GroupLink:
 
         def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
             owner = ref()
-            assert owner is not None  # it owns the link
+            assert owner is not None  # the GroupLink owns the link, so it outlives it
             return owner._places_of(rank, number)
 
         host = HostGroup(
@@ -190,7 +190,7 @@ class GroupLink:
 
 
 def can_link(process_group: dist.ProcessGroup, devices: Collection[torch.device]) -> bool:
-    """True if the ranks of ``process_group`` may find a link for tensors on ``devices``: several, on CPU, over gloo."""
+    """True if a group may use a link for tensors on ``devices``: it has several ranks, on CPU, over gloo."""
     is_on_cpu = all(device.type == "cpu" for device in devices)
     return is_on_cpu and process_group.size() > 1 and torch_private.is_gloo(process_group)
 

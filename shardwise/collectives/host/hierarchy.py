@@ -1,9 +1,10 @@
-"""Ranks on several hosts, as many on each: shared memory inside a host, messages between hosts, each byte once per host.
+"""Link ranks on several hosts: shared memory inside a host, messages between hosts; each byte crosses once per host.
 
-Ranks that have the same place on their hosts are a *column*.  An all-gather receives from the others of its column, in an
-inbox in shared memory, from which all ranks of the host copy: a shard comes over the cable once, however many ranks a host
-has.  A reduce-scatter sums inside the host first: each rank adds up what its host has for every rank of its column, sends
-those sums, and adds what the other hosts send, in the order of hosts.
+Every host has the same number of ranks.  Ranks with the same index on their hosts form a *column*.  In an all-gather, a
+rank receives the sections of its column in an inbox in shared memory, and all ranks of the host copy from there: a
+shard arrives once, no matter how many ranks a host has.  A reduce-scatter sums inside the host first: each rank adds up
+its host's gradients for every rank of its column, sends those sums, and adds the sums of the other hosts in the order
+of hosts.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from shardwise.errors import TransportError
 from shardwise.layout import Bucket
 
 _ARRIVED = NEXT_FREE  # the last all-gather whose sections from other hosts are in this rank's inbox
-_TAKEN = NEXT_FREE + 1  # the last all-gather for which, and for all before it, this rank has read all inboxes
+_TAKEN = NEXT_FREE + 1  # this rank has read all inboxes of this all-gather and of those before it
 
 _SUM = Scale(1.0)
-_IS_SUM, _HAS_LEFT = 0, 1  # the last element of a message of sums
+_IS_SUM, _HAS_ABORTED = 0, 1  # values of the last element of a message with sums
 
 
 def column_of(rank: int, ranks_per_host: int, num_ranks: int) -> range:
-    """Return the ranks that have the same place on their hosts as ``rank``."""
+    """Return the ranks that have the same index on their hosts as ``rank``."""
     return range(rank % ranks_per_host, num_ranks, ranks_per_host)
 
 
 class TieredLink:
-    """A group of ranks on several hosts.
+    """The link of a group with ranks on several hosts.
 
     Args:
-        inside: between the ranks of this host.  between: between those of this rank's column.
-        inboxes: where sections of other hosts are received.
+        inside: the link between the ranks of this host.  between: the link between the ranks of this rank's column.
+        inboxes: where sections from other hosts are received.
     """
 
     name = "shared memory, send/recv between hosts"
@@ -53,20 +54,20 @@ class TieredLink:
     def __init__(self, inside: HostLink, between: PeerLink, inboxes: Inboxes) -> None:
         self.inside, self.between = inside, between
         self.inboxes = inboxes
-        self._gathers: list[_TierGather] = []  # not waited for yet, in the order of their launches
+        self._gathers: list[_TierGather] = []  # launched but not waited for, in launch order
         self._scatters: list[_TierScatter] = []
         self._unsummed: deque[_TierScatter] = deque()
         self._num_gathers = self._num_scatters = 0
-        # Receives into inboxes of passes that were left; whoever uses these next waits for them.
-        self._strays: list[dist.Work] = []
-        weakref.finalize(self, _keep, between.group, self._strays, inside.segments).atexit = False
+        # Receives of aborted passes that still write to inboxes; the next pass waits for them before it uses an inbox.
+        self._unfinished_recvs: list[dist.Work] = []
+        weakref.finalize(self, _keep_unfinished, between.group, self._unfinished_recvs, inside.segments).atexit = False
 
     # ---- passes ----
 
     def open(self, kind: PassKind, wants_collectives: bool) -> bool:
         self._num_gathers = self._num_scatters = 0
         try:
-            self.between.wait_all(self._strays)
+            self.between.wait_all(self._unfinished_recvs)
         except BaseException:
             self.inside.abort()
             raise
@@ -81,7 +82,7 @@ class TieredLink:
         try:
             return self.inside.open(kind, wants_collectives)
         except TransportError:
-            with contextlib.suppress(RuntimeError):  # a host that is gone need not know
+            with contextlib.suppress(RuntimeError):  # the other host may be gone; it needs no notice then
                 self.between.refuse(kind, self.inside.local_peers.blamed)
             raise
 
@@ -92,21 +93,21 @@ class TieredLink:
         self.inside.close()
 
     def abort(self) -> None:
-        self.inside.abort()  # first: the ranks of this host need not wait
+        self.inside.abort()  # first, so that the ranks of this host stop waiting
         for launched in (*self._gathers, *self._scatters):
-            launched.leave()
+            launched.abandon()
         self._gathers.clear()
         self._scatters.clear()
         self._unsummed.clear()
         self.between.abort()
 
-    def keep_strays(self, recvs: list[dist.Work]) -> None:
-        """Let whoever uses the inboxes next wait for ``recvs``."""
-        self._strays += recvs
+    def defer_recvs(self, recvs: list[dist.Work]) -> None:
+        """Hand over ``recvs``, which may still write to inboxes; the next pass waits for them."""
+        self._unfinished_recvs += recvs
         recvs.clear()
 
-    def go_on(self) -> None:
-        """Launch what can be, without waiting: receives whose inbox is free, sums that this host has all parts of."""
+    def progress(self) -> None:
+        """Launch what needs no wait: receives whose inbox is free, and sums whose parts this host has posted."""
         for gather in self._gathers:
             if not gather.is_expected:
                 if not self._is_free(gather.index):
@@ -127,24 +128,24 @@ class TieredLink:
         gather = _TierGather(self, ends, self._num_gathers)
         self._num_gathers += 1
         self._gathers.append(gather)
-        self.go_on()
+        self.progress()
         return gather
 
     def _is_free(self, index: int) -> bool:
         old = index - NUM_INBOXES
         local_peers = self.inside.local_peers
-        return old < 0 or (self._taken >= old and local_peers.have_said(_TAKEN, local_peers.stamp(old)))
+        return old < 0 or (self._taken >= old and local_peers.have_reached(_TAKEN, local_peers.stamp(old)))
 
     @property
     def _taken(self) -> int:
         return (self._gathers[0].index if self._gathers else self._num_gathers) - 1
 
-    def arrive(self, gather: _TierGather) -> None:
-        """Wait until the sections of ``gather`` and of those before it are in this rank's inbox, and say so."""
+    def wait_arrived(self, gather: _TierGather) -> None:
+        """Wait until the sections of ``gather`` and of those before it are in this rank's inbox, and publish that."""
         local_peers = self.inside.local_peers
         for each in list(self._gathers):
             if each.index <= gather.index - NUM_INBOXES:
-                each.wait()  # its inbox is needed
+                each.wait()  # this gather reuses its inbox
         for each in [each for each in self._gathers if each.index <= gather.index and not each.has_arrived]:
             if not each.is_expected:
                 local_peers.wait_for_all(
@@ -153,19 +154,19 @@ class TieredLink:
                 each.expect()
             self.between.wait_all(each.recvs)
             each.has_arrived = True
-            local_peers.say(_ARRIVED, local_peers.stamp(each.index))
+            local_peers.publish(_ARRIVED, local_peers.stamp(each.index))
 
     def read_inboxes(self, gather: _TierGather, ends: GatherEnds) -> None:
-        """Copy what all ranks of this host have received for ``gather`` to the full parameters."""
+        """Copy the sections that all ranks of this host have received for ``gather`` to the full parameters."""
         local_peers = self.inside.local_peers
         local_peers.wait_for_all(_ARRIVED, local_peers.stamp(gather.index), "parameters from another host")
         self.inboxes.copy_out(gather.index, ends.buckets())
 
-    def take(self, gather: _TierGather) -> None:
-        """Take note that this rank needs the inboxes of ``gather`` no more."""
+    def release_inboxes(self, gather: _TierGather) -> None:
+        """Publish that this rank has read the inboxes of ``gather``."""
         self._gathers.remove(gather)
         local_peers = self.inside.local_peers
-        local_peers.say(_TAKEN, local_peers.stamp(self._taken))
+        local_peers.publish(_TAKEN, local_peers.stamp(self._taken))
 
     # ---- reductions ----
 
@@ -176,8 +177,8 @@ class TieredLink:
         return 2 * len(self.between.peers) * (layout.section_numel + 1) * itemsize
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        self.go_on()
-        self.sum_until(self._num_scatters - NUM_SLOTS)  # this rank's own parts may still be in the slot
+        self.progress()
+        self.sum_until(self._num_scatters - NUM_SLOTS)  # the slot may still hold this rank's own parts
         scatter = _TierScatter(self, ends, scale)
         self._num_scatters += 1
         self._scatters.append(scatter)
@@ -185,26 +186,27 @@ class TieredLink:
         return scatter
 
     def sum_until(self, index: int) -> None:
-        """Sum inside the host all reductions up to number ``index``, and send the sums."""
+        """Sum all reductions up to number ``index`` inside the host, and send the sums."""
         while self._unsummed and self._unsummed[0].posted.index <= index:
             self._unsummed.popleft().sum_inside()
 
     def forget_scatter(self, scatter: _TierScatter) -> None:
-        """Take note that ``scatter`` has come to its end."""
+        """Remove ``scatter``, which is delivered or cancelled."""
         self._scatters.remove(scatter)
 
 
-def _keep(group: dist.ProcessGroup, strays: list[dist.Work], memory: Sequence[object]) -> None:
-    if strays:
-        keep(group, strays, memory)
+def _keep_unfinished(group: dist.ProcessGroup, unfinished: list[dist.Work], memory: Sequence[object]) -> None:
+    if unfinished:
+        keep(group, unfinished, memory)
 
 
 class _TierGather:
-    """Sends this rank's sections to its column at once; the others' are received as soon as an inbox is free.
+    """An all-gather: this rank's sections are sent to its column at once, the others' received once an inbox is free.
 
     Attributes:
-        index: how many the pass had before.  is_expected: its receives are launched.  recvs: those that have not ended.
-        has_arrived: all have, and the ranks of this host know.
+        index: number of this all-gather in its pass.  is_expected: its receives are launched.
+        recvs: receives that have not ended.
+        has_arrived: all have ended, and this rank has published that.
     """
 
     holds_input = True
@@ -223,12 +225,13 @@ class _TierGather:
             for section in self._sections
             if section.numel()
         ]
-        if all(bucket.dtype is bucket.full_dtype for bucket in ends.buckets()):  # they read the shards
+        # the messages read the shards themselves, which change only after the pass
+        if all(bucket.dtype is bucket.full_dtype for bucket in ends.buckets()):
             between.wait_sends_at_close(self._sends)
             self._sends = []
 
     def expect(self) -> None:
-        """Launch the receives, into the inbox."""
+        """Launch the receives into the inbox."""
         assert self._ends is not None
         self.is_expected = True
         self._receive(self._link.inboxes.windows(self.index, self._ends.buckets()))
@@ -243,15 +246,15 @@ class _TierGather:
         ]
 
     def is_done(self) -> bool:
-        return self._ends is None  # gloo says of messages that they are done only to those who wait
+        return self._ends is None  # gloo reports a message as done only to a caller that waits
 
     def wait(self) -> None:
         ends, link = self._ends, self._link
         if ends is None:
             return
-        link.go_on()
+        link.progress()
         self._near.wait()
-        link.arrive(self)
+        link.wait_arrived(self)
         link.read_inboxes(self, ends)
         self._link.between.wait_all(self._sends)
         self._end()
@@ -261,37 +264,37 @@ class _TierGather:
             return
         self._near.cancel()
         try:
-            self._link.arrive(self)  # the ranks of this host may need it
+            self._link.wait_arrived(self)  # other ranks of this host may read this inbox
             self._link.between.wait_all(self._sends)
         except RuntimeError:
-            self.leave()
+            self.abandon()
         self._end()
 
     def _end(self) -> None:
         self._ends = None
-        self._link.take(self)
+        self._link.release_inboxes(self)
 
-    def leave(self) -> None:
-        """Leave what has not ended to itself; what it may write to is not used before it has."""
+    def abandon(self) -> None:
+        """Abandon what has not ended; the memory that it may still write to is not reused before it has."""
         ends, self._ends = self._ends, None
         link = self._link
         if ends is not None and not self.is_expected:
-            # Somebody sends it: a message that nobody takes would be taken for the next one.
+            # The column sends these sections anyway; without a receive, the next receive would release_inboxes their message.
             sizes = [(bucket.layout.section_numel, bucket.full_dtype) for bucket in ends.buckets()]
-            with contextlib.suppress(RuntimeError):  # of a closed connection nothing is taken
+            with contextlib.suppress(RuntimeError):  # a closed connection delivers nothing
                 self._receive(
                     [{p: torch.empty(n, dtype=d, device="cpu") for p in link.between.peers} for n, d in sizes]
                 )
-        link.keep_strays(self.recvs)
+        link.defer_recvs(self.recvs)
         keep(link.between.group, self._sends, self._sections)
         self._sends = []
 
 
 class _TierScatter:
-    """Posts this rank's parts for its host; sums there when all have come, and between hosts when it is waited for.
+    """A reduce-scatter that posts this rank's parts for its host, and sums inside the host, then between hosts.
 
     Attributes:
-        posted: what it has posted.
+        posted: what this rank has posted.
     """
 
     holds_input = False
@@ -337,7 +340,7 @@ class _TierScatter:
         ends, link = self._ends, self._link
         if ends is None:
             return
-        self._let_all_come()
+        self._wait_all_works()
         out, numel = ends.target(), ends.section_numel
         sums: dict[int, torch.Tensor] = {link.inside.rank: out}
         for peer, buffer in self._received.items():
@@ -353,18 +356,18 @@ class _TierScatter:
         self._end()
         ends.deliver(out)
 
-    def _let_all_come(self) -> None:
+    def _wait_all_works(self) -> None:
         self._link.sum_until(self.posted.index)
-        self._link.go_on()
+        self._link.progress()
         self._link.between.wait_all(self._works)
 
     def cancel(self) -> None:
         if self._ends is None:
             return
         try:
-            self._let_all_come()
+            self._wait_all_works()
         except RuntimeError:
-            self.leave()
+            self.abandon()
         self._end()
 
     def _end(self) -> None:
@@ -373,14 +376,14 @@ class _TierScatter:
         for buffer in self._take_buffers():
             buffer.release()
 
-    def leave(self) -> None:
-        """Leave what has not ended to itself; let other hosts know that no sums will come."""
+    def abandon(self) -> None:
+        """Abandon what has not ended; notify the other hosts that no sums will wait_arrived."""
         ends, self._ends = self._ends, None
         if ends is not None and not self._is_sent:
             for peer, buffer in self._sums.items():
                 message = buffer.tensor(ends.dtype)
-                message[ends.section_numel] = _HAS_LEFT
-                with contextlib.suppress(RuntimeError):  # a host that is gone need not know
+                message[ends.section_numel] = _HAS_ABORTED
+                with contextlib.suppress(RuntimeError):  # the other host may be gone; it needs no notice then
                     self._send(peer, message)
         memory = [buffer.lose() for buffer in self._take_buffers()]
         keep(self._link.between.group, self._works, memory)

@@ -1,7 +1,7 @@
-"""The ranks of one host as one of them sees them: passes that they enter and leave together, and words that they wait for.
+"""Local peers: the ranks of one host, which enter and leave passes together and synchronize over words in shared memory.
 
-Ranks order their accesses to each other's memory by words in the headers of their segments.  That needs stores to be seen in
-the order they were made, which x86-64 guarantees and others do not.
+Each rank writes 64-bit words in the header of its segment, and the others poll them; the words order all accesses to
+shared memory.  Other cores must see stores in program order, which x86-64 guarantees and other architectures do not.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from shardwise.layout import align
 from shardwise.observe import WAITS, note
 from shardwise.waiting import MEMORY_PAUSES_S, comes_soon, wait_until
 
-# ---- Memory that processes of one host share: nameless files, gone with the last process that maps them, even after
+# ---- Shared memory of one host: nameless files (memfd) that vanish with the last process that maps them, even after
 # kill -9.
 
 _TOKEN_BYTES = 16
-WORDS_START = 64  # bytes; the token and room before it
+WORDS_START = 64  # bytes; the token precedes the words
 NUM_WORDS = 504
 HEADER_BYTES = WORDS_START + 8 * NUM_WORDS  # one page
 _MAP_FIXED = 0x10
 
-# Segments that a forked child must be cut off from: it inherits shared mappings.
-# Mappings, not segments: tensors keep a mapping after its link has gone.
-_live_maps: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # to the descriptor of its file
-_mapped: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()  # of other processes, by token
+# A forked child inherits shared mappings and must be cut off from them. The keys are mappings, not segments: tensors
+# keep a mapping alive after its link is gone.
+_live_maps: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # mapping -> descriptor of its file
+# token -> segment of another process
+_mapped: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Segment:
     """A shared mapping: a header page with 64-bit words that one process writes and others poll, then bytes.
 
     Attributes:
-        words: the header's words; aligned 8-byte loads and stores.
+        words: the words of the header; loads and stores are aligned and 8 bytes wide.
         num_bytes: size, header included.
     """
 
@@ -77,14 +78,15 @@ class Segment:
         self.token = self._map[:_TOKEN_BYTES].hex()
         self.words = memoryview(self._map)[WORDS_START:HEADER_BYTES].cast("q")
         _live_maps[self._map] = fd
-        # Closed with the map, not before: a forked child maps the file again.  Last: before this, who fails closes.
+        # The descriptor stays open as long as the mapping: a forked child maps the file again. This comes last, because
+        # before it the caller closes the descriptor on failure.
         weakref.finalize(self._map, os.close, fd)
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
         """Return a new segment of zeros; pages take memory when they are first written.
 
-        Raises: OSError where the platform has no memfds or no memory is left; AttributeError outside of Linux.
+        Raises: OSError if the platform has no memfds or no memory is left; AttributeError outside Linux.
         """
         fd = os.memfd_create("shardwise", os.MFD_CLOEXEC)
         try:
@@ -96,9 +98,9 @@ class Segment:
 
     @classmethod
     def open(cls, address: SegmentAddress) -> Segment:
-        """Map another process's segment; one that is mapped already is the same object.
+        """Map a segment of another process; return the same object if it is mapped already.
 
-        Raises: OSError if that process is not of this host, container or user, or the file there is another.
+        Raises: OSError if that process belongs to another host, container or user, or its descriptor is another file.
         """
         known = _mapped.get(address.token)
         if known is not None:
@@ -123,17 +125,17 @@ class Segment:
 
     @property
     def address(self) -> SegmentAddress:
-        """How other processes find this segment, which this process has made."""
+        """What other processes need to map this segment, which this process has created."""
         return SegmentAddress(os.getpid(), self._fd, self.num_bytes, self.token)
 
     def array(self, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return ``num_bytes`` bytes from byte ``offset``; the mapping lives as long as the array."""
+        """Return ``num_bytes`` bytes from byte ``offset``; the array keeps the mapping alive."""
         return np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=offset)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``numel`` elements from byte ``offset`` as a 1-D tensor whose storage starts there.
 
-        The mapping lives as long as the storage.
+        The storage keeps the mapping alive.
         """
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -141,7 +143,7 @@ class Segment:
 
 
 def foreign_ranges() -> list[tuple[int, int]]:
-    """Return where memory of other processes is mapped here: addresses of first bytes, and those after the last ones."""
+    """Return the address ranges where memory of other processes is mapped here, as (first byte, one past the last)."""
     found: list[tuple[int, int]] = []
     for segment in list(_mapped.values()):
         start = ctypes.addressof(ctypes.c_char.from_buffer(segment.mapping))
@@ -150,7 +152,10 @@ def foreign_ranges() -> list[tuple[int, int]]:
 
 
 def _make_private(mapping: mmap.mmap, fd: int) -> None:
-    """Replace a shared mapping, in place, by one whose writes others do not see (but which may show their later ones)."""
+    """Replace a shared mapping, in place, by a private one.
+
+    Other processes do not see writes to it; it may show later writes of theirs.
+    """
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -169,17 +174,17 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # ---- Memory for shards that other ranks of this host can map.
-# Shards are made in it, so that they need not move when the ranks have found out that they share memory: whoever holds a
-# tensor of them holds the memory that training goes on in.
+# Shards are created in it before ranks know whether they share memory, so that they need not move later: tensors that
+# user code references would keep the old memory.
 
-_SEGMENT_BYTES = 1 << 28  # of addresses: pages take memory when they are first written
+_SEGMENT_BYTES = 1 << 28  # address space: pages take memory when they are first written
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
-_ORDERED_STORES = ("x86_64", "AMD64")  # architectures whose stores other cores see in order
+_ORDERED_STORES = ("x86_64", "AMD64")  # architectures on which other cores see stores in program order
 
 
 def can_share_memory() -> str:
-    """Return "" if processes of this host could share memory as shardwise needs it, else the reason why not."""
+    """Return "" if processes of this host can share memory, else the reason why not."""
     if platform.machine() not in _ORDERED_STORES:
         return f"the order of stores is not defined on {platform.machine()}"
     return ""
@@ -187,14 +192,14 @@ def can_share_memory() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlace:
-    """Where some memory lies for other processes: ``offset`` bytes into a segment."""
+    """Where memory lies for other processes: ``offset`` bytes into a segment."""
 
     segment: Segment
     offset: int
 
 
 class Arena:
-    """Hands out memory of segments; what is no longer used goes back to the system page by page."""
+    """Hand out memory of segments; return unused memory to the system page by page."""
 
     def __init__(self) -> None:
         self._segment: weakref.ref[Segment] | None = None
@@ -202,7 +207,7 @@ class Arena:
         self._pid = os.getpid()
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
-        """Return ``num_bytes`` zeros as a 1-D tensor of bytes and where they lie; None where memory cannot be shared."""
+        """Return ``num_bytes`` zeros as a 1-D byte tensor, and their place; None if memory cannot be shared."""
         grain = _PAGE_BYTES if num_bytes >= _PAGE_BYTES else _LINE_BYTES
         segment = self._segment() if self._segment is not None and self._pid == os.getpid() else None
         start = align(self._used, grain)
@@ -220,28 +225,28 @@ class Arena:
         return torch.from_numpy(array), ArenaPlace(segment, start)
 
 
-_of_process = Arena()  # it holds no memory: the tensors made in it do
+_of_process = Arena()  # the arena owns no memory: the tensors made in it do
 
 
 def take_shareable(num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
-    """Return ``num_bytes`` zeros as a 1-D tensor of bytes and where they lie; None where memory cannot be shared."""
+    """Return ``num_bytes`` zeros as a 1-D byte tensor, and their place; None if memory cannot be shared."""
     return None if can_share_memory() else _of_process.take(num_bytes)
 
 
 def _give_back(mapping: mmap.mmap, start: int, num_bytes: int) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a forked child has a private mapping, which cannot give back
+    # a forked child has a private mapping, from which no page can be removed
+    with contextlib.suppress(OSError, ValueError):
         mapping.madvise(mmap.MADV_REMOVE, start, num_bytes)
 
 
-# ---- How the ranks of a group find out by which link they can talk: through the store, so that one that does not
-# come is named.
+# ---- The ranks of a group agree on a link through the store, so that an absent rank is named.
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TransportOffer:
-    """What a rank brings: the transport it wants, the bytes of its segment, and a digest of the sizes that must agree."""
+    """What a rank offers: the transport it wants, the bytes of its segment, and a digest of the sizes that must agree."""
 
     transport: Transport
     num_bytes: int
@@ -249,9 +254,9 @@ class TransportOffer:
 
 
 def collect_from(exchange: StoreExchange, what: str, ranks: Sequence[int]) -> list[str]:
-    """Return what ``ranks`` of a group post about ``what``.
+    """Return what ``ranks`` of a group posted under ``what``.
 
-    Raises: DesyncError if one does not come in time, TransportError if its process is gone.
+    Raises: DesyncError if one does not arrive in time, TransportError if its process is gone.
     """
     found = exchange.collect(what, ranks)
     if absent := [rank for rank in ranks if rank not in found]:
@@ -266,14 +271,14 @@ def collect_from(exchange: StoreExchange, what: str, ranks: Sequence[int]) -> li
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the ranks agreed on.
+    """What the ranks of a group agreed on.
 
     Attributes:
-        exchange: where they may leave more for each other.
-        local_peers: the ranks that share this one's memory, itself among them: all of the group, or as many on each of several
-            hosts; empty where ranks share none.
+        exchange: where they may post more for each other.
+        local_peers: the ranks that share memory with this one, itself included: all of the group, or the ranks of its
+            host if every host has the same number; empty if ranks share no memory.
         segments, pids: of the local peers.
-        are_on_one_host: all ranks, whether they share memory or not.
+        are_on_one_host: all ranks are on one host, whether they share memory or not.
     """
 
     transport: Transport
@@ -285,7 +290,9 @@ class Outcome:
 
 
 def local_peers_of(rank: int, hosts: Sequence[str]) -> range:
-    """Return the ranks that share a host with ``rank``, by the host of each; none unless every host has as many, side by side.
+    """Return the ranks on the host of ``rank``; none unless all hosts have equally many ranks, numbered consecutively.
+
+    ``hosts``: the host of each rank.
 
     Example:
         >>> local_peers_of(2, ["a", "a", "b", "b"]), local_peers_of(1, ["a", "a"]), local_peers_of(0, ["a", "b"]),
@@ -301,9 +308,9 @@ def local_peers_of(rank: int, hosts: Sequence[str]) -> range:
 
 
 def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
-    """Meet the other ranks of ``group``.  Collective.
+    """Agree with the other ranks of ``group`` on a transport.  Collective.
 
-    Raises: DesyncError on every rank if one does not come within its timeout or brings another digest;
+    Raises: DesyncError on every rank if one does not arrive within its timeout or offers another digest;
         TransportError if its process is gone.
     """
     exchange = open_exchange(group, "link")
@@ -373,36 +380,37 @@ def _open_all(
     return tuple(segments), ""
 
 
-# Words of a segment's header: written by its owner, polled by the others.  All but the first are stamps, see _stamp.
-_EPOCH = 0  # one more whenever this rank, or one that it has heard of, has left a pass by an exception
-_OPEN = 1  # the pass entered last, with the flags below
-CLOSED = 2  # the last pass that this rank has done its part of
+# The words of a segment's header: its owner writes them, the others poll them. All but the first are stamps, see
+# _stamp.
+_EPOCH = 0  # number of exceptions after which this rank, or one whose epoch it has followed, has left a pass
+_OPEN = 1  # the last pass entered, with the flags below
+CLOSED = 2  # the last pass in which this rank has done its part
 _LEFT = 3  # the last pass that this rank has left by an exception
-_LATE = 4  # the epoch that this rank left because a peer was late, and, in the low bits, 1 + which
-FIRST_FREE = 5  # from here on: words of those who move bytes
+_LATE = 4  # the epoch that this rank left because a peer was late; the low bits: 1 + that peer
+FIRST_FREE = 5  # the words of the links start here
 
-_live: weakref.WeakSet[LocalPeers] = weakref.WeakSet()  # those of this process, which leaves them all when it ends
+_live: weakref.WeakSet[LocalPeers] = weakref.WeakSet()  # those of this process; at exit it leaves their passes
 
 _WANTS_COLLECTIVES, _IN_BACKWARD = 1, 2  # flags of _OPEN
 _CALL_BITS, _PASS_BITS = 20, 24
 
 
 def _stamp(epoch: int, pass_number: int, call: int = 0) -> int:
-    """Return a number that grows with the epoch, then with the pass in it, then with the call in that."""
+    """Return a number that grows with the epoch, then with the pass of the epoch, then with the call of the pass."""
     return (epoch << _PASS_BITS | pass_number) << _CALL_BITS | call
 
 
 @dataclass(frozen=True, slots=True)
 class HostGroup:
-    """The ranks of a group that are processes of one host: all of the group, or some.
+    """The ranks of a group that are processes of one host: the whole group, or a part of it.
 
     Attributes:
-        segments: one per rank of this host, in the order of the group: a header, then what they exchange.
-        pids: process ids, for telling a rank that is gone from one that is late.
-        place: this rank's among them.
-        ranks: their numbers in the group.  members: the global rank of each rank of the group, as errors name them.
-        places_of: ``places_of(rank, number)`` returns where the sections of ``rank`` (of the group) lie, as it has said for the
-            ``number``-th time: for each bucket of the link, in order.
+        segments: one per rank of this host, in group order: a header, then the shared bytes.
+        pids: process ids, which tell a dead rank from a late one.
+        place: index of this rank among them.
+        ranks: their ranks in the group.  members: the global rank of each rank of the group, as errors name them.
+        places_of: ``places_of(rank, number)`` returns where the sections of group rank ``rank`` lie, per bucket of the
+            link, as that rank published them for the ``number``-th time.
     """
 
     segments: tuple[Segment, ...]
@@ -414,19 +422,19 @@ class HostGroup:
 
 
 class LocalPeers:
-    """This rank's words and those of the others of its host, who are numbered by their places on it.
+    """This rank's words and those of the other ranks of its host; ranks are numbered by their index on the host.
 
-    Passes are counted from the last exception on: a rank that leaves a pass by one enters a new epoch, the others follow with
-    an error when they next look at it, and all meet in the first pass of that epoch.
+    Passes are counted from the last exception: a rank that leaves a pass by an exception enters a new epoch, the others
+    follow with an error at their next check, and all ranks meet in the first pass of the new epoch.
 
     Args:
         host: the ranks.
-        timeout_s: how long to wait for a rank that is alive.
-        signs: words of those who move bytes that errors tell of, and what each counts.
+        timeout_s: how long to wait for a live rank.
+        signs: words of the link that errors report, and what each one counts.
 
     Attributes:
-        others: the places of the others.  kind: of the last pass.
-        blamed: the rank that the last error here was about.
+        others: indices of the other ranks.  kind: of the last pass.
+        blamed: the rank that caused the last error here.
     """
 
     def __init__(self, host: HostGroup, timeout_s: float, signs: Sequence[tuple[int, str]] = ()) -> None:
@@ -447,7 +455,7 @@ class LocalPeers:
     # ---- passes ----
 
     def open(self, kind: PassKind, wants_collectives: bool) -> bool:
-        """Enter a pass with the others; return True unless one wants collectives.  Who gets an error aborts."""
+        """Enter a pass with the others; return True unless one wants collectives.  The caller must abort after an error."""
         what = f"the start of a {kind}"
         self._check_epochs(what)
         self._pass_number += 1
@@ -464,7 +472,7 @@ class LocalPeers:
         found = words[_OPEN] & ~_WANTS_COLLECTIVES
         if found >> _CALL_BITS != word >> _CALL_BITS:
             if words[_LEFT] >> _CALL_BITS == word >> _CALL_BITS:
-                return  # it was there: this rank may come to the same exception, and hears of the other's when it needs it
+                return  # It did enter. This rank may meet the same exception; else its next wait raises the other's.
             if found >> (_CALL_BITS + _PASS_BITS) != self._epoch:
                 self._check_epoch(place, what)
         if found != word:
@@ -476,9 +484,9 @@ class LocalPeers:
             )
 
     def close(self, waits: Callable[[str], None]) -> None:
-        """Leave the pass; a backward ends for nobody before all have done their part of it.
+        """Leave the pass; a backward ends on no rank before all have done their part of it.
 
-        ``waits(what)`` returns when no other reads in this forward what is about to change.
+        ``waits(what)`` returns once no other rank reads memory of this forward that is about to change.
         """
         what = f"the end of a {self.kind}"
         if self.kind == "backward":
@@ -490,8 +498,8 @@ class LocalPeers:
         self._mine[CLOSED] = self.start
 
     def abort(self) -> None:
-        """Leave the pass by an exception."""
-        # One epoch for all that leave because of each other.
+        """Leave the pass because of an exception."""
+        # All ranks that leave because of one another enter the same epoch.
         newest = max(self._words[place][_EPOCH] for place in self.others)
         self._mine[_LEFT] = self.start
         self._epoch = newest if newest > self._epoch else self._epoch + 1
@@ -499,7 +507,7 @@ class LocalPeers:
         self._mine[_EPOCH] = self._epoch
 
     def meet_after_exception(self, what: str) -> None:
-        """Wait until all others have left what this rank has left by an exception: until then they read what was said in it.
+        """Wait until all others have left the pass that this rank left by an exception: until then they read its words.
 
         Raises: as :meth:`wait_for_all`.
         """
@@ -515,29 +523,29 @@ class LocalPeers:
         return _stamp(self._epoch, self._pass_number)
 
     def stamp(self, index: int) -> int:
-        """Return the stamp of collective number ``index`` of its kind in this pass; -1: of none yet."""
+        """Return the stamp of collective number ``index`` of its kind in this pass; -1 stands for none yet."""
         return _stamp(self._epoch, self._pass_number, index + 1)
 
     def long_stamp(self, index: int) -> int:
-        """Return the stamp of number ``index`` of what is counted from pass to pass, from the last exception on."""
+        """Return the stamp of number ``index`` of what is counted across passes, from the last exception on."""
         return _stamp(self._epoch, 0) + index + 1
 
-    def say(self, word: int, value: int) -> None:
-        """Let the others read ``value``, and all that was written before."""
+    def publish(self, word: int, value: int) -> None:
+        """Publish ``value`` to the others, and with it everything that this rank wrote before."""
         self._mine[word] = value
 
-    def hear(self, place: int, word: int) -> int:
-        """Return what the rank at ``place`` has said last."""
+    def latest(self, place: int, word: int) -> int:
+        """Return the value that the rank at ``place`` has published last."""
         return self._words[place][word]
 
-    def have_said(self, word: int, at_least: int) -> bool:
-        """True if all others have said ``at_least`` that."""
+    def have_reached(self, word: int, at_least: int) -> bool:
+        """True if all others have published at least ``at_least``."""
         return all(self._words[place][word] >= at_least for place in self.others)
 
     def wait_for_all(self, word: int, at_least: int, what: str) -> None:
-        """Wait until all others have said ``at_least`` that.
+        """Wait until all others have published at least ``at_least``.
 
-        Raises: TransportError if one is gone, has left the pass by an exception, or does not come in time.
+        Raises: TransportError if one is gone, has left the pass by an exception, or is not in time.
         """
         for place in self.others:
             if self._words[place][word] < at_least:
@@ -574,7 +582,7 @@ class LocalPeers:
         if self._words[place][_EPOCH] <= self._epoch:
             return
         gone = [each for each in self.others if self._has_stayed(each) and not self._alive[each].is_alive()]
-        if gone:  # why the other one has left
+        if gone:  # its end is why the other one has left
             raise self._lost(gone[0], f"rank {self._name} was at {what}")
         for other in self.others:
             epoch, late = divmod(self._words[other][_LATE], 1 << _CALL_BITS)
@@ -600,15 +608,15 @@ class LocalPeers:
         return TransportError(problem)
 
     def _lost(self, place: int, where: str) -> TransportError:
-        """Return the error for the rank at ``place``, whose process has ended: what it did last, and what it said."""
+        """Return the error for the rank at ``place``, whose process has ended, with its last action and its failure report."""
         store, name = store_of_job(), self.name_of(place)
         if store is not None:
-            is_gone(store, name)  # other hosts hear of it
+            is_gone(store, name)  # records it, so that other hosts are notified
         text = gone_in_words(store, [name])
         return self._blame(place, f"{text}; {where}: {self._last_sign(place)}. {look_next()}")
 
     def _last_sign(self, place: int) -> str:
-        """Say what the words of the rank at ``place`` show that it has done last."""
+        """Return in words what the rank at ``place`` has done last, as its header shows."""
         words, name = self._words[place], self.name_of(place)
         pass_number, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
         if not pass_number:
@@ -628,9 +636,9 @@ class LocalPeers:
         return self._words[place][_EPOCH] <= self._epoch
 
 
-def _leave_all() -> None:
+def _abort_all() -> None:
     for local_peers in list(_live):
         local_peers.abort()
 
 
-exit_hooks.append(_leave_all)
+exit_hooks.append(_abort_all)

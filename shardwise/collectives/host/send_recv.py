@@ -1,6 +1,7 @@
-"""Sends and receives between the ranks of a gloo group: parts go straight between full tensors and sections.
+"""Point-to-point messages of a gloo group, straight between full tensors and sections.
 
-Gloo's own all-gather fills one buffer that must be copied out, and its reduce-scatter is an all-reduce: twice the bytes.
+Gloo's own all-gather fills one buffer that must be copied out; its reduce-scatter is an all-reduce, with twice the
+bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from shardwise.consistency.process_groups import wait_all
 from shardwise.errors import TransportError
 from shardwise.layout import Bucket, align
 
-# ---- Messages that nobody waits for any more, and the memory that they read and write: kept until their process
-# group is gone.
-# Gloo says of a message whether it is done only to those who wait for it, a wait that gives up closes the group's connections,
-# and a message that is dropped before its peer has come keeps every later one between the two ranks from getting through.
+# ---- Unfinished messages that nobody waits for, and the memory that they read and write, are kept as long as their
+# process group.
+# Gloo reports a message as done only to a caller that waits, a wait that times out closes the group's connections, and
+# a message that is dropped before its peer has matched it blocks every later message between the two ranks.
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +35,7 @@ class _KeptWorks:
     memory: list[object] = field(default_factory=list[object])
 
     def drop(self) -> None:
-        # First what may write, then what it writes to.
+        # Works first: they may still write to the memory.
         self.works.clear()
         self.memory.clear()
 
@@ -43,7 +44,7 @@ _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, _KeptWorks] = weakref.WeakKe
 
 
 def keep(group: dist.ProcessGroup, works: Iterable[dist.Work], memory: Iterable[object] = ()) -> None:
-    """Keep ``works`` of ``group``, and ``memory`` that they may still read or write, until ``group`` is gone."""
+    """Keep ``works`` of ``group``, and ``memory`` that they may read or write, as long as ``group`` exists."""
     kept = _kept.get(group)
     if kept is None:
         kept = _kept[group] = _KeptWorks()
@@ -53,7 +54,7 @@ def keep(group: dist.ProcessGroup, works: Iterable[dist.Work], memory: Iterable[
 
 
 def drop(group: dist.ProcessGroup) -> None:
-    """Let go of what is kept of ``group``, whose connections are closed: nothing arrives by them any more."""
+    """Drop what is kept for ``group``, whose connections are closed: no message arrives on them."""
     kept = _kept.get(group)
     if kept is not None:
         kept.drop()
@@ -65,7 +66,7 @@ def num_kept(group: dist.ProcessGroup) -> int:
     return 0 if kept is None else len(kept.works)
 
 
-def let_end(works: list[dist.Work], group: dist.ProcessGroup) -> bool:
+def wait_without_error(works: list[dist.Work], group: dist.ProcessGroup) -> bool:
     """Wait for messages of ``group`` as :func:`wait_all` does; return False if one fails, because its rank may be gone."""
     try:
         wait_all(works, group)
@@ -74,15 +75,14 @@ def let_end(works: list[dist.Work], group: dist.ProcessGroup) -> bool:
     return True
 
 
-# ---- Inboxes: where in the memory of a host the sections of other hosts are received, for all ranks of the host to
-# copy from.
+# ---- Inboxes: shared memory of a host that receives the sections of other hosts; all ranks of the host copy from it.
 
-NUM_INBOXES = 3  # all-gathers whose sections may be on their way at once
+NUM_INBOXES = 3  # all-gathers that may receive at once
 _ALIGNMENT = 64  # bytes
 
 
 def padded_bytes(num_bytes: int) -> int:
-    """Return what a section of ``num_bytes`` takes in an inbox."""
+    """Return the bytes that a section of ``num_bytes`` takes in an inbox."""
     return align(num_bytes, _ALIGNMENT)
 
 
@@ -91,13 +91,13 @@ def _section_bytes(bucket: BucketEnds) -> int:
 
 
 class Inboxes:
-    """``NUM_INBOXES`` in every segment of a host, used in turns by all-gathers number 0, 1, 2, ... of a pass.
+    """``NUM_INBOXES`` receive areas in every segment of a host; all-gather i of a pass uses number i modulo that.
 
-    A rank receives there the sections of its column: for each bucket, those of the other hosts in their order.
+    A rank receives the sections of its column there: for each bucket, those of the other hosts in host order.
 
     Args:
-        inside: the ranks of the host.
-        start: byte offset of the first inbox in a segment.  slot_bytes: of one.
+        inside: the link of the host.
+        start: byte offset of the first inbox in a segment.  slot_bytes: bytes of one inbox.
     """
 
     def __init__(self, inside: HostLink, start: int, slot_bytes: int) -> None:
@@ -108,11 +108,11 @@ class Inboxes:
         self._parts: dict[tuple[int, int], tuple[Bucket, list[torch.Tensor]]] = {}
 
     def takes(self, ends: GatherEnds) -> bool:
-        """True if all sections of this all-gather have room; the same on every rank."""
+        """True if all sections of this all-gather fit; the same on every rank."""
         return sum(_section_bytes(each) for each in ends.buckets()) * len(self._others[0]) <= self._slot_bytes
 
     def windows(self, index: int, buckets: Sequence[BucketEnds]) -> list[dict[int, torch.Tensor]]:
-        """Return where in this rank's inbox each bucket's sections come to, by the rank that sends them."""
+        """Return, for each bucket, the windows of this rank's inbox that receive its sections, by sending rank."""
         start, place = self._start(index), self._inside.place
         found: list[dict[int, torch.Tensor]] = []
         for bucket in buckets:
@@ -149,18 +149,22 @@ class Inboxes:
         return known[1]
 
 
-# Apart from tags that users of the same group are likely to choose.
+# High numbers: users of the same group are likely to choose low ones.
 _TAG_PASS, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
-MAX_RANKS = 32  # beyond, a message per peer and tensor costs more than the copies it saves
-# Of what travels together on one host: there a collective of less costs less than its messages (benchmarks/small_units.py).
-# Between hosts messages take fewer bytes of the cable.
+MAX_RANKS = 32  # beyond that, a message per peer and tensor costs more than the copies it saves
+# On one host, a collective of fewer bytes (of what travels together) is cheaper than its messages
+# (benchmarks/small_units.py). Between hosts messages always win: they send fewer bytes.
 LEAST_BYTES_ON_HOST = 1 << 20
-MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors nothing is saved that pays for more messages
+MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors, messages save too few copies
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Words about a pass: its number, whether it is a backward, who wants collectives, 1 + who is to blame if it is none."""
+    """A handshake at the start of a pass.
+
+    ``mine`` and each of ``theirs``: pass number; 1 for backward; 1 if the rank wants collectives; 1 + the rank at fault
+    if the sender refuses the pass, else 0.
+    """
 
     mine: torch.Tensor
     theirs: dict[int, torch.Tensor]
@@ -168,13 +172,16 @@ class _Exchange:
 
 
 class PeerLink:
-    """Point-to-point messages in place of collectives; for groups of up to ``MAX_RANKS`` ranks.
+    """Point-to-point messages in place of collectives, for groups of up to ``MAX_RANKS`` ranks.
 
-    ``ranks``: those of ``group`` that it is between, this one among them; all of them by default.  ``members``: the global
-    rank of each rank of ``group``, as errors name them, if torch is not to be asked.
+    Args:
+        group: the process group.
+        pool: memory for staging.
+        ranks: the ranks of ``group`` that the link connects, this one included; by default all of them.
+        members: the global rank of each rank of ``group``, as errors name them; by default torch is asked.
 
     Attributes:
-        is_on_one_host: all ranks are, and share no memory all the same.
+        is_on_one_host: all ranks are on one host but cannot share memory.
     """
 
     name = "send/recv"
@@ -188,7 +195,7 @@ class PeerLink:
         self.rank = group.rank()
         found = range(group.size()) if ranks is None else ranks
         self.size = len(found)
-        # Each rank starts with its right neighbour, so that not all of them send to the same one first.
+        # Each rank starts with its right neighbour, so that the first messages do not all go to the same rank.
         place = found.index(self.rank)
         self.peers = tuple(found[(place + step) % self.size] for step in range(1, self.size))
         self.pool = pool
@@ -217,8 +224,8 @@ class PeerLink:
             if blamed:
                 names = self._members()
                 raise TransportError(
-                    f"rank {names[blamed - 1]} is not with rank {names[peer]}, on whose host it is, where rank "
-                    f"{names[self.rank]} starts a {kind}; see the error of rank {names[peer]}"
+                    f"rank {names[blamed - 1]} did not enter the {kind} that rank {names[self.rank]} starts, as rank "
+                    f"{names[peer]} of its host reports; see the error of rank {names[peer]}"
                 )
             wants_collectives = wants_collectives or bool(wants)
         return not wants_collectives
@@ -228,7 +235,7 @@ class PeerLink:
         return self._named or dist.get_process_group_ranks(self.group)
 
     def refuse(self, kind: PassKind, blamed: int) -> None:
-        """Enter a pass for nothing but letting the others know, without waiting, that rank ``blamed`` does not."""
+        """Notify the others, without waiting, that this host does not enter the pass because of rank ``blamed``."""
         found = self._exchange([kind == "backward", False, blamed + 1])
         keep(self.group, found.works, [found])
 
@@ -244,7 +251,7 @@ class PeerLink:
         self.wait_all(self._sends)
 
     def abort(self) -> None:
-        # A message that is dropped before its peer has it keeps every later one between the two from getting through.
+        # A message that is dropped before its peer has it blocks every later one between the two ranks.
         keep(self.group, self._sends)
         self._sends = []
 
@@ -274,15 +281,15 @@ class PeerLink:
         return _MessageScatter(self, ends, scale)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Launch; ``tensor``: contiguous, unchanged until the message is received."""
+        """Launch a send of ``tensor``, which is contiguous and must not change until the message is received."""
         return self.group.send([tensor], peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Launch."""
+        """Launch a receive into the contiguous ``tensor``."""
         return self.group.recv([tensor], peer, tag)
 
     def wait_all(self, works: list[dist.Work]) -> None:
-        """Wait for ``works`` as :func:`watched.wait_all` does."""
+        """Wait for ``works`` as :func:`process_groups.wait_all` does; its errors name the ranks of the group."""
         try:
             wait_all(works, self.group)
         except RuntimeError as error:
@@ -290,12 +297,12 @@ class PeerLink:
             raise
 
     def wait_sends_at_close(self, works: list[dist.Work]) -> None:
-        """Leave these sends to the end of the pass: what they read does not change before."""
+        """Wait for these sends at the end of the pass; the shards that they read do not change before."""
         self._sends += works
 
 
 class _MessageGather:
-    """Large parts are received where they belong, the small ones of each bucket as one message."""
+    """An all-gather that receives large parts in place, and the small parts of each bucket as one message."""
 
     holds_input = True
 
@@ -303,7 +310,7 @@ class _MessageGather:
         self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, bucket_ends) for bucket_ends in ends.buckets()]
 
     def is_done(self) -> bool:
-        return not self._buckets  # gloo says of messages that they are done only to those who wait
+        return not self._buckets  # gloo reports a message as done only to a caller that waits
 
     def wait(self) -> None:
         buckets, self._buckets = self._buckets, None
@@ -312,7 +319,7 @@ class _MessageGather:
                 bucket.finish()
         except BaseException:
             for bucket in buckets or ():
-                bucket.leave()
+                bucket.abandon()
             raise
 
     def cancel(self) -> None:
@@ -346,7 +353,7 @@ class _GatherBucket:
     def _receive(self, target: torch.Tensor, peer: int) -> dist.Work:
         if target.is_contiguous():
             return self._link.recv(target.reshape(-1), peer, TAG_GATHER)
-        # A window with gaps: of a parameter that is not cut along dim 0.
+        # The window has gaps: the parameter is not sharded along dim 0.
         buffer = self._link.pool.acquire(target.numel() * target.element_size())
         self._strided.append((target, buffer))
         return self._link.recv(buffer.tensor(target.dtype), peer, TAG_GATHER)
@@ -364,7 +371,8 @@ class _GatherBucket:
                 torch_private.copy_all(
                     self._bucket_ends.full_parts(peer)[first:], section_parts(layout, tail, peer, first)
                 )
-        if self._section.dtype is self._bucket_ends.dtype:  # they read the shards
+        # the messages read the shards themselves, which change only after the pass
+        if self._section.dtype is self._bucket_ends.dtype:
             link.wait_sends_at_close(self._sends)
             self._sends = []
         else:
@@ -373,14 +381,14 @@ class _GatherBucket:
             buffer.release()
 
     def cancel(self) -> None:
-        if all(let_end(works, self._link.group) for works in (self._recvs, self._sends)):
+        if all(wait_without_error(works, self._link.group) for works in (self._recvs, self._sends)):
             for buffer in self._take_buffers():
                 buffer.release()
         else:
-            self.leave()
+            self.abandon()
 
-    def leave(self) -> None:
-        """Leave what has not ended, and all that it may write to, to itself."""
+    def abandon(self) -> None:
+        """Abandon what has not ended; keep the memory that it may write to."""
         memory = [buffer.lose() for buffer in self._take_buffers()]
         if self._recvs:
             memory.append(self._bucket_ends.lose_full())
@@ -394,7 +402,7 @@ class _GatherBucket:
 
 
 class _MessageScatter:
-    """Large gradients are sent from where they are, the small ones for each peer as one message."""
+    """A reduce-scatter that sends large gradients from where they are, and the small ones for each peer as one message."""
 
     holds_input = True
 
@@ -413,7 +421,7 @@ class _MessageScatter:
                 if window.numel():
                     self._works.append(link.recv(window.reshape(-1), peer, TAG_SCATTER))
                 if part.numel():
-                    flat = part.reshape(-1).contiguous()  # a copy if the parameter is not cut along dim 0
+                    flat = part.reshape(-1).contiguous()  # a copy if the parameter is not sharded along dim 0
                     self._packed.append(flat)
                     self._works.append(link.send(flat, peer, TAG_SCATTER))
             if layout.tail_numel:
@@ -424,7 +432,7 @@ class _MessageScatter:
                 self._works.append(link.send(tail, peer, TAG_SCATTER))
 
     def is_done(self) -> bool:
-        return self._ends is None  # gloo says of messages that they are done only to those who wait
+        return self._ends is None  # gloo reports a message as done only to a caller that waits
 
     def wait(self) -> None:
         ends, self._ends = self._ends, None
@@ -433,7 +441,7 @@ class _MessageScatter:
         try:
             self._link.wait_all(self._works)
         except BaseException:
-            self._leave()
+            self._abandon()
             raise
         link, layout, dtype = self._link, ends.layout, ends.dtype
         out = ends.target()
@@ -446,12 +454,12 @@ class _MessageScatter:
     def cancel(self) -> None:
         if self._ends is not None:
             self._ends = None
-            if let_end(self._works, self._link.group):
+            if wait_without_error(self._works, self._link.group):
                 self._release()
             else:
-                self._leave()
+                self._abandon()
 
-    def _leave(self) -> None:
+    def _abandon(self) -> None:
         memory = [buffer.lose() for buffer in self._take_buffers()]
         keep(self._link.group, self._works, [*memory, *self._packed])
         self._works, self._packed = [], []
@@ -468,5 +476,5 @@ class _MessageScatter:
 
 
 def is_worth_messages(layout: Bucket) -> bool:
-    """Return True if tensors of ``layout`` go as messages: large ones are most of a section."""
+    """Return True if large tensors, which travel as messages of their own, are most of a section of ``layout``."""
     return layout.tail_start >= MIN_LARGE_SHARE * layout.section_numel

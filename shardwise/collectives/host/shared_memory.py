@@ -1,7 +1,8 @@
-"""Ranks of one host that read each other's shards and gradients in shared memory.
+"""A link of ranks of one host, which read each other's shards and gradients in shared memory.
 
-An all-gather copies every rank's section from where it is stored, without its owner's help: in a pass nobody changes
-shards.  A reduce-scatter copies each rank's parts of the gradients to the sender's outbox, from where that rank adds them.
+An all-gather copies every rank's section from where it is stored, without its owner's help: no rank changes its shards
+during a pass.  A reduce-scatter copies each rank's gradients to its outbox, from where the rank that owns the sum adds
+them.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ from shardwise.errors import TransportError
 from shardwise.layout import Bucket, align
 
 # ---- Tensors that the ranks of one host sum in place, through memory that they share.
-# Every rank copies what it has to its slots, adds up one slice of what all have, and copies the others' slices from theirs: two
-# copies and a sum of the tensor's bytes, spread over the ranks.  What is longer than a slot goes in chunks.
+# Every rank copies its tensor to its slots, adds up one slice over all ranks, and copies the other slices from the
+# ranks that added them: two copies and one sum of the tensor's bytes, spread over the ranks. A tensor that is longer
+# than a slot is summed in chunks.
 #
-# A launch waits for nobody while slots are free: replicas may come late, and one that leaves a sum out is found by its next
-# one. Ranks never wait for a chunk before they have added up their slices of all earlier ones, so that nobody waits for
-# somebody who waits for them.
+# A launch does not wait while slots are free: replicas may arrive late, and a rank that skips a sum is found at its
+# next one. To rule out deadlocks, a rank adds up its slices of all earlier chunks before it waits for one.
 
 NUM_SUM_SLOTS = 4  # chunks that a rank may be ahead of the slowest
 MOST_SLOT_BYTES = 1 << 22
-_ALIGNMENT = 64  # bytes of slots; elements of slices, whose ends are then on other cache lines
+_ALIGNMENT = 64  # bytes of slots; elements of slices, which therefore end on different cache lines
 
-# Words, from the first one that the link gives on.
+# Words, counted from the first one that the link reserves for sums.
 _SUM_POSTED = 0  # the last chunk that this rank has copied to its slot
-_SUMMED = 1  # the last one of which it has added up its slice
-_SUM_CONSUMED = 2  # the last one of which it has read all slices
-_SUM_LABELS = 3  # from here on: what is in each slot
+_SUMMED = 1  # the last chunk whose slice this rank has added up
+_SUM_CONSUMED = 2  # the last chunk of which this rank has read all slices
+_SUM_LABELS = 3  # the labels of what the slots hold start here
 NUM_SUM_WORDS = _SUM_LABELS + NUM_SUM_SLOTS
 
 _CHUNK_BITS = 24
@@ -62,12 +63,12 @@ View = Callable[[int, int, int, torch.dtype], torch.Tensor]
 
 
 def sum_slot_bytes(most_bytes: int) -> int:
-    """Return the bytes of a slot for sums of tensors that have ``most_bytes`` together."""
+    """Return the bytes of one slot for sums of tensors that have ``most_bytes`` together."""
     return min(align(most_bytes, _ALIGNMENT), MOST_SLOT_BYTES)
 
 
 def sums_bytes(slot: int) -> int:
-    """Return the bytes of all slots that have ``slot`` bytes each."""
+    """Return the bytes of all slots of ``slot`` bytes each."""
     return NUM_SUM_SLOTS * slot
 
 
@@ -77,7 +78,7 @@ class SumSlots:
 
     Attributes:
         word: the first of :data:`NUM_SUM_WORDS`.  start: byte offset of the slots.
-        num_bytes: of one; 0: there are none.
+        num_bytes: bytes of one slot; 0 if there are none.
     """
 
     word: int
@@ -86,11 +87,11 @@ class SumSlots:
 
 
 class Sums:
-    """What ranks of one host sum.
+    """In-place sums of the ranks of one host.
 
     Args:
-        local_peers: the ranks.  place: this rank's among them.
-        slots: where.
+        local_peers: the ranks.  place: index of this rank among them.
+        slots: where sums lie in every segment.
         view: ``view(place, start, numel, dtype)`` returns memory of a rank's segment.
     """
 
@@ -108,9 +109,9 @@ class Sums:
     def all_reduce(
         self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None, by_backend: ByBackend
     ) -> Handle:
-        """Launch the sum of the contiguous ``tensor`` over the ranks, in place; ``wait`` or the end of the pass ends it.
+        """Launch the in-place sum of the contiguous ``tensor`` over the ranks; ``wait`` or the end of the pass completes it.
 
-        Raises: TransportError if a rank is gone, or sums something else in an earlier sum whose slots are needed.
+        Raises: TransportError if a rank is gone, or if an earlier sum whose slots are needed differs between ranks.
         """
         flat, divisor = tensor.view(-1), float(self._num_ranks) if scale.divisor is None else scale.divisor
         summed = _Sum(self, divisor, contents, by_backend, _sum_digest(flat, divisor, contents))
@@ -120,7 +121,7 @@ class Sums:
             self._num_chunks += 1
             summed.last = chunk.index
             self._post(chunk)
-        self.go_on()
+        self.progress()
         return summed
 
     def end(self) -> None:
@@ -128,14 +129,17 @@ class Sums:
         self.finish(self._num_chunks - 1)
 
     def forget(self) -> None:
-        """Leave all sums as they are, after an exception; the ranks count anew."""
+        """Abandon all sums after an exception, and count chunks from zero."""
         for chunk in self._chunks:
             chunk.of.is_over = True
         self._chunks.clear()
         self._num_chunks = 0
 
-    def keep_apart(self, cancelled: _Sum) -> None:
-        """Let ``cancelled`` write to its tensor no more.  Others still need this rank's slices of it."""
+    def detach(self, cancelled: _Sum) -> None:
+        """Stop writing to the tensor of ``cancelled``: its chunks go on with a copy.
+
+        The other ranks still need this rank's slices of the sum.
+        """
         for chunk in self._chunks:
             if chunk.of is cancelled:
                 chunk.tensor = chunk.tensor.clone()
@@ -155,17 +159,17 @@ class Sums:
             self._wait(_SUMMED, chunks[0].index, chunks[0])
             self._take(chunks.popleft())
 
-    def go_on(self) -> None:
-        """Do what can be done without waiting."""
+    def progress(self) -> None:
+        """Do what needs no wait."""
         chunks, local_peers = self._chunks, self._local_peers
         for chunk in chunks:
             if not chunk.is_summed:
-                is_posted = local_peers.have_said(self._word + _SUM_POSTED, local_peers.long_stamp(chunk.index))
-                if not is_posted or self._goes_by_backend(chunk):  # the backend waits
+                is_posted = local_peers.have_reached(self._word + _SUM_POSTED, local_peers.long_stamp(chunk.index))
+                if not is_posted or self._goes_by_backend(chunk):  # the backend's sum waits for the other ranks
                     break
                 self._sum(chunk)
         while chunks and chunks[0].is_summed:
-            if not local_peers.have_said(self._word + _SUMMED, local_peers.long_stamp(chunks[0].index)):
+            if not local_peers.have_reached(self._word + _SUMMED, local_peers.long_stamp(chunks[0].index)):
                 break
             self._take(chunks.popleft())
 
@@ -173,37 +177,38 @@ class Sums:
         what = f"the sum of gradients of {_label(chunk.of.contents)}"
         self._local_peers.wait_for_all(self._word + word, self._local_peers.long_stamp(index), what)
 
-    def _say(self, word: int, chunk: _Chunk) -> None:
-        self._local_peers.say(self._word + word, self._local_peers.long_stamp(chunk.index))
+    def _publish(self, word: int, chunk: _Chunk) -> None:
+        self._local_peers.publish(self._word + word, self._local_peers.long_stamp(chunk.index))
 
     def _post(self, chunk: _Chunk) -> None:
-        self.go_on()
+        self.progress()
         if not chunk.index:
             self._local_peers.meet_after_exception(f"the sum of gradients of {_label(chunk.of.contents)}")
-        free = chunk.index - NUM_SUM_SLOTS  # the chunk that was in the slot
+        free = chunk.index - NUM_SUM_SLOTS  # the chunk that used this slot before
         if free >= 0:
             self.finish(free)
             self._wait(_SUM_CONSUMED, free, chunk)
         wants_backend = chunk.of.by_backend.is_wanted
-        for place in () if wants_backend else self._local_peers.others:  # the own slice is added where it is
+        # this rank's own slice is added from the tensor itself
+        for place in () if wants_backend else self._local_peers.others:
             start, mine = self._slice(chunk, place)
             self._slot(self._place, chunk, start, mine.numel()).copy_(mine)
         self._chunks.append(chunk)
-        self._local_peers.say(self._label_word(chunk), chunk.label | (_WANTS_BACKEND if wants_backend else 0))
-        self._say(_SUM_POSTED, chunk)
+        self._local_peers.publish(self._label_word(chunk), chunk.label | (_WANTS_BACKEND if wants_backend else 0))
+        self._publish(_SUM_POSTED, chunk)
 
     def _goes_by_backend(self, chunk: _Chunk) -> bool:
-        """True if a rank wants that; all have posted ``chunk``."""
+        """True if a rank wants the backend to sum; all ranks have posted ``chunk``."""
         word, others = self._label_word(chunk), self._local_peers.others
         return chunk.of.by_backend.is_wanted or any(
-            self._local_peers.hear(place, word) & _WANTS_BACKEND for place in others
+            self._local_peers.latest(place, word) & _WANTS_BACKEND for place in others
         )
 
     def _sum(self, chunk: _Chunk) -> None:
-        """Add up this rank's slice of what all have posted."""
+        """Add up this rank's slice over all ranks."""
         for place in self._local_peers.others:
-            if self._local_peers.hear(place, self._label_word(chunk)) & ~_WANTS_BACKEND != chunk.label:
-                raise TransportError(self._in_words(chunk, place))
+            if self._local_peers.latest(place, self._label_word(chunk)) & ~_WANTS_BACKEND != chunk.label:
+                raise TransportError(self._mismatch_text(chunk, place))
         chunk.goes_by_backend = self._goes_by_backend(chunk)
         start, total = self._slice(chunk, self._place)
         if chunk.goes_by_backend:
@@ -217,18 +222,18 @@ class Sums:
             add_up(terms, chunk.of.divisor, total)
             self._slot(self._place, chunk, start, total.numel()).copy_(total)
         chunk.is_summed = True
-        self._say(_SUMMED, chunk)
+        self._publish(_SUMMED, chunk)
 
     def _take(self, chunk: _Chunk) -> None:
-        """Copy the others' slices of the sum."""
+        """Copy the slices of the sum that other ranks have added up."""
         for place in () if chunk.goes_by_backend else self._local_peers.others:
             start, its = self._slice(chunk, place)
             its.copy_(self._slot(place, chunk, start, its.numel()))
         chunk.of.is_over = chunk.index == chunk.of.last
-        self._say(_SUM_CONSUMED, chunk)
+        self._publish(_SUM_CONSUMED, chunk)
 
     def _slice(self, chunk: _Chunk, place: int) -> tuple[int, torch.Tensor]:
-        """Return where the slice that the rank at ``place`` adds up begins, in elements, and that of ``chunk.tensor``."""
+        """Return the start, in elements, of the slice that the rank at ``place`` adds up, and the slice of ``chunk``."""
         numel = chunk.tensor.numel()
         each = align(-(-numel // self._num_ranks), _ALIGNMENT)
         start = min(place * each, numel)
@@ -243,18 +248,18 @@ class Sums:
     def _label_word(self, chunk: _Chunk) -> int:
         return self._word + _SUM_LABELS + chunk.index % NUM_SUM_SLOTS
 
-    def _in_words(self, chunk: _Chunk, place: int) -> str:
+    def _mismatch_text(self, chunk: _Chunk, place: int) -> str:
         mine, its = self._local_peers.name_of(self._place), self._local_peers.name_of(place)
         contents = chunk.of.contents
         return sums_something_else(_label(contents), 0 if contents is None else contents.number, mine, [its])
 
 
 class _Sum:
-    """A tensor that is summed, and how.  It knows none of its chunks, which know it: a circle would keep gradients alive.
+    """The sum of one tensor.  It does not reference its chunks, which reference it: a cycle would keep gradients alive.
 
     Attributes:
-        last: index of its last chunk that was launched.
-        is_over: the sum is there, or nobody will bring it.
+        last: index of its last launched chunk.
+        is_over: the sum is complete or abandoned.
     """
 
     __slots__ = ("_is_cancelled", "_sums", "by_backend", "contents", "digest", "divisor", "is_over", "last")
@@ -269,12 +274,12 @@ class _Sum:
         self.last = -1
 
     def sum_by_backend(self) -> None:
-        assert not self._is_cancelled, "only who leaves a span cancels sums"
+        assert not self._is_cancelled, "sums are cancelled only when a pass is aborted"
         self.by_backend.launch().wait()
 
     def is_done(self) -> bool:
         if not self.is_over:
-            self._sums.go_on()
+            self._sums.progress()
         return self.is_over
 
     def wait(self) -> None:
@@ -283,17 +288,17 @@ class _Sum:
 
     def cancel(self) -> None:
         self._is_cancelled = True
-        self._sums.keep_apart(self)
+        self._sums.detach(self)
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A part of a tensor on its way.
+    """A part of a tensor that is being summed.
 
     Attributes:
-        of: the whole.  index: among all chunks.  number: among those of its tensor.
-        tensor: 1-D, what this rank has, then the sum.
-        is_summed: this rank has added up its slice.  goes_by_backend: the whole has been summed by the backend, then.
+        of: the sum of the whole tensor.  index: among all chunks.  number: among the chunks of its tensor.
+        tensor: 1-D; this rank's values, then the sum.
+        is_summed: this rank has added up its slice.  goes_by_backend: the backend has summed the whole tensor instead.
     """
 
     of: _Sum
@@ -317,50 +322,50 @@ def _sum_digest(flat: torch.Tensor, divisor: float, contents: SumContents | None
     return zlib.crc32(f"{_label(contents)} {number} {flat.numel()} {flat.dtype} {divisor}".encode())
 
 
-_SECTIONS = FIRST_FREE  # how often this rank has said where its sections lie; no stamp
+_SECTIONS = FIRST_FREE  # how often this rank has published where its sections lie; no stamp
 _READ = FIRST_FREE + 1  # the last all-gather for which this rank has read all sections
 _POSTED = FIRST_FREE + 2  # the last reduction whose parts are in the outbox
 _CONSUMED = FIRST_FREE + 3  # the last reduction that this rank has read from all outboxes
-_LABELS = FIRST_FREE + 4  # from here on: what is in each slot of the outbox
+_LABELS = FIRST_FREE + 4  # the labels of what the slots of the outbox hold start here
 
 NUM_SLOTS = 3  # reductions that a rank may be ahead of the slowest
-_SUMS = _LABELS + NUM_SLOTS  # from here on: words of sums in place
+_SUMS = _LABELS + NUM_SLOTS  # the words of in-place sums start here
 NEXT_FREE = _SUMS + NUM_SUM_WORDS
 
 
 def slot_bytes(section_bytes: int, num_ranks: int) -> int:
-    """Return what a reduction whose sections have ``section_bytes`` takes in an outbox."""
+    """Return the bytes that a reduction with sections of ``section_bytes`` takes in an outbox."""
     return align(num_ranks * section_bytes, _ALIGNMENT)
 
 
 def outbox_bytes(slot: int) -> int:
-    """Return the bytes of an outbox whose slots have ``slot`` bytes."""
+    """Return the bytes of an outbox with slots of ``slot`` bytes."""
     return NUM_SLOTS * slot
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A reduction whose parts are in the outbox: which of its pass, and this rank's own section."""
+    """A reduction whose parts are in the outbox: its number in the pass, and this rank's own section."""
 
     index: int
     own: torch.Tensor
 
 
 class HostLink:
-    """A group whose ranks are processes of one host, or those of its ranks that are (for :mod:`tiers` on top of it).
+    """The link of the ranks of one host: a whole group, or the part of it on this host (under :class:`hierarchy.TieredLink`).
 
     Args:
         host: the ranks.
         outbox: byte offset of the outbox in every segment.  slot_bytes: bytes of one of its slots.
-        timeout_s: how long to wait for a rank that is alive.
-        sum_slot_bytes: bytes of a slot for sums in place, behind the outbox; 0: there are none.
+        timeout_s: how long to wait for a live rank.
+        sum_slot_bytes: bytes of a slot for in-place sums, after the outbox; 0 if there are none.
 
     Attributes:
-        local_peers: the ranks of this host.  ranks: their numbers in the group.  place: this rank's among them.
-        num_ranks: of the group.  members: the global rank of each of them, as errors name them.
-        rank: this rank's number in the group.
+        local_peers: the ranks of this host.  ranks: their ranks in the group.  place: index of this rank among them.
+        num_ranks: of the group.  members: the global rank of each rank of the group, as errors name them.
+        rank: this rank in the group.
         gathers: those launched in this pass and not waited for yet.
-        sums: of tensors of the ranks of this host alone.
+        sums: in-place sums of the ranks of this host.
     """
 
     name = "shared memory"
@@ -398,14 +403,14 @@ class HostLink:
             raise
         return is_agreed
 
-    def say_where(self, number: int) -> None:
-        """Let the others know that this rank has said for the ``number``-th time where its sections lie."""
-        self.local_peers.say(_SECTIONS, number)
+    def publish_sections(self, number: int) -> None:
+        """Publish that this rank has posted, for the ``number``-th time, where its sections lie."""
+        self.local_peers.publish(_SECTIONS, number)
         self._places.pop(self.place, None)
 
     def _find_sections(self) -> None:
         for place, rank in enumerate(self.ranks):
-            number = self.local_peers.hear(place, _SECTIONS)
+            number = self.local_peers.latest(place, _SECTIONS)
             known = self._places.get(place)
             if known is None or known[0] != number:
                 self._places[place] = number, self._places_of(rank, number)
@@ -414,7 +419,7 @@ class HostLink:
     def close(self) -> None:
         for gather in list(self.gathers):
             gather.wait()
-        self.local_peers.say(_READ, self.local_peers.stamp(self._num_gathers - 1))
+        self.local_peers.publish(_READ, self.local_peers.stamp(self._num_gathers - 1))
         self.local_peers.close(self._wait_for_readers)
 
     def _wait_for_readers(self, what: str) -> None:
@@ -424,10 +429,12 @@ class HostLink:
             self.local_peers.stamp(self._num_gathers - 1),
         )
         for place in local_peers.others if self._num_gathers else ():
-            # A rank that has made fewer all-gathers has left the pass, or will.
+            # A rank with fewer all-gathers has left the pass, or will leave it.
             local_peers.wait_for(
                 place,
-                lambda place=place: local_peers.hear(place, _READ) >= last or local_peers.hear(place, CLOSED) >= start,
+                lambda place=place: (
+                    local_peers.latest(place, _READ) >= last or local_peers.latest(place, CLOSED) >= start
+                ),
                 what,
             )
 
@@ -459,7 +466,7 @@ class HostLink:
         for bucket in ends.buckets():
             for place, rank in enumerate(self.ranks):
                 torch_private.copy_all(bucket.full_parts(rank), self._section_parts(bucket, place))
-        self.local_peers.say(_READ, self.local_peers.stamp(self._num_gathers - len(self.gathers) - 1))
+        self.local_peers.publish(_READ, self.local_peers.stamp(self._num_gathers - len(self.gathers) - 1))
 
     def _section_parts(self, bucket: BucketEnds, place: int) -> list[torch.Tensor]:
         assert bucket.number is not None
@@ -481,7 +488,7 @@ class HostLink:
         return 0
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        # Both sides of the slot must be free: this rank's own parts may still be in it, too.
+        # Both sides of the slot must be free: it may still hold this rank's own parts.
         while self._scatters and self._scatters[0].posted.index <= self._num_reductions - NUM_SLOTS:
             self._scatters[0].wait()
         scatter = _HostScatter(self, ends, scale, self.post(ends))
@@ -489,9 +496,9 @@ class HostLink:
         return scatter
 
     def post(self, ends: ScatterEnds) -> Posted:
-        """Copy the gradients for every rank of the group to the outbox, and let go of them.
+        """Copy the gradients for every rank of the group to the outbox, and release them.
 
-        Waits until the others have read what was in the slot ``NUM_SLOTS`` reductions ago; this rank must have.
+        Waits until the others have read what the slot held ``NUM_SLOTS`` reductions ago; this rank must have read it.
         """
         index = self._num_reductions
         self._num_reductions += 1
@@ -500,19 +507,19 @@ class HostLink:
                 _CONSUMED, self.local_peers.stamp(index - NUM_SLOTS), f"gradients of {ends.label}"
             )
         own = self._fill_outbox(ends, index)
-        self.local_peers.say(_LABELS + index % NUM_SLOTS, _digest(ends))
-        self.local_peers.say(_POSTED, self.local_peers.stamp(index))
+        self.local_peers.publish(_LABELS + index % NUM_SLOTS, _digest(ends))
+        self.local_peers.publish(_POSTED, self.local_peers.stamp(index))
         return Posted(index, own)
 
     def forget_scatter(self, scatter: _HostScatter) -> None:
-        """Take note that ``scatter`` is delivered or cancelled."""
+        """Remove ``scatter``, which is delivered or cancelled."""
         if scatter in self._scatters:
             self._scatters.remove(scatter)
 
     def _fill_outbox(self, ends: ScatterEnds, index: int) -> torch.Tensor:
-        """Copy the gradients to the outbox and let go of them; return this rank's own section."""
+        """Copy the gradients to the outbox and release them; return this rank's own section."""
         layout, numel = ends.layout, ends.section_numel
-        if not layout.num_large:  # one copy of everything costs less than many of parts
+        if not layout.num_large:  # one copy of the whole is cheaper than many of small parts
             ends.fill(self._view(self.place, self._slot_start(index), self.num_ranks * numel, ends.dtype))
             return self._outgoing(self.place, self.rank, index, ends)
         for rank in range(self.num_ranks):
@@ -525,14 +532,17 @@ class HostLink:
 
     def is_posted(self, index: int) -> bool:
         """True if every rank's parts of reduction ``index`` can be read."""
-        return self.local_peers.have_said(_POSTED, self.local_peers.stamp(index))
+        return self.local_peers.have_reached(_POSTED, self.local_peers.stamp(index))
 
     def wait_posted(self, ends: ScatterEnds, index: int) -> None:
-        """Wait for every rank's parts of reduction ``index``.  Raises: TransportError if one reduces something else."""
+        """Wait for every rank's parts of reduction ``index``.
+
+        Raises: TransportError if a rank reduces something else.
+        """
         self.local_peers.wait_for_all(_POSTED, self.local_peers.stamp(index), f"gradients of {ends.label}")
         expected = _digest(ends)
         for place in self.local_peers.others:
-            if self.local_peers.hear(place, _LABELS + index % NUM_SLOTS) != expected:
+            if self.local_peers.latest(place, _LABELS + index % NUM_SLOTS) != expected:
                 its = self.members[self.ranks[place]]
                 raise TransportError(
                     f"rank {self.members[self.rank]} reduces gradients of {ends.label} ({ends.section_numel} elements of "
@@ -542,7 +552,7 @@ class HostLink:
                 )
 
     def sum_posted(self, ends: ScatterEnds, posted: Posted, scale: Scale, owner: int, out: torch.Tensor) -> None:
-        """Sum what the ranks of this host have for rank ``owner`` of the group into ``out``; they have all posted it."""
+        """Sum the gradients of this host's ranks for group rank ``owner`` into ``out``; all have posted them."""
         sections = [
             posted.own if rank == owner == self.rank else self._outgoing(place, owner, posted.index, ends)
             for place, rank in enumerate(self.ranks)
@@ -550,8 +560,8 @@ class HostLink:
         sum_sections(ends.layout, sections, scale, owner, out)
 
     def free_slot(self, index: int) -> None:
-        """Take note that this rank has read all that it needs of reduction ``index``."""
-        self.local_peers.say(_CONSUMED, self.local_peers.stamp(index))
+        """Publish that this rank has read all that it needs of reduction ``index``."""
+        self.local_peers.publish(_CONSUMED, self.local_peers.stamp(index))
 
     def _outgoing(self, place: int, receiver: int, index: int, ends: ScatterEnds) -> torch.Tensor:
         numel = ends.section_numel
@@ -598,9 +608,10 @@ class _HostGather:
 
 
 class _HostScatter:
-    """A reduction whose parts are in the outbox; the others' are read when they are there.
+    """A reduction whose parts are in the outbox; the others' parts are read once they are posted.
 
-    This rank's own parts are copied too, so that gradients are not held for late ranks.
+    This rank's own parts are copied too, so that gradients stay alive no longer than their launch when other ranks are
+    late.
     """
 
     __slots__ = ("_ends", "_link", "_scale", "posted")
@@ -621,7 +632,7 @@ class _HostScatter:
             link, index = self._link, self.posted.index
             link.forget_scatter(self)
             link.wait_posted(ends, index)
-            out = ends.target()  # where the own section is not in the outbox, which must be free again, it is this
+            out = ends.target()  # if the own section was not left in the outbox, it is this target
             link.sum_posted(ends, self.posted, self._scale, link.rank, out)
             link.free_slot(index)
             ends.deliver(out)
