@@ -1,1 +1,1 @@
-"""Optimizers over shards: any class of torch's rules, element by element or on whole matrices; clipping."""
+"""Optimizers over shards: any class with a rule, run element by element or on whole matrices; clipping."""

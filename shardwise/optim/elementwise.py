@@ -1,4 +1,4 @@
-"""Step an element-wise optimizer over local slices, in as few updates as memory allows."""
+"""Step an element-wise optimizer over local slices, with as few updates as their memory allows."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ from shardwise.optim.slices import (
 from shardwise.optim.state_dict import load_indexed
 from shardwise.optim.sums import SumsOverRanks, per_element_of, states_after_zeros, why_not_elementwise
 
-# ---- State of single slices, for those who hold it, while the optimizer has that of several as one.
+# ---- Per-slice views of fused optimizer state, for user code that references them.
 
-PRUNE_EVERY = 16  # steps between looks whether what was given out is still held
+PRUNE_EVERY = 16  # steps between checks whether exposed tensors are still referenced
 
 
 class _Part(NamedTuple):
-    """Values of a slice's elements, on the memory of its run; ``address``: where they were when it was made."""
+    """A slice's values per element, in the memory of its run's state; ``address``: where they were when the view was made."""
 
     tensor: torch.Tensor
     address: int
 
 
 class ExposedState:
-    """Tensors that stand for the state of slices in runs of several.
+    """Per-slice tensors for the state of runs of several slices.
 
-    Values per element are tensors of their own on the memory of the run's state.  Numbers that a run has once, such as a
-    step count, are copies, kept equal in both directions while somebody holds them.  Slices in runs of their own are not
-    here: the optimizer has their tensors themselves.
+    State with a value per element is exposed as tensors of their own on the memory of the run's state.  A run has
+    numbers such as a step count once; they are exposed as copies, synced in both directions while user code references
+    them.  Slices that are their own run are not here: the optimizer's state tensors are exposed directly.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ExposedState:
         self._num_steps = 0
 
     def split(self, run: FlatRun, state: State) -> list[State]:
-        """Return the state of each slice of ``run``, in the tensors that were given out for it before if there are any."""
+        """Return the state of each slice of ``run``; reuse the tensors that were exposed before."""
         if len(run.slices) == 1:
             return [state]
         known: list[State] = []
@@ -92,7 +92,7 @@ class ExposedState:
         return found
 
     def merge(self, run: FlatRun, parts: Sequence[State], state: State) -> None:
-        """Remember of ``parts``, the state of the slices of a new run, what others hold and ``state`` lies under."""
+        """Record the tensors in ``parts``, the states of a new run's slices, that user code references and ``state`` has."""
         start = 0
         for param_slice, part, shape in zip(run.slices, parts, run.shapes, strict=True):
             self._parts.pop(param_slice, None)
@@ -104,7 +104,7 @@ class ExposedState:
             start += shape.numel()
 
     def was_changed(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> bool:
-        """Return whether somebody has written to a copy, or moved the memory of a part (``share_memory_`` does)."""
+        """Return True if user code has written to a copy, or moved the memory of a view (``share_memory_`` does)."""
         numbers: dict[tuple[FlatRun, str], float] = {}
         for run, param_slice in self._slices(runs):
             if any(part.tensor.data_ptr() != part.address for part in self._parts.get(param_slice, {}).values()):
@@ -121,7 +121,7 @@ class ExposedState:
         return False
 
     def follow(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> None:
-        """After a step: bring copies up to date, and now and then forget what nobody holds any more."""
+        """After a step, update the copies; from time to time, drop tensors that nothing references any more."""
         if not self._parts and not self._copies:
             return
         if self._num_steps % PRUNE_EVERY == 0:
@@ -137,17 +137,17 @@ class ExposedState:
             torch_private.copy_all(targets, sources)
 
     def mark(self) -> Callable[[], None]:
-        """Return what brings back what is given out now, and the numbers in it."""
+        """Return a function that restores the exposed tensors of now, and the numbers in them."""
         parts = {param_slice: dict(of) for param_slice, of in self._parts.items()}
         copies = {param_slice: dict(of) for param_slice, of in self._copies.items()}
         numbers = [(value, value.detach().clone()) for of in copies.values() for value in of.values()]
 
-        def put_back() -> None:
+        def restore() -> None:
             self._parts, self._copies = parts, copies
             for value, was in numbers:
                 value.detach().copy_(was)
 
-        return put_back
+        return restore
 
     def _forget(self) -> None:
         parts = {p: {k: v for k, v in of.items() if is_held(v.tensor)} for p, of in self._parts.items()}
@@ -164,17 +164,17 @@ def _part(tensor: torch.Tensor) -> _Part:
     return _Part(tensor, tensor.data_ptr())
 
 
-# Unfused updates on a CPU pass over memory about ten times: joined further, large parameters leave the caches
+# Unfused CPU updates read and write memory about ten times: longer runs of large parameters no longer fit the caches
 # (benchmarks/optimizer_step.py, few_large: 97 ms joined without a limit, 79 ms not joined).
 CACHED_NUMEL = 1 << 16
 UNLIMITED_NUMEL = 1 << 62
 RETRY_EVERY = 64  # steps
-CHECK_EVERY = 16  # steps; and in the first ones: an optimizer may start with plain state
-MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by side in some steps and not in others
+CHECK_EVERY = 16  # steps; also in the first ones, since an optimizer may start with plain state
+MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by side in some steps only
 
 
 class _Group:
-    """The slices of one param group and the runs they are in at the moment."""
+    """The slices of one param group and their current runs."""
 
     def __init__(self, slices: Sequence[ParamSlice], runs: list[FlatRun]) -> None:
         self.slices = list(slices)
@@ -183,40 +183,41 @@ class _Group:
         self.runs = runs
         self.blocked: frozenset[int] = (
             frozenset()
-        )  # places in ``order`` whose state cannot be merged with their neighbour's
+        )  # indices in ``order`` whose state cannot be merged with their neighbour's
         self.num_steps = self.num_layouts = 0
-        self.is_checked = False  # the state that the runs have got is per element
+        self.is_checked = False  # the state of the runs is known to be per element
 
     @property
     def is_unsteady(self) -> bool:
-        """True if runs have changed so often that finding them costs more than they save."""
+        """True if runs change so often that finding them costs more than they save."""
         return self.num_layouts >= MANY_LAYOUTS and self.num_layouts * MANY_LAYOUTS >= self.num_steps
 
     @property
     def is_due(self) -> bool:
-        """True if it is time to look whether state that kept slices apart is still held."""
+        """True if it is time to check whether the state that kept slices apart is still referenced."""
         return bool(self.blocked) and self.num_steps % RETRY_EVERY == 0
 
     def find(self) -> list[LiveSlice]:
-        """Return the slices with their tensors and gradients of this moment, in ``order``."""
+        """Return the slices with their current tensors and gradients, in ``order``."""
         slices = self.slices
         return [LiveSlice(slices[i], local_of(slices[i]), gradient_of(slices[i])) for i in self.order]
 
 
 class ElementwiseStep:
-    """Runs an element-wise optimizer over plain tensors that share memory with the slices.
+    """Run an element-wise optimizer over plain tensors that share memory with the slices.
 
-    State lies in the inner optimizer under the runs' tensors.  When gradients come in other memory, or not for all
-    slices, runs are split (state stays where it is) or joined (it is copied once unless it lies side by side), so a step
-    is always the one that a plain optimizer would make on each slice.
+    The inner optimizer keeps state for the tensors of runs.  If gradients are in other memory or missing for some
+    slices, runs are split (state stays in place) or joined (state is copied once unless it is contiguous), so that a
+    step equals that of a plain optimizer over the slices.
 
-    What :meth:`states` returns are tensors with storages of their own on the live memory, for ever: state that somebody
-    holds is not moved, its slice is updated by itself then.
+    :meth:`states` returns tensors with storages of their own on the live memory, and they stay live: state that user
+    code references is not moved; its slice then gets an update of its own.
 
     Args:
-        make: builds the optimizer from param groups.
-        groups: parameters, in slices, and options of each param group.
-        is_flat: join slices into runs.  is_known: the class is known to be element-wise; else its state is looked at.
+        make: creates the optimizer from param groups.
+        groups: the slices of the parameters, and the options, of each param group.
+        is_flat: join slices into runs.  is_known: the class is known to be element-wise; otherwise its state is
+            checked.
 
     Raises: ConfigError for options that need the parameters themselves.
     """
@@ -253,9 +254,9 @@ class ElementwiseStep:
         self._params += [list(param) for param in params]
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Run ``closure``, then update the slices from their gradients of now.
+        """Run ``closure``, then update the slices from their current gradients.
 
-        Raises: StateError if the optimizer turns out to keep state that is not per element.
+        Raises: StateError if the optimizer turns out to have state that is not per element.
         """
         loss = loss_of(closure)
         try:
@@ -276,17 +277,18 @@ class ElementwiseStep:
         torch_private.step_inside(self.optimizer)
 
     def mark(self) -> Callable[[], None]:
-        """Return what brings back which slices are in which runs; the optimizer's state and groups are the caller's."""
-        given, restore_exposed = self._exposed, self._exposed.mark()
-        groups = [(group, dict(vars(group))) for group in self._groups]  # a layout replaces lists and changes none
+        """Return a function that restores the current runs; the caller restores the optimizer's state and groups."""
+        exposed, restore_exposed = self._exposed, self._exposed.mark()
+        # shallow copies suffice: a new layout replaces these lists
+        groups = [(group, dict(vars(group))) for group in self._groups]
 
-        def put_back() -> None:
-            self._exposed = given
+        def restore() -> None:
+            self._exposed = exposed
             restore_exposed()
             for group, was in groups:
                 vars(group).update(was)
 
-        return put_back
+        return restore
 
     @property
     def num_runs(self) -> int:
@@ -294,7 +296,7 @@ class ElementwiseStep:
         return sum(len(group.runs) for group in self._groups)
 
     def states(self, blank: bool = False) -> Values:
-        """Return the state of every parameter that has any; tensors are aliases of the live state."""
+        """Return the state of every parameter that has state; its tensors are aliases of the live state."""
         by_slice = self._blank_states() if blank else self._live_states()
         found: dict[str, dict[str, Any]] = {}
         for slices in self._params:
@@ -304,11 +306,11 @@ class ElementwiseStep:
         return found
 
     def local_states(self) -> Values:
-        """Return the same."""
+        """Return :meth:`states`: all of it is local."""
         return self.states()
 
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options, by the optimizer's own ``load_state_dict``."""
+        """Replace all state and options through the optimizer's own ``load_state_dict``."""
         states: Mapping[ParamSlice, State] = {
             param_slice: state_of_slice(values[param_slice.name], index)
             for slices in self._params
@@ -390,7 +392,7 @@ class ElementwiseStep:
         self, index: int, group: _Group, found: Sequence[LiveSlice], states: Mapping[ParamSlice, State]
     ) -> tuple[frozenset[int], list[bool]]:
         group.blocked = frozenset()
-        while True:  # a blocked slice starts a run, and the next ones are compared with it instead
+        while True:  # a blocked slice starts a new run, and the next slices are compared with it instead
             joins = self._joins(index, group, found)
             more = _mismatches(found, joins, states)
             if not more:
@@ -436,7 +438,7 @@ def _make_group(params: Params) -> _Group:
 
 
 def _joined(states: Sequence[State], slices: Sequence[ParamSlice]) -> State:
-    """Return the state of a parameter from that of its ``slices``."""
+    """Return the state of a parameter, exposed the states of its ``slices``."""
     shape = local_of(slices[0]).shape
     return {
         key: PerSlice(state[key] for state in states)
@@ -462,7 +464,7 @@ def _is_current(runs: Sequence[FlatRun], found: Sequence[LiveSlice]) -> bool:
 def _mismatches(
     found: Sequence[LiveSlice], joins: Sequence[bool], states: Mapping[ParamSlice, State]
 ) -> frozenset[int]:
-    """Return the places where a join has to end because of the state of the slices."""
+    """Return the indices at which a join must end because the states of the slices differ."""
     wrong: set[int] = set()
     chain: Chain | None = None
     for index, (item, joined) in enumerate(zip(found, joins, strict=True)):
@@ -479,17 +481,17 @@ def _ranges(joins: Sequence[bool]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(joins)], strict=True))
 
 
-# ---- Step an optimizer that is element-wise but for sums over all elements of all parameters.
+# ---- Optimizers that are element-wise except for sums over all elements of all parameters.
 
 
 class SummedStep(ElementwiseStep):
-    """Runs such an optimizer slice by slice; each of its sums is one all-reduce of one number.
+    """Run such an optimizer slice by slice; each of its sums becomes an all-reduce of one number.
 
-    Raises: ConfigError for parameters that are not all sharded over the same ranks.
+    Raises: ConfigError if the parameters are not all sharded over the same ranks.
     """
 
     def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
-        # Joined slices would be other sums on ranks whose memory lies otherwise.
+        # No joins: a rank whose memory lies differently would have other runs, and so other sums.
         super().__init__(make, groups, is_flat=False, is_known=False)
         self._places = _places_of([params for params, _ in groups], type(self.optimizer).__name__)
 
@@ -510,7 +512,7 @@ class SummedStep(ElementwiseStep):
 
 
 def _places_of(groups: Sequence[Params], name: str) -> list[dist.ProcessGroup]:
-    """Return the groups whose all-reduces, one after another, sum over the shards of the parameters."""
+    """Return the process groups whose all-reduces, in turn, sum over the shards of all the parameters."""
     found = [_place_of(param[0].param) for params in groups for param in params]
     if any(place != found[0] for place in found):
         raise _not_alike(name)
@@ -528,6 +530,6 @@ def _place_of(param: torch.Tensor) -> list[dist.ProcessGroup]:
 
 def _not_alike(name: str) -> ConfigError:
     return ConfigError(
-        f"{name} takes sums over all elements of all parameters, which need parameters that are sharded over the same ranks; "
-        "put those that are not into an optimizer of their own"
+        f"{name} sums over all elements of all parameters, so all must be sharded over the same ranks; "
+        "put the others into a separate optimizer"
     )

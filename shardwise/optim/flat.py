@@ -1,7 +1,7 @@
-"""Runs: slices that lie one after the other in memory, parameters and gradients alike, updated as one 1-D tensor.
+"""Runs: slices that are contiguous in memory, with contiguous gradients, updated as one 1-D tensor.
 
-Found by address alone, so nothing here knows of units: whoever packs shards and gradients into flat memory gets one
-update per run, and whoever does not gets one per slice.
+Runs are found by address only, independent of FSDP units: shards and gradients in flat memory get one update per run,
+others one per slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 class LiveSlice(NamedTuple):
-    """A slice as it is in this step (a NamedTuple: one is made per slice and step)."""
+    """A slice in this step (a NamedTuple, because every step creates one per slice)."""
 
     param_slice: ParamSlice
     local: torch.Tensor
@@ -30,12 +30,13 @@ class LiveSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatRun:
-    """Slices that the optimizer sees as one tensor.
+    """Slices that the optimizer updates as one tensor.
 
     Attributes:
-        tensor: what the optimizer holds, sharing the slices' memory: of the slice's shape for one slice, else 1-D.
+        tensor: the optimizer's parameter, which shares the slices' memory: of the slice's shape for one slice, else
+            1-D.
         shapes: of the slices.
-        address: where the run starts.
+        address: of the first element.
     """
 
     tensor: torch.Tensor
@@ -45,15 +46,15 @@ class FlatRun:
 
 
 def in_memory_order(found: Sequence[LiveSlice]) -> list[int]:
-    """Return the indices by address; empty tensors, which have none, go last."""
+    """Return the indices sorted by address; empty tensors, which have none, come last."""
     return sorted(range(len(found)), key=lambda i: (not found[i].local.numel(), found[i].local.data_ptr()))
 
 
 def find_joins(found: Sequence[LiveSlice], blocked: frozenset[int], max_numel: int) -> list[bool]:
-    """Return for each item whether it continues the one before: the same gap-free memory, in gradients too.
+    """Return for each item whether it continues the one before: contiguous memory of one dtype, gradients too.
 
-    Gaps end a run even where they are padding: what lies in one cannot be known.  An empty slice joins any run that has
-    a gradient.  ``blocked`` items never join; no run grows beyond ``max_numel`` elements by joining.
+    A gap ends a run even if it is padding: its contents are unknown.  An empty slice joins any run that has gradients.
+    ``blocked`` indices never join; no run grows beyond ``max_numel`` elements by a join.
     """
     joins: list[bool] = []
     next_local = next_gradient = -1
@@ -91,7 +92,7 @@ def find_joins(found: Sequence[LiveSlice], blocked: frozenset[int], max_numel: i
 
 
 def make_run(found: Sequence[LiveSlice]) -> FlatRun:
-    """Return the run of ``found``, which :func:`find_joins` has joined."""
+    """Return the run of ``found``, whose items :func:`find_joins` has joined."""
     slices = tuple(item.param_slice for item in found)
     shapes = tuple(item.local.shape for item in found)
     first = found[0].local
@@ -100,15 +101,15 @@ def make_run(found: Sequence[LiveSlice]) -> FlatRun:
 
 
 def _alone(item: LiveSlice) -> torch.Tensor:
-    """Return what an optimizer may hold of one slice: no alias if it can be helped, or its memory would count as held."""
-    is_hidden = (
+    """Return the parameter for an optimizer over one slice; not an alias if possible, since :func:`is_held` counts aliases."""
+    is_internal = (
         isinstance(item.param_slice.param, DTensor) and not item.local.requires_grad
-    )  # it has no gradient of its own
-    return item.local if is_hidden else item.local.detach()
+    )  # nothing else references it as a leaf with a gradient
+    return item.local if is_internal else item.local.detach()
 
 
 def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one 1-D tensor over neighbours in memory; empty ones may come among them."""
+    """Return one 1-D tensor over neighbours in memory, some of which may be empty."""
     first, last, numel = tensors[0], tensors[-1], 0
     for tensor in tensors:
         size = tensor.numel()
@@ -124,9 +125,9 @@ def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def split_state(run: FlatRun, state: State, known: Sequence[State] = ()) -> list[State]:
-    """Return the state of each slice: values per element as tensors of their own on the memory of ``state``, others copied.
+    """Return the state of each slice: values per element as tensors of their own on the memory of ``state``, others as copies.
 
-    ``known``: what of it there is already.
+    ``known``: per slice, the entries that exist already.
     """
     if len(run.slices) == 1:
         return [state]
@@ -148,7 +149,7 @@ def split_state(run: FlatRun, state: State, known: Sequence[State] = ()) -> list
 
 
 def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State:
-    """Return one state for slices that :func:`can_merge`; no copy where the parts are neighbours already."""
+    """Return one state for slices that :func:`can_merge`; without a copy if the values are contiguous already."""
     merged: State = {}
     for key, value in states[0].items():
         if is_per_element(value, shapes[0]):
@@ -161,7 +162,7 @@ def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State
 
 
 def can_merge(first: State, shape: torch.Size, other: State, other_shape: torch.Size) -> bool:
-    """Return True if two slices differ in values per element only: one step count serves both."""
+    """Return True if the states of two slices differ only in values per element, so that one step count serves both."""
     if first.keys() != other.keys():
         return False
     for key, left in first.items():
@@ -178,19 +179,19 @@ def can_merge(first: State, shape: torch.Size, other: State, other_shape: torch.
 
 
 def is_per_element(value: object, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Return True if ``value`` holds a plain number for each element of a parameter of ``shape`` (one with dims)."""
+    """Return True if ``value`` has a plain number for each element of a parameter of ``shape`` (with one dim or more)."""
     return type(value) is torch.Tensor and value.dim() > 0 and value.shape == shape
 
 
 def is_held(value: torch.Tensor) -> bool:
-    """Return True if others than ``value`` see its memory: it must not move, or they would see it no longer."""
+    """Return True if other tensors share the memory of ``value``, so that it must not move."""
     return storage_use_count(value.untyped_storage()) > 1
 
 
 class Chain:
-    """Slices that are about to become a run, and whether the memory of their state allows it.
+    """A growing run, with a check whether the memory of its slices' state allows it.
 
-    State that lies together stays where it is; else it is copied, unless somebody holds a part of it.
+    State that is contiguous stays in place; other state is copied, unless a part of it is referenced elsewhere.
     """
 
     def __init__(self, state: State, shape: torch.Size) -> None:
@@ -201,7 +202,7 @@ class Chain:
         self._follow(state, shape)
 
     def take(self, state: State, shape: torch.Size) -> bool:
-        """Add a slice with this state if it can be merged with those before; return whether it was."""
+        """Add a slice with this state if it can be merged with the slices before it; return whether it was added."""
         if not can_merge(self._head, self._head_shape, state, shape):
             return False
         held = self._holds(state, shape)
@@ -228,7 +229,7 @@ class Chain:
 
 
 def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> dict[ParamSlice, State]:
-    """Return ``states`` with values per element side by side, as their slices are to be joined: nothing moves later then."""
+    """Return ``states`` with values per element packed in the order in which slices will be joined; joins need no copy."""
     copies = {param_slice: dict(state) for param_slice, state in states.items()}
     rows: dict[str, list[tuple[State, torch.Tensor]]] = {}
     for index in in_memory_order(found):
@@ -254,9 +255,9 @@ def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> di
 def empty_states(
     slices: Sequence[ParamSlice], dtypes: Mapping[str, Mapping[str, torch.dtype]]
 ) -> dict[ParamSlice, dict[str, torch.Tensor]]:
-    """Return new memory per slice and key of ``dtypes``, which has the dtypes by the slice's name, as :func:`packed` packs.
+    """Return new memory for each slice and key of ``dtypes`` (by the slice's name), laid out as :func:`packed` does.
 
-    One allocation per key, dtype and device; values of another dtype than the slice's lie by themselves.
+    One allocation per key, dtype and device; values whose dtype differs from the slice's get their own.
     """
     found = [LiveSlice(param_slice, local_of(param_slice), None) for param_slice in slices]
     targets: dict[ParamSlice, dict[str, torch.Tensor]] = {param_slice: {} for param_slice in slices}
@@ -278,7 +279,7 @@ def empty_states(
 
 
 def lies_at(known: torch.Tensor, value: object, start: int, shape: torch.Size) -> bool:
-    """Return True if ``known`` has ``shape`` and lies on the elements of the 1-D tensor ``value`` from ``start`` on."""
+    """Return True if ``known`` has ``shape`` and its memory is that of the 1-D tensor ``value`` from element ``start`` on."""
     if not isinstance(value, torch.Tensor) or known.shape != shape or known.dtype != value.dtype or value.dim() != 1:
         return False
     return not known.numel() or known.data_ptr() == value.data_ptr() + start * value.element_size()

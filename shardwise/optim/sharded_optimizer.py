@@ -67,7 +67,7 @@ from shardwise.optim.state_dict import (
 from shardwise.optim.sums import states_after_zeros, takes_sums, why_not_cut
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
-# ---- The ways to run an optimizer: on slices, with sums over ranks or none, on whole matrices, or as it is.
+# ---- Optimizer backends: on slices, on slices with sums over ranks, on whole matrices, or the plain optimizer.
 
 
 def make_backend(
@@ -77,9 +77,9 @@ def make_backend(
     declared: UpdateRule | None,
     is_flat: bool,
 ) -> OptimizerBackend:
-    """Return the way to run ``optimizer_class`` over ``groups``.
+    """Return the backend that runs ``optimizer_class`` over ``groups``.
 
-    Raises: ConfigError if none is right.
+    Raises: ConfigError if none would be right.
     """
     slices = [param_slice for params, _ in groups for param in params for param_slice in param]
     is_plain = not any(isinstance(p.param, DTensor) or is_sharded_tensor(p.param) for p in slices)
@@ -120,7 +120,7 @@ def _check_cut(
 
 
 class PlainStep:
-    """Runs an optimizer of any kind on plain tensors, as it is."""
+    """Run an optimizer of any kind on plain tensors, unchanged."""
 
     is_elementwise = False
 
@@ -137,7 +137,7 @@ class PlainStep:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def mark(self) -> Callable[[], None]:
-        """Return nothing to do: all is in the optimizer."""
+        """Return a function that does nothing: all state is in the optimizer."""
         return lambda: None
 
     def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class PlainStep:
         self._params += slices
 
     def states(self, blank: bool = False) -> Values:
-        """Return the live state, or the state after a step on zeros."""
+        """Return the live state, or with ``blank`` the state after a step on zeros."""
         if blank:
             states = states_after_zeros(self._make, self.optimizer.param_groups, closure=lambda: 0.0)
         else:
@@ -170,13 +170,13 @@ class PlainStep:
         load_indexed(self.optimizer, states, options)
 
 
-# ---- Groups of parameters by their names: as users write them, and as state dicts hold them.
+# ---- Param groups by parameter names, as users write them and as state dicts contain them.
 
 
 def checked_params(params: Any) -> dict[str, torch.Tensor]:
-    """Return parameters by name from a mapping or pairs.
+    """Return parameters by name from a mapping or from pairs.
 
-    Raises: TypeError for anything else; ConfigError for none at all, and for a name or tensor that is given twice.
+    Raises: TypeError for anything else; ConfigError for no parameters, and for a name or tensor that occurs twice.
     """
     if isinstance(params, torch.Tensor):
         raise ArgumentTypeError("parameters come with names: pass dict(model.named_parameters()), not a tensor")
@@ -206,9 +206,9 @@ def checked_params(params: Any) -> dict[str, torch.Tensor]:
 def split_by_pattern(
     names: Sequence[str], groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return the names and options of every group, those that no pattern matches last, with the defaults.
+    """Return the names and options of every group; parameters that match no pattern form the last one, with the defaults.
 
-    Raises: ConfigError for a group of another form, or one that matches nothing.
+    Raises: ConfigError for a malformed group, and for one that matches nothing.
     """
     rest = list(names)
     split: list[tuple[list[str], dict[str, Any]]] = []
@@ -227,9 +227,9 @@ def split_by_pattern(
 def match_groups(
     saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]
 ) -> tuple[list[Mapping[str, Any]], dict[Any, str]]:
-    """Return the saved groups in the order of ``own`` and the name for each of their keys.
+    """Return the saved groups in the order of ``own``, and the parameter name of each of their keys.
 
-    Raises: ConfigError if their number, or the parameters of one, differ.
+    Raises: ConfigError if the number of groups differs, or the parameters of one.
     """
     if len(saved) != len(own):
         raise ConfigError(f"loaded state dict has a different number of parameter groups: {len(saved)}, not {len(own)}")
@@ -260,28 +260,30 @@ __all__ = ["ShardedOptimizer"]
 class ShardedOptimizer(Optimizer):
     """Run ``optimizer_class`` over sharded parameters: DTensors, ShardedTensors, plain tensors, or a mix.
 
-    Element-wise optimizers run on local tensors, one update for all shards that lie together in flat memory (those of
-    ``fully_shard`` do).  Optimizers that need whole matrices (Muon, Adafactor) get them: each is gathered to one owner
-    rank, updated there and scattered back.  What cannot be right on shards is refused.
+    Element-wise optimizers run on local tensors, with one update for all shards that are contiguous in flat memory
+    (those of
+    ``fully_shard`` are).  Optimizers that need whole matrices (Muon, Adafactor) get them: each matrix is gathered to
+    one owner rank, updated there and scattered back.  Optimizers that cannot be right on shards are refused.
 
     Args:
-        named_params: parameters by name, as ``dict(model.named_parameters())``; pairs are taken too.
+        named_params: parameters by name, as ``dict(model.named_parameters())``; pairs are accepted too.
         optimizer_class: a class of ``torch.optim``, or any other.
         optimizer_args, optimizer_kwargs: its arguments after the parameters.
-        groups: options per name pattern, ``[{"names": ["*.bias", "norm*"], "weight_decay": 0.0}]``.  A parameter goes to
-            the first group that it matches, the others to a last one with the defaults.
-        update: ``"elementwise"`` or ``"whole_matrix"`` for a class that is not known (or set the class attribute
+        groups: options per name pattern, ``[{"names": ["*.bias", "norm*"], "weight_decay": 0.0}]``.  A parameter
+            belongs to the first group that it matches; the others form a last group with the defaults.
+        update: ``"elementwise"`` or ``"whole_matrix"`` for an unknown class (or set the class attribute
             ``sharded_update``); see :func:`shardwise.optim.slices.update_rule`.
-        flat: False to update every shard by itself.
+        flat: False to update every shard separately.
 
     Attributes:
         named_params: the live parameters by name.
-        param_groups: as of any optimizer; ``"params"`` are the parameters themselves, ``"param_names"`` their names.
-        state: a read-only mapping from parameters to their state, whose tensors are the live ones.
+        param_groups: as in any optimizer; ``"params"`` are the parameters themselves, ``"param_names"`` their names.
+        state: a read-only mapping from parameters to their state; its tensors are the live ones.
 
     Raises: ConfigError for wrong arguments and for optimizers that cannot be right on shards.
 
-    Source: the constructor of ``torch.distributed._shard.sharded_optim.ShardedOptimizer``, whose callers this serves.
+    Source: the constructor of ``torch.distributed._shard.sharded_optim.ShardedOptimizer``; code that calls it can use
+    this class.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -344,16 +346,16 @@ class ShardedOptimizer(Optimizer):
             return step_in_sync(backend.step, closure, self.param_groups, backend.optimizer.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters and local shards, or make them zero."""
+        """Set the gradients of all parameters and local shards to None, or to zero."""
         for slices in self._slices.values():
             clear_gradient(slices, set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients so that their total norm is at most ``max_norm``; return the norm before.
+        """Scale the gradients so that their total norm is at most ``max_norm``; return the norm before scaling.
 
-        Like :func:`shardwise.clip_grad_norm_`, and over ShardedTensors too.  Collective.
+        Like :func:`shardwise.clip_grad_norm_`, and also over ShardedTensors.  Collective.
         """
         limit = Limit(max_norm, norm_type, error_if_nonfinite)
         parts: list[Part] = []
@@ -376,7 +378,7 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: ``{"params": {name: tensor, ...}, "lr": ...}``, or pairs of name and tensor.
 
-        Collective for whole-matrix optimizers.  Raises: ConfigError for parameters without names or with known ones.
+        Collective for whole-matrix optimizers.  Raises: ConfigError for parameters without names or with names in use.
         """
         if not self._is_built:
             super().add_param_group(param_group)
@@ -407,30 +409,31 @@ class ShardedOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._is_built:  # torch's constructor assigns it, too
+        if self._is_built:  # torch's constructor assigns it too
             refuse_other_state()
 
     def state_dict(self, form: StateForm = "named") -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
 
         Values per element are DTensors or ShardedTensors like their parameters, on the live memory, so that
-        ``torch.distributed.checkpoint`` saves and reshards them.  Collective for whole-matrix optimizers, whose state is
-        sent from its owners: copies there.
+        ``torch.distributed.checkpoint`` saves and reshards them.  Collective for whole-matrix optimizers, whose owners
+        send copies of their state.
 
         ``form``: how parameters are named: "indexed" as in a plain optimizer's state dict, "flat" with the keys of
-        torch's ``flatten_optimizer_state_dict``, for checkpoints that others of that form read.
+        torch's
+        ``flatten_optimizer_state_dict``, for checkpoints that others read in that form.
         """
         before_state_dict(self)
         result = after_state_dict(self, self._named_dict(self._backend.states()))
         return result if form == "named" else in_form(form, result["state"], result["param_groups"])
 
     def blank_state_dict(self, form: StateForm = "named", checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Return a state dict with all entries that a step would make, for a checkpoint to be read into.
+        """Return a state dict with all entries that a step would create, for a checkpoint to be read into.
 
-        The values mean nothing until they are read; parameters and state of this optimizer do not change.  ``form``: that
-        of the checkpoint, see :meth:`state_dict`; those of torch's ``get_optimizer_state_dict`` are "named" or "flat".
-        ``checkpoint``: its folder or ``StorageReader``; parameters without state there, since no loss had used them, are
-        left out then (``dcp.load`` raises "Missing key" for entries that a checkpoint does not have).
+        The values are meaningless until they are read; parameters and state of this optimizer do not change.  ``form``:
+        that of the checkpoint, see :meth:`state_dict`; torch's ``get_optimizer_state_dict`` makes "named" or "flat".
+        ``checkpoint``: its folder or ``StorageReader``; then parameters are omitted that have no state there because no
+        loss had used them (``dcp.load`` raises "Missing key" for entries that a checkpoint does not have).
 
         Raises: ConfigError if ``checkpoint`` has state of other parameters instead.
 
@@ -443,7 +446,7 @@ class ShardedOptimizer(Optimizer):
             states = self._backend.states(blank=True)
         found = self._named_dict(states)
         if checkpoint is not None:
-            # Names as they are in the form: by the plain optimizer's indices in one of them.
+            # keys as in the checkpoint's form: parameter indices in the indexed form, else names
             number = {name: index for index, name in enumerate(self._names())}
             keys = {number[name] if form == "indexed" else name: name for name in states}
             every = number.values() if form == "indexed" else number
@@ -452,10 +455,10 @@ class ShardedOptimizer(Optimizer):
         return found if form == "named" else in_form(form, found["state"], found["param_groups"])
 
     def full_state_dict(self, by_index: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
-        """Return the state dict of the plain optimizer: whole tensors, copies, on every rank.  Collective.
+        """Return the state dict of the plain optimizer: full tensors, as copies, on every rank.  Collective.
 
-        A plain optimizer over the same groups loads it.  ``by_index``: keys are indices as in ``torch.optim``'s own;
-        ``cpu_offload``: each tensor moves to the CPU as soon as it is whole.
+        A plain optimizer over the same groups can load it.  ``by_index``: keys are indices as in ``torch.optim``'s own;
+        ``cpu_offload``: each tensor moves to the CPU as soon as it is complete.
         """
         found = self.state_dict()
         state = {
@@ -465,14 +468,15 @@ class ShardedOptimizer(Optimizer):
         return in_form("indexed" if by_index else "named", state, found["param_groups"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, adopt: bool = False) -> None:
-        """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned, as copies.
+        """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned; copy the tensors.
 
-        ``adopt``: tensors placed like their parameters become the state themselves; nobody else may use them.  Whole-matrix
-        optimizers adopt whole tensors, for :func:`whole_state_names`; entries of others are empty, and it is not collective.
+        ``adopt``: tensors placed like their parameters become the state itself; nothing else may use them.
+        Whole-matrix optimizers adopt full tensors, for :func:`whole_state_names`; entries of other parameters are
+        empty, and the call is not collective.
 
-        Values may be DTensors or ShardedTensors of any layout, or whole tensors; keys names, torch's flattened ones,
-        or indices in the order of ``param_groups`` (of their ``param_names`` if the loaded groups have such). Options
-        come from the dict. Collective where layouts differ, and for whole-matrix optimizers.
+        Values may be DTensors or ShardedTensors of any layout, or full tensors.  Keys may be names, torch's flattened
+        keys, or indices in the order of ``param_groups`` (of their ``param_names`` if the loaded groups have them).
+        Options come from the dict. Collective where layouts differ, and for whole-matrix optimizers.
 
         Raises: ConfigError if groups or names differ, LayoutError if a value does not fit its parameter.
         """
@@ -481,28 +485,29 @@ class ShardedOptimizer(Optimizer):
         if is_flat(loaded):
             loaded = unflattened(loaded, own)
         groups, names = match_groups(loaded["param_groups"], own)
-        given: dict[str, Mapping[str, Any]] = {}
+        by_name: dict[str, Mapping[str, Any]] = {}
         for saved_key, values in loaded["state"].items():
             name = names.get(saved_key)
             if name is None:
                 raise ConfigError(f"state of {saved_key!r} belongs to no parameter of the loaded param_groups")
-            given[name] = values
+            by_name[name] = values
         options = [options_of(group) for group in groups]
         if adopt and isinstance(self._backend, WholeMatrixStep):
-            self._backend.load_whole(given, options)
+            self._backend.load_whole(by_name, options)
         else:
-            self._backend.load(self._unwrapped(given, adopt), options)
+            self._backend.load(self._unwrapped(by_name, adopt), options)
         copy_options(options, self.param_groups)
         copy_options(self._backend.optimizer.param_groups, self.param_groups)
         after_load(self)
 
-    # ---- what else the inner optimizer has ----
+    # ---- other attributes of the inner optimizer ----
 
     def __getattr__(self, name: str) -> Any:
-        """Return attribute ``name`` of the inner optimizer: a method so that what it writes is written to the parameters.
+        """Return attribute ``name`` of the inner optimizer; a method is wrapped so that the parameters get what it writes.
 
-        Raises: AttributeError if it has none, ConfigError for a method of a whole-matrix optimizer over shards, whose
-            parameters are whole in a step alone.
+        Raises: AttributeError if there is none; ConfigError for a method of a whole-matrix optimizer over shards, which
+        has full
+            parameters only during a step.
         """
         backend: OptimizerBackend | None = self.__dict__.get("_backend")
         if backend is None or name.startswith("_"):
@@ -512,8 +517,8 @@ class ShardedOptimizer(Optimizer):
             return found
         if isinstance(backend, WholeMatrixStep):
             raise ConfigError(
-                f"{type(backend.optimizer).__name__}.{name}() works on parameters, which a whole-matrix optimizer over shards "
-                "has whole in a step alone; say update='elementwise' if it updates every element by itself"
+                f"{type(backend.optimizer).__name__}.{name}() needs full parameters, which a whole-matrix optimizer has "
+                "only during a step; pass update='elementwise' if it updates every element separately"
             )
 
         @functools.wraps(found)
@@ -529,11 +534,11 @@ class ShardedOptimizer(Optimizer):
 
     # ---- inside ----
 
-    def _unwrapped(self, given: Mapping[str, Mapping[str, Any]], adopt: bool) -> dict[str, dict[str, Any]]:
+    def _unwrapped(self, by_name: Mapping[str, Mapping[str, Any]], adopt: bool) -> dict[str, dict[str, Any]]:
         is_elementwise = self._backend.is_elementwise
         return {
             name: {key: unwrap(name, key, v, self._slices[name], is_elementwise, adopt) for key, v in values.items()}
-            for name, values in given.items()
+            for name, values in by_name.items()
         }
 
     def _synced_options(self) -> AbstractContextManager[None]:
@@ -573,14 +578,14 @@ def _moved(value: Any, to_cpu: bool) -> Any:
 
 
 def optimizer_backend(optimizer: ShardedOptimizer) -> OptimizerBackend:
-    """Return how the inner optimizer is run."""
+    """Return the backend that runs the inner optimizer."""
     return optimizer._backend  # pyright: ignore[reportPrivateUsage]
 
 
 def whole_state_names(optimizer: ShardedOptimizer) -> frozenset[str] | None:
-    """Return the parameters whose state this rank has whole; None unless whole matrices are stepped of sharded parameters."""
+    """Return the parameters whose full state this rank has; None unless sharded parameters are updated as whole matrices."""
     backend = optimizer_backend(optimizer)
-    return frozenset(backend.held_names) if isinstance(backend, WholeMatrixStep) else None
+    return frozenset(backend.full_state_names) if isinstance(backend, WholeMatrixStep) else None
 
 
 def empty_state_of(
@@ -588,8 +593,8 @@ def empty_state_of(
 ) -> dict[str, dict[str, list[torch.Tensor]]]:
     """Return new memory for state with a number per element, by parameter and key: one tensor per local slice.
 
-    It lies as such state will lie in ``optimizer``, so that ``load_state_dict`` with ``adopt`` copies nothing.
-    ``dtypes``: by name of the parameter and key.  On the devices of the slices.
+    It is laid out as such state will be in ``optimizer``, so that ``load_state_dict`` with ``adopt`` copies nothing.
+    ``dtypes``: by parameter name and key.  The tensors are on the devices of the slices.
     """
     slices = optimizer._slices  # pyright: ignore[reportPrivateUsage]
     names = [name for name in optimizer._names() if name in dtypes]  # pyright: ignore[reportPrivateUsage]

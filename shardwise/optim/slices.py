@@ -1,4 +1,4 @@
-"""Parameters of any kind as slices: the plain local tensors that a rank updates, and where they lie in the whole."""
+"""Parameters of any kind as slices: the plain local tensors that a rank updates, and their place in the full parameter."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
 from shardwise.torch_private import state_dict_hooks
 
-# ---- The hooks that users register on an optimizer for its state dicts, called where an API makes or loads these
-# itself.
+# ---- Users' state-dict hooks of an optimizer; torch calls them only in its own methods, so the APIs here call them
+# too.
 
 
 def before_state_dict(optimizer: Optimizer) -> None:
-    """Call the hooks that come before a state dict is taken."""
+    """Call the hooks that run before a state dict is made."""
     for hook in state_dict_hooks(optimizer, "state_dict_pre"):
         hook(optimizer)
 
 
 def after_state_dict(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-    """Return ``found``, or what a hook has returned in its place."""
+    """Return ``found``, or what a hook has returned instead."""
     for hook in state_dict_hooks(optimizer, "state_dict_post"):
         found = hook(optimizer, found) or found
     return found
 
 
 def before_load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is to be loaded: a shallow copy of ``state_dict``, or what a hook has returned in its place."""
+    """Return the state dict to load: a shallow copy of ``state_dict``, or what a hook has returned instead."""
     loaded: dict[str, Any] = dict(state_dict)
     for hook in state_dict_hooks(optimizer, "load_state_dict_pre"):
         loaded = hook(optimizer, loaded) or loaded
@@ -43,17 +43,17 @@ def before_load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
 
 
 def after_load(optimizer: Optimizer) -> None:
-    """Call the hooks that follow a load."""
+    """Call the hooks that run after a load."""
     for hook in state_dict_hooks(optimizer, "load_state_dict_post"):
         hook(optimizer)
 
 
-# ---- Which optimizers may see shards: decided by class, never guessed.
+# ---- Update rules: which optimizers can run over shards. The class decides; nothing is guessed.
 
 UpdateRule = Literal["elementwise", "whole_matrix"]
 RULES: tuple[UpdateRule, ...] = ("elementwise", "whole_matrix")
 
-# Every element is updated from its own gradient and state alone (and numbers equal for all elements).
+# Every element is updated from its own gradient and state only (and from numbers that are equal for all elements).
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -67,7 +67,7 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-# Every parameter is updated from its own gradient and state, but as a whole: norms, factors, orthogonalisation.
+# Every parameter is updated from its own gradient and state, as a whole: norms, factors, orthogonalization.
 _WHOLE_MATRIX: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 _REFUSED: tuple[tuple[type[Optimizer], str], ...] = (
     (
@@ -89,13 +89,15 @@ def known_classes() -> tuple[type[Optimizer], ...]:
 
 
 def update_rule(optimizer_class: type[Optimizer], declared: UpdateRule | None = None) -> UpdateRule:
-    """Return how ``optimizer_class`` may be run over shards.
+    """Return how ``optimizer_class`` may run over shards.
 
-    Known are the classes of torch.optim and subclasses that override no method of theirs but ``__init__``.  Others say
-    it: ``declared``, or a class attribute ``sharded_update = "elementwise"`` or ``"whole_matrix"``.
+    The rule is known for classes of torch.optim, and for subclasses that override no method but ``__init__``.  Others
+    declare it:
+    by ``declared``, or a class attribute ``sharded_update = "elementwise"`` or ``"whole_matrix"``.
 
-    Raises: ConfigError for a class that cannot be right on shards, an unknown one that declares nothing (a guess could
-    train something else in silence), and a declaration that contradicts what is known.
+    Raises: ConfigError for a class that cannot be right on shards, for an unknown class without a declaration (a wrong
+    guess
+        would silently train something else), and for a declaration that contradicts the known rule.
 
     Example:
         >>> update_rule(torch.optim.AdamW), update_rule(torch.optim.Muon)
@@ -105,20 +107,20 @@ def update_rule(optimizer_class: type[Optimizer], declared: UpdateRule | None = 
     reason = reason_for_refusal(optimizer_class)
     if reason is not None:
         raise ConfigError(f"{name} cannot be run over sharded parameters: {reason}")
-    said = declared if declared is not None else _declaration(optimizer_class)
-    if said is not None and said not in RULES:
-        raise ConfigError(f"{name}: the update rule is {said!r}, expected one of {RULES}")
+    rule = declared if declared is not None else _declaration(optimizer_class)
+    if rule is not None and rule not in RULES:
+        raise ConfigError(f"{name}: the update rule is {rule!r}, expected one of {RULES}")
     known = _known_rule(optimizer_class)
-    if said == "elementwise" and known == "whole_matrix":
+    if rule == "elementwise" and known == "whole_matrix":
         raise ConfigError(
             f"{name} is declared 'elementwise' but updates matrices as a whole; leave the declaration out"
         )
-    found = said or known
+    found = rule or known
     if found is None:
         raise ConfigError(
-            f"{name} is not known, and whether it may see shards cannot be told by looking. Say update='elementwise' if "
-            "it updates every element from its own gradient and state alone, update='whole_matrix' if it updates every "
-            "parameter by itself but as a whole (norms, factors); or set the class attribute sharded_update to that"
+            f"{name} is not a known class, and nothing shows whether it can run on shards. Pass update='elementwise' if "
+            "it updates every element from its own gradient and state only, update='whole_matrix' if it updates every "
+            "parameter separately but as a whole (norms, factors); or set the class attribute sharded_update to that"
         )
     return found
 
@@ -129,7 +131,7 @@ def is_known(optimizer_class: type[Optimizer]) -> bool:
 
 
 def reason_for_refusal(optimizer_class: type[Optimizer]) -> str | None:
-    """Return why ``optimizer_class`` can never be right over shards; None if it can or nothing is known."""
+    """Return why ``optimizer_class`` can never be right over shards; None if it can, or if it is unknown."""
     for refused, reason in _REFUSED:
         if issubclass(optimizer_class, refused):
             return reason
@@ -137,7 +139,7 @@ def reason_for_refusal(optimizer_class: type[Optimizer]) -> str | None:
 
 
 def step_cost(optimizer_class: type[Optimizer], shape: tuple[int, ...]) -> int:
-    """Return the relative cost of updating one whole parameter: multiplications of Muon's products, else elements."""
+    """Return the relative cost of updating one full parameter: for Muon the multiplications of its products, else elements."""
     numel = 1
     for size in shape:
         numel *= size
@@ -165,25 +167,25 @@ def _overrides(derived: type[Any], known: type[Any]) -> bool:
 
 
 def _without_hooks(method: Any) -> Any:
-    # torch replaces ``step`` of every class that is instantiated by a wrapper that runs the step hooks.
+    # torch wraps ``step`` of every instantiated optimizer class to run the step hooks.
     return method.__wrapped__ if getattr(method, "hooked", False) else method
 
 
-# ---- Which parameters are in which param group.
+# ---- The parameters of each param group.
 
 
 class Members:
-    """The parameters of param groups when an optimizer laid out its state for them.
+    """The parameters of param groups at the time an optimizer laid out its state.
 
-    Who changes the lists in ``optimizer.param_groups`` later changes what a plain optimizer updates; here it would change
-    nothing.
+    A later change of the lists in ``optimizer.param_groups`` changes what a plain optimizer updates; here it would have
+    no effect.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._ids = _ids_in(groups)
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise StateError if ``groups`` hold other parameters."""
+        """Raise StateError if ``groups`` contain other parameters."""
         found = _ids_in(groups)
         if found == self._ids:
             return
@@ -201,7 +203,7 @@ def _ids_in(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class RowBox:
-    """A rectangular part of a tensor: where it starts and how large it is, per dim."""
+    """A rectangular part of a tensor: offsets and sizes, per dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -224,10 +226,10 @@ class ParamSlice:
     """One local tensor of a parameter.
 
     Attributes:
-        shard: which local shard of a ShardedTensor; 0 for other kinds.
-        box: its place in the whole parameter.
-        stand_in: an empty tensor for a ShardedTensor of which this rank holds nothing, so that every parameter has
-            state on every rank; None for slices that exist.
+        shard: index of the local shard of a ShardedTensor; 0 for other kinds.
+        box: its place in the full parameter.
+        stand_in: an empty tensor if this rank has no shard of a ShardedTensor, so that every parameter has state on
+            every rank; None for real slices.
     """
 
     name: str
@@ -238,20 +240,20 @@ class ParamSlice:
 
 
 class PerSlice(tuple[torch.Tensor, ...]):
-    """A state value with a number per element of the parameter: one tensor per slice, in the order of the slices."""
+    """A state value with a number per element of the parameter: one tensor per slice, in slice order."""
 
     __slots__ = ()
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a state value; of a tensor in a form of its own, which need not know ``clone``, by pickling it."""
+    """Return a copy of a state value; copy a tensor subclass, which need not support ``clone``, through pickle."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone() if type(value) is torch.Tensor else pickle.loads(pickle.dumps(value))
 
 
 def in_order_of(param: torch.Tensor, value: Any) -> Any:
-    """Return ``value`` with the strides of ``param`` if shapes match: fused optimizers pair elements by memory order."""
+    """Return ``value`` with the strides of ``param`` if shapes match: fused optimizers pair elements in memory order."""
     if type(value) is not torch.Tensor or value.shape != param.shape:
         return value
     if value.stride() == torch.empty_like(param, device="meta").stride():
@@ -260,17 +262,17 @@ def in_order_of(param: torch.Tensor, value: Any) -> Any:
 
 
 def state_of_slice(values: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the state of slice ``index``; what all slices share is copied, since each optimizer tensor counts alone."""
+    """Return the state of slice ``index``; copy values that slices share, because the optimizer updates them per tensor."""
     return {key: value[index] if isinstance(value, PerSlice) else copied(value) for key, value in values.items()}
 
 
 def is_sharded_tensor(param: torch.Tensor) -> TypeGuard[ShardedTensor]:
-    """Return True for torch's older kind of sharded tensors."""
+    """Return True for torch's older kind of sharded tensor."""
     return isinstance(param, ShardedTensor)
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Return True if ranks hold different parts of ``param``; the same answer on every rank."""
+    """Return True if ranks have different parts of ``param``; the same answer on every rank."""
     if isinstance(param, ShardedTensor):
         return torch_private.process_group_of(param).size() > 1
     if not isinstance(param, DTensor):
@@ -282,7 +284,7 @@ def is_sharded(param: torch.Tensor) -> bool:
 
 
 def local_boxes(tensor: ShardedTensor) -> list[RowBox]:
-    """Return where the local shards lie; empty ones start at most at the end."""
+    """Return the boxes of the local shards; an empty shard's box starts at the end of the tensor at most."""
     shape = tuple(tensor.size())
     return [
         RowBox(
@@ -317,7 +319,7 @@ def slices_of(name: str, param: torch.Tensor) -> list[ParamSlice]:
 
 
 def local_of(param_slice: ParamSlice) -> torch.Tensor:
-    """Return the tensor that holds the slice now; user code may have put another one in place of the last."""
+    """Return the slice's current tensor; user code may have replaced an earlier one."""
     param = param_slice.param
     if isinstance(param, DTensor):
         return torch_private.local_of(param)
@@ -327,10 +329,10 @@ def local_of(param_slice: ParamSlice) -> torch.Tensor:
 
 
 def gradient_of(param_slice: ParamSlice) -> torch.Tensor | None:
-    """Return the gradient of the slice, placed like it; None if there is none.
+    """Return the gradient of the slice, placed like the slice; None if there is none.
 
-    A DTensor's gradient with other placements than its parameter is redistributed: on its local values a step would be
-    silently wrong.
+    A DTensor gradient whose placements differ from its parameter's is redistributed; a step on its local values would
+    be silently wrong.
     """
     param = param_slice.param
     if isinstance(param, DTensor):
@@ -354,7 +356,7 @@ def gradient_of(param_slice: ParamSlice) -> torch.Tensor | None:
 
 
 def clear_gradient(slices: Sequence[ParamSlice], set_to_none: bool) -> None:
-    """Drop the gradients of one parameter's slices, or make them zero."""
+    """Set the gradients of one parameter's slices to None, or to zero."""
     param = slices[0].param
     holders = [local_of(param_slice) for param_slice in slices] if isinstance(param, ShardedTensor) else [param]
     for holder in holders:
@@ -369,7 +371,7 @@ def clear_gradient(slices: Sequence[ParamSlice], set_to_none: bool) -> None:
             torch_private.local_of(gradient).zero_()
 
 
-# ---- What every way to run an optimizer can do, and the forms in which parameters and state reach it.
+# ---- The interface of all optimizer backends, and the types of parameters and state that they take.
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 Closure = Callable[[], Any]
@@ -378,7 +380,7 @@ Values = Mapping[str, Mapping[str, Any]]  # parameter name -> state key -> PerSl
 
 
 class OptimizerBackend(Protocol):
-    """Runs the inner ``optimizer``; state goes in and out by parameter name."""
+    """Run the inner ``optimizer``; exchange state by parameter name."""
 
     optimizer: Optimizer
     is_elementwise: bool
@@ -388,7 +390,7 @@ class OptimizerBackend(Protocol):
         ...
 
     def mark(self) -> Callable[[], None]:
-        """Return what brings back, after a step that is undone, what is neither the optimizer's state nor its groups."""
+        """Return a function that undoes a step for everything but the optimizer's state and groups."""
         ...
 
     def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
@@ -396,20 +398,20 @@ class OptimizerBackend(Protocol):
         ...
 
     def states(self, blank: bool = False) -> Values:
-        """Return the state of all parameters, or what it will look like; may be collective."""
+        """Return the state of all parameters, or with ``blank`` its names, shapes and dtypes; may be collective."""
         ...
 
     def local_states(self) -> Values:
-        """Return the state that this rank holds; never collective."""
+        """Return the state on this rank; never collective."""
         ...
 
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options; may be collective.  ``values`` may be kept: nobody else holds them."""
+        """Replace all state and options; may be collective.  The backend may keep the tensors in ``values``."""
         ...
 
 
 def loss_of(closure: Closure | None) -> Any:
-    """Run ``closure``, where gradients are recorded again, and return its loss; None without one."""
+    """Run ``closure`` with gradients enabled and return its loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

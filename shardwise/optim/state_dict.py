@@ -1,4 +1,4 @@
-"""The forms in which checkpoints name optimizer state: by parameter, by torch's flattened keys, by the plain indices."""
+"""The forms of optimizer state in checkpoints: by parameter name, by torch's flattened keys, by parameter index."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardwise.collectives.owned import sum_bytes
 from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.optim.slices import ParamSlice, PerSlice, copied, in_order_of, local_boxes, local_of
 
-# ---- State under parameter names, as values that checkpoints can save and reshard.
+# ---- State by parameter names, with values that checkpoints can save and reshard.
 
 
 class ByName(dict[str, Any]):
-    """A dict keyed by parameter names that also takes a parameter's index in place of its name.
+    """A dict keyed by parameter names that also accepts a parameter's index instead of its name.
 
-    torch's ``get_optimizer_state_dict`` renames keys through indices; here that leads back to the names.  Pickles and
-    copies as an OrderedDict.
+    torch's ``get_optimizer_state_dict`` renames keys through indices; here they map back to names.  Pickles and copies
+    as an OrderedDict.
 
     Example:
         >>> state = ByName(["weight", "bias"], {"bias": 1})
@@ -52,7 +52,7 @@ class ByName(dict[str, Any]):
 
 
 class NamedGroup(dict[str, Any]):
-    """A param group whose ``"params"`` are names; indices put there become names."""
+    """A param group whose ``"params"`` are names; assigned indices become names."""
 
     def __init__(self, names: Sequence[str], entries: Mapping[str, Any]) -> None:
         super().__init__(entries)
@@ -68,10 +68,10 @@ class NamedGroup(dict[str, Any]):
 
 
 class OwnGroup(dict[str, Any]):
-    """A param group of parameters with names, which ``group["param_names"]`` gives.
+    """A param group of named parameters; ``group["param_names"]`` returns the names.
 
-    They are no entry: torch's ``set_optimizer_state_dict`` asks checkpoints for every entry of a group, and those of
-    optimizers that were not given names have no such.
+    The names are no entry: torch's ``set_optimizer_state_dict`` requires every entry of a group in the checkpoint, and
+    checkpoints of optimizers without names lack this one.
     """
 
     def __init__(self, entries: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -84,20 +84,23 @@ class OwnGroup(dict[str, Any]):
         raise KeyError(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the entry, the names of the parameters included."""
+        """Return the entry, also for ``"param_names"``."""
         return list(self._names) if key == "param_names" else super().get(key, default)
 
 
 def refuse_other_state() -> NoReturn:
-    """Raises: StateError for state that user code puts in place, or takes off, where no update would see it."""
+    """Refuse state that user code assigns or removes where no update would notice.
+
+    Raises: StateError, always.
+    """
     raise StateError(
-        "the state of a sharded optimizer was written to, where entries that are put there or taken off reach no update. "
-        "Change tensors of it in place, call load_state_dict(), or build a new optimizer"
+        "the state of a sharded optimizer was written to: updates do not use entries that are added, and use those that are "
+        "removed. Change its tensors in place, call load_state_dict(), or build a new optimizer"
     )
 
 
 class _ReadOnly:
-    """A mapping that is read alone."""
+    """A mixin for read-only mappings."""
 
     def _refuse(self, *_args: Any, **_options: Any) -> NoReturn:
         refuse_other_state()
@@ -106,7 +109,7 @@ class _ReadOnly:
 
 
 class HeldState(_ReadOnly, dict[Any, Any]):
-    """State as users read it.  Pickles and copies as a dict.
+    """The state of one parameter, as users read it.  Pickles and copies as a dict.
 
     Example:
         >>> state = HeldState({"exp_avg": 1})
@@ -122,14 +125,14 @@ class HeldState(_ReadOnly, dict[Any, Any]):
 
 
 class BlankState(HeldState):
-    """The state of all parameters before there is any."""
+    """The state of all parameters before the first step."""
 
     def __missing__(self, key: object) -> HeldState:
         return HeldState()
 
 
 class StateView(_ReadOnly, Mapping[torch.Tensor, Mapping[str, Any]]):
-    """The state of each parameter, read from where it lies now; tensors in it are the live ones."""
+    """The state of each parameter, read at each access; its tensors are the live ones."""
 
     def __init__(self, read: Callable[[], Mapping[torch.Tensor, Mapping[str, Any]]]) -> None:
         self._read = read
@@ -145,7 +148,7 @@ class StateView(_ReadOnly, Mapping[torch.Tensor, Mapping[str, Any]]):
 
 
 def wrap(slices: Sequence[ParamSlice], value: Any) -> Any:
-    """Return a state value as users see it: one per element is of the parameter's kind."""
+    """Return a state value as users see it: a value per element becomes a tensor of the parameter's kind."""
     if not isinstance(value, PerSlice):
         return value
     first, param = value[0], slices[0].param
@@ -162,14 +165,14 @@ def wrap(slices: Sequence[ParamSlice], value: Any) -> Any:
 def unwrap(
     name: str, key: str, value: Any, slices: Sequence[ParamSlice], is_elementwise: bool, adopt: bool = False
 ) -> Any:
-    """Return a state value of any kind (DTensor, ShardedTensor, whole tensor) cut into the parameter's slices.
+    """Return a state value of any kind (DTensor, ShardedTensor, full tensor), cut into the parameter's slices.
 
-    What is not per element comes back as it is; ``is_elementwise`` optimizers have such state as single numbers only.
+    Values that are not per element are returned unchanged; for ``is_elementwise`` optimizers these are single numbers.
+    Tensors are copied, so that later steps do not write into what was loaded; with ``adopt``, tensors that are placed
+    like the parameter are used themselves.  Collective if a DTensor is on another mesh or has other placements than the
+    parameter.
 
-    Copies, so that later steps do not write into what was loaded; with ``adopt`` what is placed like the parameter stays
-    where it is.  Collective where a DTensor lies on another mesh or
-    has other placements than the parameter.
-    Raises: LayoutError if it does not fit.
+    Raises: LayoutError if the value does not fit.
     """
     param = slices[0].param
     if isinstance(value, DTensor):
@@ -209,7 +212,7 @@ def unwrap(
 
 
 def full_value(value: Any) -> Any:
-    """Return a state value whole, as a plain tensor (its own memory) or as it is.  Collective for sharded ones."""
+    """Return a state value as a full plain tensor with its own memory, or unchanged.  Collective for sharded values."""
     if isinstance(value, DTensor):
         if all(isinstance(placement, Replicate) for placement in value.placements):
             return torch_private.local_of(value).detach().clone()
@@ -220,7 +223,7 @@ def full_value(value: Any) -> Any:
 
 
 def gather_sharded(value: ShardedTensor) -> torch.Tensor:
-    """Return the whole of a ShardedTensor on every rank.  Collective; moves twice the tensor's bytes."""
+    """Return a full ShardedTensor on every rank.  Collective; moves twice the tensor's bytes."""
     group = torch_private.process_group_of(value)
     shards = value.local_shards()
     device = shards[0].tensor.device if shards else torch.device("cpu" if not torch.cuda.is_available() else "cuda")
@@ -244,8 +247,8 @@ def _misfit(name: str, key: str, value: torch.Tensor, param: torch.Tensor) -> st
 
 
 # named: {"state": {NAME: {KEY: value}}, "param_groups": [{"params": [NAME, ...], OPTION: value}]}
-# indexed: the same with the parameters' numbers for names, as plain optimizers have it.
-# flat: {"state.NAME.KEY": value, "param_groups.NAME.OPTION": value}, torch's flatten_optimizer_state_dict.
+# indexed: the same with parameter indices instead of names, as in plain optimizers.
+# flat: {"state.NAME.KEY": value, "param_groups.NAME.OPTION": value}, as torch's flatten_optimizer_state_dict makes it.
 StateForm = Literal["named", "indexed", "flat"]
 FORMS: tuple[StateForm, ...] = ("named", "indexed", "flat")
 
@@ -253,7 +256,7 @@ FORMS: tuple[StateForm, ...] = ("named", "indexed", "flat")
 def in_form(form: StateForm, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return named ``state`` and ``groups`` in another form.
 
-    Raises: ConfigError for a form that is none.
+    Raises: ConfigError for an unknown form.
 
     Example:
         >>> in_form("flat", {"a": {"step": 1}}, [{"params": ["a"], "lr": 0.1}])
@@ -284,7 +287,9 @@ def is_flat(state_dict: Mapping[str, Any]) -> bool:
 def unflattened(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return a flat state dict in the named form, with the parameters in ``groups``.
 
-    Raises: ConfigError for entries of unknown parameters, a group without options, or one whose parameters have others.
+    Raises: ConfigError for entries of unknown parameters, for a group without options, and for a group whose parameters
+    have
+        different options.
     """
     names = sorted((name for group in groups for name in group), key=len, reverse=True)
     state: dict[str, dict[str, Any]] = {}
@@ -316,7 +321,7 @@ def unflattened(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dic
 def load_indexed(
     optimizer: Optimizer, states: Iterable[Mapping[str, Any] | None], options: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Let ``optimizer`` load ``states``, one per parameter in the order of its groups, and the options of its groups.
+    """Load ``states``, one per parameter in the order of the optimizer's groups, and the options of its groups.
 
     State with one value per element gets the memory format of its parameter.
     """
@@ -361,7 +366,7 @@ def step_in_sync(
     outer: Sequence[dict[str, Any]],
     inner: Sequence[dict[str, Any]],
 ) -> Any:
-    """Run ``step``, which reads the groups ``inner``, with the options that users set in ``outer``, also within ``closure``."""
+    """Run ``step``, which reads the groups ``inner``, with the options in ``outer``, which users set; also in ``closure``."""
 
     def closure_of_user() -> Any:
         assert closure is not None
@@ -373,7 +378,7 @@ def step_in_sync(
 
 
 def leaves_of(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Yield the entries of a parameter's state with their keys, those of inner dicts joined by dots."""
+    """Yield the entries of a parameter's state with their keys; keys of nested dicts are joined by dots."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}.{path}", leaf) for path, leaf in leaves_of(value))
@@ -387,9 +392,9 @@ def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
     values[path[-1]] = value
 
 
-# ---- What a checkpoint of ``torch.distributed.checkpoint`` (DCP) holds of an optimizer's state.
-# DCP fills what it is handed and raises for an entry that the checkpoint lacks.  Parameters that no loss had used when it was
-# written have no state there, so whoever makes entries to be filled has to look first.
+# ---- What a checkpoint of ``torch.distributed.checkpoint`` (DCP) contains of an optimizer's state.
+# DCP fills the entries that it gets and raises for an entry that the checkpoint lacks. A checkpoint has no state for
+# parameters that no loss had used, so the entries to fill depend on its metadata.
 
 Checkpoint = str | os.PathLike[str] | StorageReader
 _Key = TypeVar("_Key", str, int, int | str)
@@ -399,17 +404,18 @@ _Values = TypeVar("_Values", bound=Mapping[str, Any])
 def only_saved(
     state: Mapping[_Key, _Values], checkpoint: Checkpoint, params: Iterable[int | str]
 ) -> dict[_Key, _Values]:
-    """Return ``state`` without the parameters of which ``checkpoint`` has nothing, under whatever key it was saved.
+    """Return ``state`` without the parameters for which ``checkpoint`` has nothing, under whatever key it was saved.
 
     Args:
-        state: entries to be filled, of some of ``params``, under the names or numbers that these have in the checkpoint.
-        checkpoint: its folder, or the reader that DCP is to use.  Each rank reads the checkpoint's metadata.
+        state: entries to fill, for some of ``params``, under the names or indices that they have in the checkpoint.
+        checkpoint: its folder, or the reader for DCP.  Each rank reads the checkpoint's metadata.
 
-    Raises: ConfigError, on every rank, if the checkpoint has state of other parameters where that of ``params`` is missing.
+    Raises: ConfigError, on every rank, if the checkpoint has state of other parameters while that of ``params`` is
+    missing.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
     names = {str(param) for param in params}
-    known: dict[str, set[str]] = {}  # by the place of the optimizer in the checkpoint: its parameters with state
+    known: dict[str, set[str]] = {}  # path of the optimizer in the checkpoint -> its parameters with state
     unknown: dict[str, str] = {}
     saved: set[str] = set()
     for key in reader.read_metadata().state_dict_metadata:
@@ -434,7 +440,7 @@ def only_saved(
 
 
 def _splits(key: str) -> Iterator[tuple[str, str]]:
-    """Yield what comes before and after each part of ``key`` that says "state"."""
+    """Yield what comes before and after each part of ``key`` that is "state"."""
     parts = key.split(".")
     for index, part in enumerate(parts):
         if part == "state":

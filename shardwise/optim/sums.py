@@ -1,4 +1,4 @@
-"""Sums that an optimizer takes over all elements of all parameters: over shards, those of all ranks."""
+"""Sums that an optimizer takes over all elements of all parameters become sums over all ranks' shards."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from shardwise.errors import ConfigError
 from shardwise.optim.slices import Closure, MakeOptimizer
 from shardwise.optim.state_dict import options_of
 
-AddUp = Callable[[torch.Tensor], torch.Tensor]  # a number of this rank, to be overwritten, into that of all ranks
+# takes this rank's number, which may be overwritten, and returns the sum over ranks
+AddUp = Callable[[torch.Tensor], torch.Tensor]
 
-_SUMS = ("sum", "dot", "vdot", "count_nonzero", "any")  # what an empty shard can be asked for, too
+_SUMS = ("sum", "dot", "vdot", "count_nonzero", "any")  # reductions that accept an empty shard
 _NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 
 
 class SumsOverRanks(torch_private.DispatchMode):
-    """While it is entered, numbers that are summed over the elements of ``tensors`` are summed over ranks, too.
+    """While active, sums over the elements of ``tensors`` are also summed over ranks.
 
-    What is computed element by element from such tensors counts as they do; a number that was summed does not, nor what is
-    computed from numbers.  Which operations add up follows from the program and not from shapes: it is the same on every rank,
-    also on one that holds nothing.
+    A result computed element by element from such tensors is per element too; a summed number is not, nor is what is
+    computed from numbers.  The program decides which operations sum, not shapes, so that it is the same on every rank,
+    even one with empty shards.
 
     Args:
-        tensors: shards, their gradients and state.
-        add_up: adds one number up over ranks.
+        tensors: shards, their gradients and their state.
+        add_up: sums one number over ranks.
 
     Attributes:
-        num_sums: numbers so far.
+        num_sums: number of sums so far.
 
-    Raises: ConfigError, on every rank, for a number that cannot be had from those of the ranks, such as a mean.
+    Raises: ConfigError, on every rank, for a number that does not follow from the ranks' numbers, such as a mean.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], add_up: AddUp) -> None:
@@ -67,8 +68,8 @@ class SumsOverRanks(torch_private.DispatchMode):
         power = float(args[1]) if name in _NORMS and len(args) > 1 and args[1] is not None else 2.0
         if name not in (*_SUMS, *_NORMS) or not 0 < power < math.inf:
             raise ConfigError(
-                f"the optimizer takes {name} over all elements of a tensor, and that of shards cannot be had from those of the "
-                "ranks; update='whole_matrix' is right if it treats every parameter by itself"
+                f"the optimizer computes {name} over all elements of a tensor, which cannot be computed from its shards; "
+                "pass update='whole_matrix' if it updates every parameter separately"
             )
         for number in numbers:
             self.num_sums += 1
@@ -92,7 +93,7 @@ def _tensors_in(tree: object) -> list[torch.Tensor]:
 
 
 def per_element_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors with a number per element that ``optimizer`` holds: parameters, gradients and state like these."""
+    """Return the tensors of ``optimizer`` with a number per element: parameters, gradients, and state of the same shape."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params if param.grad is not None]
     states = [
@@ -105,20 +106,20 @@ def per_element_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _Turns:
-    """Adds up what two threads bring, one number at a time."""
+    """Sum numbers of two threads, one number at a time."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=60.0)
-        self._brought = [torch.zeros((), device="cpu"), torch.zeros((), device="cpu")]
+        self._numbers = [torch.zeros((), device="cpu"), torch.zeros((), device="cpu")]
 
     def add_up(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        self._brought[number] = value
+        self._numbers[number] = value
         self._barrier.wait()
-        total = self._brought[0] + self._brought[1]
+        total = self._numbers[0] + self._numbers[1]
         self._barrier.wait()
         return total
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         self._barrier.abort()
 
 
@@ -128,7 +129,7 @@ def stepped_by_halves(
     start: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Return two tensors after a step for each of ``gradients``, each of its own optimizer, which share their sums.
+    """Return two tensors, stepped once for each of ``gradients`` by two optimizers that share their sums.
 
     Raises: what an optimizer raises.
     """
@@ -143,8 +144,8 @@ def stepped_by_halves(
                     halves[number].grad = row[number].clone()
                     with SumsOverRanks(per_element_of(optimizer), partial(turns.add_up, number)):
                         torch_private.step_inside(optimizer)
-        except BaseException as error:  # the other half waits
-            turns.give_up()
+        except BaseException as error:  # wake the other half, which waits
+            turns.abort()
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
@@ -157,20 +158,20 @@ def stepped_by_halves(
     return halves
 
 
-# ---- Optimizers tried out on tensors of their own: what state they make, and whether they treat every element alone.
-# A list of names could not cover users' classes, and a wrong guess would train another optimizer without a word.
+# ---- Probes of optimizers on tensors of their own: the state that they create, and whether they treat every element
+# alone. A list of names could not cover user classes, and a wrong guess would silently train another optimizer.
 
-# Few elements show factors and norms.  Many, in a number that any block size divides, show state that is kept per block:
-# such optimizers keep plain state for tensors that are small or no multiple of a block.
+# Few elements reveal factors and norms. Many, in a number that any block size divides, reveal state per block: such
+# optimizers have plain state for tensors that are small or no multiple of a block.
 _SHAPES = ((6, 8), (256, 256))
 _SCALES = (1.0, 1e-3)
 
 
 def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return why the optimizer may not be given parts of tensors; None if nothing speaks against it.
+    """Return why the optimizer must not get parts of tensors; None if no reason is found.
 
-    ``options``: of the param group that is tried.  Cost: four steps on 65,536 elements; if it takes sums, four more.
-    Raises: what the optimizer raises.
+    ``options``: of the param group to probe.  Cost: four steps on 65,536 elements; four more if it takes sums. Raises:
+    what the optimizer raises.
     """
     for shape, scale in zip(_SHAPES, _SCALES, strict=True):
         noise = torch.Generator("cpu").manual_seed(0)
@@ -190,8 +191,8 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
             return "updates a tensor that is cut in two in another way than the whole"
         if takes_sums(make, options, device):
             there = [part.to(device) for part in start.flatten().split(sizes)]
-            brought = [[part.to(device) for part in parts] for parts in cut]
-            halves = stepped_by_halves(partial(_made, make), options, there, brought)
+            cut_there = [[part.to(device) for part in parts] for parts in cut]
+            halves = stepped_by_halves(partial(_made, make), options, there, cut_there)
             error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in halves])).abs().max()
             if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
                 return "takes sums over all elements of a tensor, and more than those"
@@ -199,9 +200,9 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
 
 
 def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> bool:
-    """Return True if steps take sums over elements, which over shards would be those of one rank.  Cost: two small steps.
+    """Return True if steps sum over elements; over shards, that would be one rank's sum.  Cost: two small steps.
 
-    Raises: what the optimizer raises; ConfigError for a number that cannot be had from those of shards.
+    Raises: what the optimizer raises; ConfigError for a number that does not follow from those of shards.
     """
     tensor = torch.ones(_SHAPES[0], device=device)
     optimizer = _made(make, [{**options, "params": [tensor]}])
@@ -217,10 +218,10 @@ def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.de
 def states_after_zeros(
     make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], closure: Closure | None = None
 ) -> list[dict[str, Any]]:
-    """Return the state that a step makes of each tensor of ``groups``, in order, without touching tensor or optimizer.
+    """Return the state that a step creates for each tensor of ``groups``, in order; neither tensors nor optimizer change.
 
-    Names, shapes and dtypes are right, values mean nothing: another optimizer steps on zeros.  ``closure``: for
-    optimizers that cannot step without one.
+    Another optimizer steps on zeros, so names, shapes and dtypes are right and values are meaningless.  ``closure``:
+    for optimizers that cannot step without one.
     """
     stand_ins = [[torch.zeros_like(tensor, requires_grad=False) for tensor in group["params"]] for group in groups]
     for tensor in (tensor for tensors in stand_ins for tensor in tensors):
@@ -242,14 +243,14 @@ def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Opti
 
 
 def _begin_training(optimizer: torch.optim.Optimizer) -> None:
-    """Call ``train()`` of optimizers that refuse to step before it, as schedule-free ones do."""
+    """Call ``train()`` of optimizers that require it before a step, such as schedule-free ones."""
     train: object = getattr(optimizer, "train", None)
     if callable(train):
         train()
 
 
 def why_not_elementwise(state: Mapping[str, Any], shape: torch.Size) -> str | None:
-    """Return what in the state of a tensor of ``shape`` is neither plain numbers per element nor a single number."""
+    """Return which entry in the state of a tensor of ``shape`` is neither plain numbers per element nor a single number."""
     for key, value in state.items():
         if (
             not isinstance(value, torch.Tensor)

@@ -1,7 +1,7 @@
 """Step an optimizer that needs whole matrices: gather each to one owner, step there, scatter the result back.
 
-Two exchanges per step and set of ranks: parameter and gradient shards to the owners, updated shards back.  Owners are
-balanced by cost.  Parameters that every rank holds whole are updated on every rank, without communication.
+Each step does two exchanges per set of ranks: parameter and gradient shards to the owners, updated shards back.  Owners
+are balanced by cost.  Parameters that are replicated are updated on every rank, without communication.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardwise.optim.slices import (
 from shardwise.optim.state_dict import load_indexed
 from shardwise.optim.sums import states_after_zeros
 
-# ---- Exchanges of whole matrices that say, where they fail, which rank is missing.
+# ---- Exchanges of whole matrices whose errors name the missing rank.
 
 _T = TypeVar("_T")
 _WHAT = "whole matrices cannot go to their owners or back"
@@ -51,23 +51,24 @@ _WHAT = "whole matrices cannot go to their owners or back"
 def exchange(
     sends: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[Expected]], ranks: Ranks, device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """Do as :func:`shardwise.collectives.owned.exchange`.
+    """Do :func:`shardwise.collectives.owned.exchange` with errors that name ranks.
 
-    Raises: TransportError that names the ranks whose processes are gone, or all that it may be.  Whatever else leaves it (an
-        interrupt, a MemoryError) breaks off, so that nobody waits for this rank until the timeout of the group.
+    Raises: TransportError that names the ranks whose processes are gone, or all candidates.  Any other exception (an
+    interrupt, a
+        MemoryError) also aborts the connections, so that no rank waits for this one until the group's timeout.
     """
     return _together(lambda: owned.exchange(sends, expected, ranks, device), ranks)
 
 
 def exchange_objects(sends: Sequence[Any], ranks: Ranks, device: torch.device) -> list[Any]:
-    """Do as :func:`shardwise.collectives.owned.exchange_objects`.  Raises: TransportError as :func:`exchange`."""
+    """Do :func:`shardwise.collectives.owned.exchange_objects`.  Raises: TransportError as :func:`exchange`."""
     return _together(lambda: owned.exchange_objects(sends, ranks, device), ranks)
 
 
 def _together(act: Callable[[], _T], ranks: Ranks) -> _T:
     try:
         return naming_lost_peers(act, _WHAT, ranks.members, ranks.members[ranks.rank])
-    except RuntimeError:  # of the backend, or ours: the others have it, too
+    except RuntimeError:  # The backend or shardwise raised it: the other ranks get it too.
         raise
     except BaseException as error:
         leave(f"{type(error).__name__}: {in_short(error)}")
@@ -76,7 +77,7 @@ def _together(act: Callable[[], _T], ranks: Ranks) -> _T:
         raise
 
 
-# ---- Matrices that the same ranks hold parts of, and who owns which.
+# ---- Matrices, their owners, and the sets of ranks that have parts of the same matrices.
 
 
 @dataclass(slots=True, eq=False)
@@ -84,11 +85,11 @@ class Matrix:
     """A parameter that is updated as a whole.
 
     Attributes:
-        slices: what this rank holds of it.
-        owner: the place of its owner in ``Meeting.ranks``; None if every rank holds it whole.
-        leaf: what the optimizer of the owner holds; its memory comes for each step.  None on the other ranks.
-        boxes: on the owner, what each rank holds.
-        has_state: there is state on the owner, wherever that is: known on every rank.
+        slices: this rank's slices of it.
+        owner: index of its owner in ``Meeting.ranks``; None if it is replicated.
+        leaf: the parameter of the owner's optimizer; it has memory only during a step.  None on the other ranks.
+        boxes: on the owner, the boxes of each rank.
+        has_state: the owner, on whichever rank, has state for it; equal on all ranks.
     """
 
     name: str
@@ -104,14 +105,14 @@ class Matrix:
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """Matrices cut over the same ranks, which exchange them together."""
+    """Matrices that are cut over the same ranks and exchanged together."""
 
     ranks: Ranks
     matrices: list[Matrix]
     loads: list[int]
 
     def owned_by(self, rank: int) -> list[Matrix]:
-        """Return the matrices of ``rank``, in the order of all."""
+        """Return the matrices of ``rank``, in the order of all matrices."""
         return [matrix for matrix in self.matrices if matrix.owner == rank]
 
     @property
@@ -133,49 +134,49 @@ def without_memory(matrix: Matrix, device: torch.device | None = None) -> torch.
 
 
 def leaf_of(matrix: Matrix) -> torch.Tensor:
-    """Return what the optimizer holds of a matrix that this rank updates."""
+    """Return the optimizer's parameter for a matrix that this rank updates."""
     assert matrix.leaf is not None
     return matrix.leaf
 
 
 def boxes_of(matrix: Matrix, rank: int) -> list[RowBox]:
-    """Return what ``rank`` holds of a matrix that this rank owns."""
+    """Return the boxes of ``rank`` in a matrix that this rank owns."""
     assert matrix.boxes is not None
     return matrix.boxes[rank]
 
 
 def all_boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, RowBox]]:
-    """Yield what ``rank`` holds of each of the matrices, which this rank owns."""
+    """Yield the boxes of ``rank`` in each of ``matrices``, which this rank owns."""
     for matrix in matrices:
         for box in boxes_of(matrix, rank):
             yield matrix, box
 
 
-# ---- State of whole-matrix optimizers: from owners to the shards of everybody, and back.
+# ---- State of whole-matrix optimizers: from owners to the shards of all ranks, and back.
 
 State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """State of the parameter's shape: comes in the shards of the parameter."""
+    """State of the parameter's shape; it is sent in the shards of the parameter."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """State of another shape: comes whole."""
+    """State of another shape; it is sent whole."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return the state of the meeting's matrices by name, sent from their owners.
+    """Return the state of the meeting's matrices by name, sent by their owners.
 
-    ``source``: the state of owned matrices by ``id``.  Values of the matrix's shape come as this rank's slices, others
-    whole.  One exchange of descriptions, one of tensors.
+    ``source``: the state of owned matrices by ``id``.  Values of the matrix's shape arrive as this rank's slices,
+    others whole. One exchange of descriptions, one of tensors.
     """
     ranks = meeting.ranks
     described = [(m.name, [(key, _describe(value, m)) for key, value in source[id(m)].items()]) for m in meeting.mine]
@@ -202,9 +203,9 @@ def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.dev
 
 
 def receive_states(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], device: torch.device) -> dict[int, State]:
-    """Return the state of owned matrices by ``id``, put together from the slices in ``values``.
+    """Return the state of owned matrices by ``id``, assembled from the slices in ``values``.
 
-    Raises: StateError on all ranks that see it if ranks have other entries.
+    Raises: StateError on all ranks that notice it if ranks have different entries.
     """
     ranks = meeting.ranks
     _check_same(meeting, values, device)
@@ -259,7 +260,7 @@ def is_cut(value: object, matrix: Matrix) -> bool:
 
 
 def _is_sent(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True for plain numbers; tensors in a form of their own (quantized state) travel as objects, and whole."""
+    """Return True for plain tensors; tensor subclasses (quantized state) are sent as objects, and whole."""
     return type(value) is torch.Tensor and value.dim() > 0
 
 
@@ -288,10 +289,10 @@ _FINE, _FAILED, _PARTIAL = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class _Scattered:
-    """What came back from the owners of a meeting.
+    """What the owners of a meeting sent back.
 
     Attributes:
-        statuses: global ranks and how their step went.
+        statuses: global ranks and the result of their step.
         updates: the new values of this rank's slices.
     """
 
@@ -300,11 +301,11 @@ class _Scattered:
 
 
 class WholeMatrixStep:
-    """Runs an optimizer over the whole matrices that this rank owns.
+    """Run an optimizer over the whole matrices that this rank owns.
 
     Args:
-        make: builds the optimizer, of class ``optimizer_class``, from param groups.
-        groups: parameters, in slices, and options of each param group.
+        make: creates the optimizer, of class ``optimizer_class``, from param groups.
+        groups: the slices of the parameters, and the options, of each param group.
     """
 
     is_elementwise = False
@@ -328,7 +329,7 @@ class WholeMatrixStep:
         )
 
     def _check(self, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
-        # An owner sees only its own matrices: what the class refuses must be refused on every rank.
+        # Each owner has only its own matrices, but what the class refuses must be refused on every rank.
         stand_ins = [
             [torch.empty(tuple(slices[0].param.shape), dtype=slices[0].param.dtype, device="meta") for slices in params]
             for params, _ in groups
@@ -354,10 +355,11 @@ class WholeMatrixStep:
     # ---- the step ----
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Run ``closure``, then update all parameters from their gradients of now.  Collective.
+        """Run ``closure``, then update all parameters from their current gradients.  Collective.
 
-        Raises: StateError on all ranks of a matrix if its owner could not step, or if a gradient is there on some ranks
-        only; no sharded parameter has changed then.
+        Raises: StateError on all ranks of a matrix if its owner could not step, or if only some ranks have a gradient;
+        no sharded
+            parameter has changed then.
         """
         loss = loss_of(closure)
         try:
@@ -366,7 +368,7 @@ class WholeMatrixStep:
             status = status if cause is None else _FAILED
             found = [self._scatter(meeting, status) for meeting in self._ordered()]
         finally:
-            self._let_go()
+            self._release()
         if cause is not None and not self._meetings:
             raise cause
         _raise_if_wrong([status for scattered in found for status in scattered.statuses], cause)
@@ -378,17 +380,17 @@ class WholeMatrixStep:
         return loss
 
     def mark(self) -> Callable[[], None]:
-        """Return what brings back of which matrices there is state."""
+        """Return a function that restores which matrices have state."""
         was = [matrix.has_state for matrix in self._matrices]
 
-        def put_back() -> None:
+        def restore() -> None:
             for matrix, had_state in zip(self._matrices, was, strict=True):
                 matrix.has_state = had_state
 
-        return put_back
+        return restore
 
     def _update(self) -> Exception | None:
-        """Step the optimizer over what has been gathered and what is whole here; return what it raised."""
+        """Step the optimizer over the gathered and the replicated matrices; return the exception that it raised."""
         for matrix in self._matrices:
             if matrix.owner is None:
                 leaf = leaf_of(matrix)
@@ -400,9 +402,9 @@ class WholeMatrixStep:
             return error
         return None
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Drop gradients, and the memory of gathered matrices."""
-        for matrix in self._held():
+        for matrix in self._with_leaf():
             leaf_of(matrix).grad = None
             if matrix.owner is not None:
                 leaf_of(matrix).data = without_memory(matrix)
@@ -451,19 +453,19 @@ class WholeMatrixStep:
             [torch.tensor([status], device="cpu"), *(box.cut(leaf_of(m)) for m, box in all_boxes(meeting.mine, rank))]
             for rank in range(ranks.size)
         ]
-        held = [
+        wanted = [
             [(m, param_slice) for m in meeting.owned_by(owner) for param_slice in m.slices]
             for owner in range(ranks.size)
         ]
         expected = [
             [Expected((1,), torch.int64), *(Expected(param_slice.box.sizes, m.dtype) for m, param_slice in items)]
-            for items in held
+            for items in wanted
         ]
         arrived = exchange(sends, expected, ranks, self._device)
         statuses = [(ranks.members[rank], int(items[0].item())) for rank, items in enumerate(arrived)]
         updates = [
             (param_slice, value)
-            for pairs, items in zip(held, arrived, strict=True)
+            for pairs, items in zip(wanted, arrived, strict=True)
             for (_, param_slice), value in zip(pairs, items[1:], strict=True)
         ]
         return _Scattered(statuses, updates)
@@ -471,15 +473,16 @@ class WholeMatrixStep:
     # ---- state ----
 
     def states(self, blank: bool = False) -> Values:
-        """Return per parameter its state; a value of the parameter's shape as :class:`PerSlice`.
+        """Return the state of each parameter, with values of the parameter's shape as :class:`PerSlice`.
 
-        Collective over the ranks of each meeting.  ``blank``: names, shapes and dtypes are right, values mean nothing.
+        Collective over the ranks of each meeting.  ``blank``: names, shapes and dtypes are right, values are
+        meaningless.
         """
         if blank:
             states = states_after_zeros(self._make, self.optimizer.param_groups)
-            source = {id(matrix): state for matrix, state in zip(self._held(), states, strict=True)}
+            source = {id(matrix): state for matrix, state in zip(self._with_leaf(), states, strict=True)}
         else:
-            source = {id(m): self.optimizer.state.get(leaf_of(m), {}) for m in self._held()}
+            source = {id(m): self.optimizer.state.get(leaf_of(m), {}) for m in self._with_leaf()}
         found: dict[str, dict[str, Any]] = {}
         for matrix in self._matrices:
             if matrix.owner is None and source[id(matrix)]:
@@ -492,9 +495,10 @@ class WholeMatrixStep:
         return {matrix.name: found[matrix.name] for matrix in self._matrices if matrix.name in found}
 
     def local_states(self) -> Values:
-        """Return the state that this rank holds, whole; not collective.
+        """Return the full state on this rank; not collective.
 
-        Names are the same on all ranks (torch decides by them whether to make state); others' entries are empty.
+        Names are the same on all ranks (torch uses them to decide whether to create state); entries of other owners are
+        empty.
         """
         found: dict[str, dict[str, Any]] = {}
         for matrix in self._matrices:
@@ -504,7 +508,7 @@ class WholeMatrixStep:
         return found
 
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options.  ``values`` as :meth:`states` returns them.  Collective like it."""
+        """Replace all state and options.  ``values``: as :meth:`states` returns them.  Collective, like :meth:`states`."""
         wholes: dict[int, State] = {}
         for matrix in self._matrices:
             matrix.has_state = matrix.name in values
@@ -514,25 +518,25 @@ class WholeMatrixStep:
             state_of_slice(values[matrix.name], 0)
             if matrix.owner is None and matrix.name in values
             else wholes.get(id(matrix)) or None
-            for matrix in self._held()
+            for matrix in self._with_leaf()
         ]
         load_indexed(self.optimizer, states, options)
 
     @property
-    def held_names(self) -> list[str]:
-        """The parameters whose state this rank has, whole: those that it owns, and those that are not sharded."""
-        return [matrix.name for matrix in self._held()]
+    def full_state_names(self) -> list[str]:
+        """The parameters whose full state this rank has: those that it owns, and those that are not sharded."""
+        return [matrix.name for matrix in self._with_leaf()]
 
     def load_whole(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options by whole values for :attr:`held_names`, which become the state; not collective.
+        """Replace all state and options by full values for :attr:`full_state_names`, which become the state; not collective.
 
         ``values`` has an entry, maybe an empty one, for each parameter that has state on any rank.
         """
         for matrix in self._matrices:
             matrix.has_state = matrix.name in values
-        load_indexed(self.optimizer, [dict(values.get(name, {})) or None for name in self.held_names], options)
+        load_indexed(self.optimizer, [dict(values.get(name, {})) or None for name in self.full_state_names], options)
 
-    # ---- who owns what ----
+    # ---- owners ----
 
     def _join(self, group_index: int, params: Params) -> list[torch.Tensor]:
         made = [make_matrix(group_index, list(slices)) for slices in params]
@@ -577,14 +581,14 @@ class WholeMatrixStep:
             for rank in range(ranks.size)
         ]
         facts = [f"{matrix.name} of shape {tuple(matrix.shape)}, {matrix.dtype}" for matrix in matrices]
-        told = exchange_objects([(facts, boxes) for boxes in mine], ranks, self._device)
-        if any(theirs != facts for theirs, _ in told):
-            found = {ranks.members[index]: theirs for index, (theirs, _) in enumerate(told)}
+        gathered = exchange_objects([(facts, boxes) for boxes in mine], ranks, self._device)
+        if any(theirs != facts for theirs, _ in gathered):
+            found = {ranks.members[index]: theirs for index, (theirs, _) in enumerate(gathered)}
             raise DesyncError(
                 f"ranks give {self._optimizer_class.__name__} different matrices; {first_difference(found)}. Build the same "
                 "model, and give the same parameters in the same groups, on every rank"
             )
-        arrived = [boxes for _, boxes in told]
+        arrived = [boxes for _, boxes in gathered]
         for index, matrix in enumerate(matrix for matrix in matrices if matrix.owner == ranks.rank):
             matrix.boxes = [boxes[index] for boxes in arrived]
         meeting.matrices += matrices
@@ -592,7 +596,7 @@ class WholeMatrixStep:
     def _ordered(self) -> list[Meeting]:
         return [self._meetings[members] for members in sorted(self._meetings)]
 
-    def _held(self) -> list[Matrix]:
+    def _with_leaf(self) -> list[Matrix]:
         return [matrix for matrix in self._matrices if matrix.leaf is not None]
 
     def _empty(self, matrix: Matrix) -> torch.Tensor:
@@ -600,7 +604,7 @@ class WholeMatrixStep:
 
 
 def _flag(matrix: Matrix, gradients: Sequence[torch.Tensor | None]) -> int:
-    """Return 1 if there is a gradient, 0 if not, 2 if this rank holds nothing and cannot tell."""
+    """Return 1 if there is a gradient, 0 if not, 2 if this rank's part is empty."""
     real = [g for param_slice, g in zip(matrix.slices, gradients, strict=True) if param_slice.box.numel]
     if not real:
         return 2

@@ -126,7 +126,7 @@ def test_state_by_blocks_declared_elementwise_is_refused() -> None:
     for form in FORMS:
         with pytest.raises(ConfigError, match="keeps state '(codes|scales|momentum)'.*update='whole_matrix'"):
             ShardedOptimizer(_sharded(), BlockMomentum, update="elementwise", form=form)
-        with pytest.raises(ConfigError, match="is not known"):
+        with pytest.raises(ConfigError, match="is not a known class"):
             ShardedOptimizer(_sharded(), BlockMomentum, form=form)
         plain = [nn.Parameter(value) for value in _values().values()]
         with pytest.raises(ConfigError, match="keeps state .*use partition='whole'"):

@@ -242,7 +242,7 @@ def test_an_unknown_class_is_refused_until_it_says_what_it_is() -> None:
     whole = torch.arange(12.0).view(6, 2)
     for update in ("elementwise", "whole_matrix"):
         param = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-        with pytest.raises(ConfigError, match="Sign is not known"):
+        with pytest.raises(ConfigError, match="Sign is not a known class"):
             ShardedOptimizer({"weight": param}, Sign)
         found = ShardedOptimizer({"weight": param}, Sign, update=update)
         plain = nn.Parameter(whole.clone())

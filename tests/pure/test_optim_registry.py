@@ -55,7 +55,7 @@ def test_subclasses_count_as_known_only_if_they_override_nothing() -> None:
     assert update_rule(Renamed) == "elementwise"
     Renamed([torch.nn.Parameter(torch.ones(1))])  # torch now wraps the class's step: still the same
     assert update_rule(Renamed) == "elementwise"
-    with pytest.raises(ConfigError, match="Clipped is not known"):
+    with pytest.raises(ConfigError, match="Clipped is not a known class"):
         update_rule(Clipped)
     assert update_rule(Clipped, "elementwise") == "elementwise"
     assert update_rule(Declared) == "whole_matrix"
