@@ -20,8 +20,8 @@ from shardwise.optim.flat import (
     find_joins,
     flat_over,
     in_memory_order,
-    is_held,
     is_per_element,
+    is_referenced,
     lies_at,
     make_run,
     merge_states,
@@ -98,9 +98,11 @@ class ExposedState:
             self._parts.pop(param_slice, None)
             self._copies.pop(param_slice, None)
             if len(run.slices) > 1:
-                held = {k: v for k, v in part.items() if isinstance(v, torch.Tensor) and is_held(v)}
-                self._parts[param_slice] = {k: _part(v) for k, v in held.items() if lies_at(v, state[k], start, shape)}
-                self._copies[param_slice] = {k: v for k, v in held.items() if not is_per_element(v, shape)}
+                referenced = {k: v for k, v in part.items() if isinstance(v, torch.Tensor) and is_referenced(v)}
+                self._parts[param_slice] = {
+                    k: _part(v) for k, v in referenced.items() if lies_at(v, state[k], start, shape)
+                }
+                self._copies[param_slice] = {k: v for k, v in referenced.items() if not is_per_element(v, shape)}
             start += shape.numel()
 
     def was_changed(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> bool:
@@ -150,8 +152,8 @@ class ExposedState:
         return restore
 
     def _forget(self) -> None:
-        parts = {p: {k: v for k, v in of.items() if is_held(v.tensor)} for p, of in self._parts.items()}
-        copies = {p: {k: v for k, v in of.items() if is_held(v)} for p, of in self._copies.items()}
+        parts = {p: {k: v for k, v in of.items() if is_referenced(v.tensor)} for p, of in self._parts.items()}
+        copies = {p: {k: v for k, v in of.items() if is_referenced(v)} for p, of in self._copies.items()}
         self._parts = {param_slice: of for param_slice, of in parts.items() if of}
         self._copies = {param_slice: of for param_slice, of in copies.items() if of}
 

@@ -101,7 +101,7 @@ def make_run(found: Sequence[LiveSlice]) -> FlatRun:
 
 
 def _alone(item: LiveSlice) -> torch.Tensor:
-    """Return the parameter for an optimizer over one slice; not an alias if possible, since :func:`is_held` counts aliases."""
+    """Return the parameter for an optimizer over one slice; no alias if possible: :func:`is_referenced` counts them."""
     is_internal = (
         isinstance(item.param_slice.param, DTensor) and not item.local.requires_grad
     )  # nothing else references it as a leaf with a gradient
@@ -157,7 +157,7 @@ def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State
             is_flat = are_neighbours(parts) and all(part.is_contiguous() for part in parts)
             merged[key] = flat_over(parts) if is_flat else torch.cat([part.reshape(-1) for part in parts])
         else:
-            merged[key] = value.clone() if isinstance(value, torch.Tensor) and is_held(value) else value
+            merged[key] = value.clone() if isinstance(value, torch.Tensor) and is_referenced(value) else value
     return merged
 
 
@@ -183,7 +183,7 @@ def is_per_element(value: object, shape: torch.Size) -> TypeGuard[torch.Tensor]:
     return type(value) is torch.Tensor and value.dim() > 0 and value.shape == shape
 
 
-def is_held(value: torch.Tensor) -> bool:
+def is_referenced(value: torch.Tensor) -> bool:
     """Return True if other tensors share the memory of ``value``, so that it must not move."""
     return storage_use_count(value.untyped_storage()) > 1
 
@@ -197,7 +197,7 @@ class Chain:
     def __init__(self, state: State, shape: torch.Size) -> None:
         self._head, self._head_shape = state, shape
         self._needs_copy = False
-        self._is_held = self._holds(state, shape)
+        self._is_referenced = self._has_references(state, shape)
         self._ends: dict[str, int] = {}
         self._follow(state, shape)
 
@@ -205,17 +205,17 @@ class Chain:
         """Add a slice with this state if it can be merged with the slices before it; return whether it was added."""
         if not can_merge(self._head, self._head_shape, state, shape):
             return False
-        held = self._holds(state, shape)
+        referenced = self._has_references(state, shape)
         needs_copy = self._needs_copy or not self._is_next(state, shape)
-        if needs_copy and (held or self._is_held):
+        if needs_copy and (referenced or self._is_referenced):
             return False
-        self._needs_copy, self._is_held = needs_copy, self._is_held or held
+        self._needs_copy, self._is_referenced = needs_copy, self._is_referenced or referenced
         self._follow(state, shape)
         return True
 
     @staticmethod
-    def _holds(state: State, shape: torch.Size) -> bool:
-        return any(is_per_element(value, shape) and value.numel() and is_held(value) for value in state.values())
+    def _has_references(state: State, shape: torch.Size) -> bool:
+        return any(is_per_element(value, shape) and value.numel() and is_referenced(value) for value in state.values())
 
     def _is_next(self, state: State, shape: torch.Size) -> bool:
         real = {k: v for k, v in state.items() if is_per_element(v, shape) and v.numel()}

@@ -1,1 +1,1 @@
-"""ZeRO-1 and -2: what the parts of a ZeroRedundancyOptimizer do."""
+"""ZeRO-1 and ZeRO-2: the implementation of ZeroRedundancyOptimizer."""

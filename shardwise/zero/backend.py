@@ -1,4 +1,4 @@
-"""A step over all ranks: each updates its partition, then every rank's partition goes to all."""
+"""A ZeRO step over all ranks: each rank updates its partition, then all partitions are broadcast."""
 
 from __future__ import annotations
 
@@ -48,35 +48,34 @@ from shardwise.zero.partition import (
 )
 from shardwise.zero.state_dict import Consolidated, consolidate
 
-# ---- Uneven inputs: what a ZeroRedundancyOptimizer does in torch's ``Join`` on ranks that have run out of inputs.
+# ---- Uneven inputs: how a ZeroRedundancyOptimizer takes part in torch's ``Join`` after a rank's inputs are exhausted.
 
 
 class ZeroJoinHook(JoinHook):
-    """Step along with the active ranks.
+    """Step with the active ranks.
 
-    ``step`` makes the step that they make now, with their gradients; ``end`` ends the exchange of gradients.
+    ``step`` takes part in their current step, with their gradients; ``end`` ends the exchange of gradients.
     """
 
     def __init__(self, step: Callable[[], object], end: Callable[[], object]) -> None:
         self._step, self._end = step, end
 
     def main_hook(self) -> None:
-        """Update this rank's partition and pass it on."""
+        """Update this rank's partition and send it."""
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have run out of inputs."""
+        """End the exchange of gradients: the inputs of all ranks are exhausted."""
         self._end()
 
 
 def send_joined_gradients(
     rank_partition: RankPartition, agreement: GroupAgreement, is_active: bool, what: str
 ) -> dict[OwnedSlice, torch.Tensor] | None:
-    """Give ranks that have joined the gradients of their slices, from the first active rank.  Collective.
+    """Send the gradients of their slices to ranks that have joined, from the first active rank.  Collective.
 
-    Returns what this rank has received; None on active ranks, which have gradients of their own.  DDP leaves a joined
-    rank with the gradients of its own last input; stepping on those, as torch's class does, would make its partition of the
-    parameters drift.
+    Returns: the received gradients; None on active ranks, which have their own.  DDP leaves a joined rank with the
+    gradients of its last input; steps on those, as torch's class makes them, would make its partition drift.
     """
     active = ranks_that_are(is_active, agreement, rank_partition.params[0].device, what)
     if not active:
@@ -118,33 +117,33 @@ def _receive(
     receive_tensor(mask, source, agreement, what)
     for local, is_present in zip(rank_partition.local_slices, mask.tolist(), strict=True):
         if is_present:
-            # Fused optimizers pair parameter and gradient by memory order: equal shapes are not enough.
+            # Fused optimizers pair parameter and gradient elements in memory order, so equal shapes are not enough.
             gradient = torch.empty_like(local.tensor, dtype=local.param.grad_dtype, requires_grad=False)
             receive_tensor(flat_view(gradient), source, agreement, what)
             received[local.owned_slice] = gradient
     return received
 
 
-# ---- Parameters whose new values are on their way: whoever reads one waits for it first.
-# Until then a parameter is of a class of its own, whose ``__torch_function__`` waits, makes it what it was, and goes on.  So
-# every way through torch's functions finds the new values, whoever takes it: modules, ``state_dict()``, users.  Views of
-# the memory that were made before, and arrays over it, are not asked.
+# ---- Parameters whose new values are in flight: a reader waits for the values first.
+# Until they arrive, a parameter has a temporary class whose ``__torch_function__`` waits, restores the original class,
+# and proceeds. So every access through torch's functions gets the new values, in modules, ``state_dict()`` and user
+# code. Views and arrays on the same memory that were made before do not wait.
 
 
 class Arrivals:
-    """The values that are on their way to parameters of one optimizer, run by run."""
+    """Values in flight to parameters of one optimizer, in runs."""
 
     def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}  # by the ids of the parameters, which the runs keep alive
+        self._runs: dict[int, _Run] = {}  # id of a parameter -> its run; runs keep parameters alive, so ids stay valid
         self._classes: dict[type, type] = {}
 
     @property
     def are_all_here(self) -> bool:
-        """True if nothing is on its way."""
+        """True if no values are in flight."""
         return not self._runs
 
     def expect(self, params: Sequence[torch.Tensor], pending: Sequence[BroadcastHandle]) -> None:
-        """Let who reads any of ``params`` wait for ``pending`` first."""
+        """Make readers of any of ``params`` wait for ``pending`` first."""
         if not pending:
             return
         run = _Run(params, pending)
@@ -153,19 +152,19 @@ class Arrivals:
         try:
             for param in params:
                 param.__class__ = self._class_for(type(param))
-        except TypeError:  # a class that cannot be another for a while
+        except TypeError:  # the class cannot be replaced for a while
             self._receive(run)
 
     def wait(self) -> None:
-        """Wait for all that is on its way.  Raises: DesyncError if the owner or another rank did not take part."""
+        """Wait for all values in flight.  Raises: DesyncError if the owner or another rank did not take part."""
         while self._runs:
             self._receive(next(iter(self._runs.values())))
 
     def wait_for(self, values: object) -> None:
-        """Wait for the parameters among the leaves of ``values``; for all if there are none."""
+        """Wait for the parameters among the leaves of ``values``; for all parameters if there are none."""
         runs = [run for leaf in torch_private.leaves_of(values) if (run := self._runs.get(id(leaf))) is not None]
         for run in runs:
-            if not run.has_come:
+            if not run.has_arrived:
                 self._receive(run)
         if not runs:
             self.wait()
@@ -173,7 +172,7 @@ class Arrivals:
     def _receive(self, run: _Run) -> None:
         for pending in run.pending:
             pending.wait()
-        run.has_come = True
+        run.has_arrived = True
         for param, kind in zip(run.params, run.kinds, strict=True):
             self._runs.pop(id(param), None)
             param.__class__ = kind
@@ -185,13 +184,13 @@ class Arrivals:
 
 
 class _Run:
-    """Broadcasts that bring the new values of ``params``, which are of ``kinds`` otherwise."""
+    """Broadcasts of the new values of ``params``; ``kinds``: the original classes of these."""
 
-    __slots__ = ("has_come", "kinds", "params", "pending")
+    __slots__ = ("has_arrived", "kinds", "params", "pending")
 
     def __init__(self, params: Sequence[torch.Tensor], pending: Sequence[BroadcastHandle]) -> None:
         self.params, self.pending, self.kinds = params, pending, [type(param) for param in params]
-        self.has_come = False
+        self.has_arrived = False
 
 
 def _awaited_class(kind: Any, arrivals: Arrivals) -> type:
@@ -222,7 +221,7 @@ def _accessors(*names: str) -> set[Any]:
     return {each for accessor in found for each in (accessor.__get__, accessor.__set__)}
 
 
-# What loops do between a step and the next forward: gradients are dropped, and whether they are there is asked.
+# Loops access these between a step and the next forward, to drop gradients or check for them; they read no values.
 _READ_NO_VALUES = _accessors("grad", "requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout")
 
 
@@ -231,27 +230,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """What travels while other things are computed: gradients in backward, parameters in the next forward."""
+    """What overlaps computation: the reduction of gradients in backward, the broadcast of parameters in the next forward."""
 
     reduces: bool = False
     gathers: bool = False
 
 
 class ZeroBackend:
-    """Makes the steps of a rank's partition; every method but the properties and ``end_join`` is made by all ranks together.
+    """Make the steps of a rank's partition.  All methods are collective, except the properties and ``end_join``.
 
-    It is also the owner of the gradients that :meth:`reduce` has averaged.
+    It also owns the gradients that :meth:`reduce` has averaged.
 
     Attributes:
-        local: the partition and its optimizer; another value when a group is added.
-        agreement: where ranks agree, and say why they failed.
-        arrivals: parameters whose new values are on their way.
-        sends: what sends gradients in backward; None: nothing does.
-        known: what the ranks know of each other's gradients.
-        num_steps: made so far.
-        has_state: a step or a load has made state, on this rank or on others.
-        consolidated: the state that the last consolidation brought together; None once it is out of date.
-        is_joining: in ``Join``, where ranks that have run out of inputs step along.
+        local: the partition and its optimizer; replaced when a group is added.
+        agreement: where ranks agree and report failures.
+        arrivals: parameters whose new values are in flight.
+        sends: sends gradients during backward; None if they are sent after it.
+        known: what ranks have agreed on about each other's gradients.
+        num_steps: steps so far.
+        has_state: a step or a load has created state, on this rank or on others.
+        consolidated: the state of the last consolidation; None once it is outdated.
+        is_joining: inside ``Join``, where ranks without inputs take part in steps.
     """
 
     def __init__(
@@ -267,7 +266,7 @@ class ZeroBackend:
         self.known = KnownGradients()
         self.num_steps = 0
         self.has_state = self.is_joining = False
-        self._has_compared = False  # the parameters, with those of other ranks
+        self._has_compared = False  # whether parameters were compared with other ranks'
         self.consolidated: Consolidated | None = None
         self._packs = packs
         self._layout: Layout | None = None
@@ -280,36 +279,36 @@ class ZeroBackend:
 
     @property
     def layout(self) -> Layout:
-        """Where parameters lay at the last look, and the broadcasts."""
+        """The broadcasts, and where parameters were when they were planned."""
         assert self._layout is not None
         return self._layout
 
     def staging(self, device: torch.device) -> BufferPool:
-        """Return where the buffers of messages come from; on CPU they are kept for the next step."""
+        """Return the pool for message buffers on ``device``; on CPU it keeps them for the next step."""
         return self._staging.setdefault(device, BufferPool(device))
 
     def sum_over_ranks(self, value: torch.Tensor, is_max: bool = False) -> torch.Tensor:
-        """Return the sum (or maximum) of ``value`` over the ranks, the same bits on each.  Collective."""
+        """Return the sum (or maximum) of ``value`` over the ranks, bitwise equal on all.  Collective."""
         return sum_of(value, self.agreement.group, is_max)
 
     def report_failure(self, text: str) -> None:
-        """Tell the ranks whose inputs ran out in Join, which wait for this one; without Join all meet the same error."""
+        """In Join, report a failure to ranks without inputs, which wait for this one; outside, all ranks get the same error."""
         if self.is_joining:
             self.agreement.report_failure(f"rank {self.agreement.name}: {text}")
 
     # ---- what changes between steps ----
 
     def lay_out(self) -> None:
-        """Plan the broadcasts for the parameters as they are now."""
+        """Plan the broadcasts for the current parameters."""
         packed = self._layout.packed if self._layout is not None else frozenset[int]()
-        self._layout = None  # its views of parameters go first: they would count as somebody who holds them
+        self._layout = None  # drop its views of parameters first: make_layout counts references
         self._layout = make_layout(self.rank_partition, self._packs, packed)
         if self.sends is not None:
             self.sends.listen(self.rank_partition)
         self.consolidated = None
 
-    def add_last_group(self) -> None:
-        """Take up the param group that users have added."""
+    def adopt_last_group(self) -> None:
+        """Adopt the param group that users have added."""
         self.arrivals.wait()
         self.drop_averaging()
         self.local = self.local.with_last_group()
@@ -317,7 +316,7 @@ class ZeroBackend:
         self.lay_out()
 
     def refresh(self) -> None:
-        """Follow changes that users made: replaced memory, frozen or thawed parameters.
+        """Adapt to changes by users: replaced memory, frozen or unfrozen parameters.
 
         Raises: StateError if the parameters of param groups have changed.
         """
@@ -340,21 +339,21 @@ class ZeroBackend:
         self.local.members.check(self.local.groups)
 
     def begin_join(self) -> None:
-        """From here on hand gradients to the ranks that have run out of inputs."""
+        """Start to send gradients to ranks whose inputs are exhausted."""
         self.is_joining = self.agreement.size > 1
         if self.sends is not None:
             self.sends.expect(())
 
     def end_join(self) -> None:
-        """All ranks have inputs again."""
+        """Stop that: all ranks have inputs again."""
         self.is_joining = False
 
     # ---- the step ----
 
     def step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any], is_active: bool = True) -> Any:
-        """Make one step; ``is_active`` is False on a rank that has run out of inputs (in ``Join``).
+        """Make one step; ``is_active`` is False on a rank whose inputs are exhausted (in ``Join``).
 
-        Raises: DesyncError where another rank failed or did not take part, naming it.
+        Raises: DesyncError if another rank failed or did not take part, with its rank.
         """
         what = f"step() number {self.num_steps + 1}"
         self.agreement.track.note("step", what)
@@ -368,7 +367,7 @@ class ZeroBackend:
             if closure is None:
                 self.known.check(self.rank_partition, self.agreement, what, has_inputs=is_active)
             loss = self._update(closure, kwargs, received)
-        except DesyncError:  # known to all ranks
+        except DesyncError:  # all ranks raise it
             raise
         except Exception as found:
             error = found
@@ -387,7 +386,7 @@ class ZeroBackend:
 
     def _send_params(self, what: str) -> None:
         rank_partition, layout = self.rank_partition, self.layout
-        # What an owner sends is written without a count: a backward through a graph of before would go on, on others alone.
+        # Broadcasts do not bump version counters; bump them so that a stale backward raises on every rank.
         torch.autograd.graph.increment_version(list(rank_partition.params))
         if not self._arrives_late:
             for pending in launch_broadcasts(layout.broadcasts, self.agreement, what):
@@ -397,7 +396,7 @@ class ZeroBackend:
             self.expect(run, launch_broadcasts(layout.broadcasts_of(run), self.agreement, what))
 
     def expect(self, indices: Sequence[int], pending: Sequence[BroadcastHandle]) -> None:
-        """Wait for ``pending``, which brings new values of these parameters: now, or when somebody reads them."""
+        """Wait for ``pending``, which brings new values of these parameters: now, or when they are read."""
         if self._arrives_late:
             self.arrivals.expect([self.rank_partition.params[index] for index in indices], pending)
             return
@@ -405,28 +404,28 @@ class ZeroBackend:
             each.wait()
 
     def mark_stepped(self) -> None:
-        """Count a step: consolidated state is out of date from here."""
+        """Count a step, after which consolidated state is outdated."""
         self.num_steps += 1
         self.mark_loaded()
 
     def mark_loaded(self) -> None:
-        """Say that there is other state than before."""
+        """Record that the state has changed."""
         self.has_state = True
         self.consolidated = None
 
     def mark(self) -> Callable[[], None]:
-        """Return what brings the count of steps back, and what is known of the state."""
+        """Return a function that restores the step count and what is known of the state."""
         was = self.num_steps, self.has_state
         consolidated = self.consolidated
 
-        def put_back() -> None:
+        def restore() -> None:
             self.num_steps, self.has_state = was
             self.consolidated = consolidated
 
-        return put_back
+        return restore
 
     def renew(self) -> None:
-        """Know nothing of the other ranks any more: after all have gone back to the state before a step."""
+        """Forget what is known of other ranks, after all have restored the state before a step."""
         self.agreement.renew()
         self.known = KnownGradients()
         self._averaging = None
@@ -456,9 +455,9 @@ class ZeroBackend:
     # ---- gradients and state ----
 
     def reduce(self) -> None:
-        """Average the gradients, each only on its owner, and free all others.
+        """Average the gradients, each on its owner only, and free all others.
 
-        Raises: DesyncError on all ranks if they have gradients of other parameters; StateError in ``Join``.
+        Raises: DesyncError on all ranks if they have gradients of different parameters; StateError in ``Join``.
         """
         what = f"reduce_gradients() for step {self.num_steps + 1}"
         if self.is_joining:
@@ -485,7 +484,7 @@ class ZeroBackend:
         return self._averaging
 
     def drop_averaging(self) -> None:
-        """Let nothing come of what backward has sent since the last averaging."""
+        """Discard what backward has sent since the last averaging."""
         averaging, self._averaging = self._averaging, None
         if averaging is not None:
             averaging.receive_all()
@@ -493,7 +492,7 @@ class ZeroBackend:
             self.sends.expect_again()
 
     def consolidate(self, to: int) -> None:
-        """Bring the whole state to group rank ``to``, unless it is there."""
+        """Stream the full state to group rank ``to``, unless it is there already."""
         self.agreement.track.note("consolidation", f"to rank {to}")
         steps = f"{self.num_steps} step(s) so far"
         self.agreement.agree(f"consolidate_state_dict(to={to})", [steps, *describe_params(self.local.groups)])

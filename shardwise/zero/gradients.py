@@ -1,7 +1,8 @@
-"""Averages gradients to their owners, run of parameters by run: after backward, or while it makes them.
+"""Average gradients to their owners in runs of parameters: after backward, or during it.
 
-Which runs are sent during a backward follows from what the ranks have agreed to average in the step before, and runs are
-sent in one order, the last parameters first: so every rank makes the same calls, in whatever order its gradients come.
+Which runs are sent during a backward depends on what the ranks agreed to average in the previous step.  Runs are sent
+in a fixed order, the last parameters first.  So every rank makes the same calls, in whatever order its gradients
+arrive.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from shardwise.fsdp.clip import GradientOwner, Limit, OwnedGradient, make_owned
 from shardwise.layout import OwnedSlice
 from shardwise.zero.partition import LocalSlice, RankPartition, elements_of, flat_like, gradient_for
 
-# ---- Checks once, before the first step, that all ranks have the same gradients and the same parameters.
-# Each owner steps on its own copy of the gradients.  If nobody averaged them, every owner trains on another batch, without
-# a sign of it.  Each owner then sends its values to all: if parameters differ at first, the model becomes a mixture.  So ranks
-# compare digests of the bits through the store, at the first step; nothing in the steps after.
+# ---- Checks, once before the first step, that all ranks have the same gradients and the same parameters.
+# Each owner steps on its own copy of the gradients. Without averaging, every owner would silently train on another
+# batch. Each owner then sends its values to all, so parameters that differ at the start would make the model a mixture.
+# Ranks therefore compare digests of the bits through the store, at the first step only.
 #
-# Equal bits are what all-reduces give (every rank gets the sums that one rank has taken), but not what all programs do
-# with them: ranks on unlike processors clip with another last bit.  Gradients that are not equal are therefore compared by
-# random projections, and such small differences are let pass with a warning: owners' values are sent to all anyway.
+# All-reduces return equal bits (every rank gets sums that one rank computed), but programs may change them: ranks on
+# different processors clip with other last bits. So gradients with different bits are compared by random projections,
+# and such small differences only cause a warning: owners' values are sent to all anyway.
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,12 @@ def are_same(
     has_inputs: bool = True,
     only_warn: bool = False,
 ) -> bool:
-    """Return True if all ranks have the same gradients, False if nobody has any (so that nothing is known).  Collective.
+    """Return True if all ranks have the same gradients, False if no rank has any (so that nothing is known).  Collective.
 
-    ``has_inputs`` False: a rank in ``Join`` that makes no gradients of its own; it is left out.  ``only_warn``: for
-    gradients of a closure, which torch's class takes as they are.
-    Raises: DesyncError on every rank, naming the first parameter that differs.
+    ``has_inputs`` False: a rank in ``Join`` without gradients of its own; it is not compared.  ``only_warn``: for
+    gradients of a closure, which torch's class does not check.
+
+    Raises: DesyncError on every rank, with the first parameter that differs.
     """
     gradients = [_gradient(param) if has_inputs else None for param in rank_partition.params]
     is_known, rows = _compare(gradients, f"the gradients of {what}", agreement, has_inputs)
@@ -69,9 +71,9 @@ def are_same(
 def check_same_params(
     rank_partition: RankPartition, moving: Sequence[bool], agreement: GroupAgreement, what: str
 ) -> None:
-    """Check that all ranks have the same parameters (of large ones, a sample); skip those not ``moving``.  Collective.
+    """Check that all ranks have the same parameters (samples of large ones); skip those not ``moving``.  Collective.
 
-    Raises: DesyncError on every rank, naming the first parameter that differs.
+    Raises: DesyncError on every rank, with the first parameter that differs.
     """
     params = [
         sample_of(flat_like(param.detach(), param)) if moves else None
@@ -123,7 +125,7 @@ def _gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _judge(rank_partition: RankPartition, what: str, rows: Mapping[int, dict[int, Sketch | None]]) -> str:
-    """Return a text about the first tensor that differs; "" if none does, with a warning if rounding differs."""
+    """Return a text about the first tensor that differs, else ""; warn if only rounding differs."""
     largest = 0.0
     for index, row in rows.items():
         present = [sketch for sketch in row.values() if sketch is not None]
@@ -133,7 +135,7 @@ def _judge(rank_partition: RankPartition, what: str, rows: Mapping[int, dict[int
             if row.get(owned_slice.owner, present[0]) is None
         ]
         apart = [present[0].distance(sketch) for sketch in present]
-        if lacking or not all(distance <= present[0].tolerance for distance in apart):  # nan is far, too
+        if lacking or not all(distance <= present[0].tolerance for distance in apart):  # nan counts as different
             listing = ", ".join(
                 f"none on rank {rank}" if sketch is None else f"of norm {sketch.norm:.6g} on rank {rank}"
                 for rank, sketch in list(row.items())[:8]
@@ -148,31 +150,31 @@ def _judge(rank_partition: RankPartition, what: str, rows: Mapping[int, dict[int
     return ""
 
 
-COPY_BELOW_BYTES = 8 * 1024  # a copy of this much takes as long as a storage of its own on the same memory
-MOST_ON_THE_WAY = 4  # messages, each copied once out and once in
+COPY_BELOW_BYTES = 8 * 1024  # a copy of this size is as fast as a new storage on the same memory
+MOST_IN_FLIGHT = 4  # messages in flight; each is copied once to send and once to receive
 
 OwnerRef = Callable[[], GradientOwner | None]
 Presence = tuple[torch.dtype | None, ...]
 
 
 def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that this rank alone has made since the last averaging."""
+    """Return this rank's unaveraged gradient since the last averaging."""
     gradient = param.grad
     return gradient.fresh if isinstance(gradient, OwnedGradient) else gradient
 
 
 def is_whole(local_slices: Sequence[LocalSlice]) -> bool:
-    """Return True if ``local_slices``, those of one parameter, are all of it in one."""
+    """Return True if ``local_slices``, those of one parameter, are a single slice that covers it."""
     return len(local_slices) == 1 and local_slices[0].owned_slice.numel == local_slices[0].param.numel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AveragingContext:
-    """What an averaging works with.
+    """The context of an averaging.
 
     Attributes:
-        staging: gives the pool that the buffers of messages on a device come from.
-        owner_ref: weak reference to the optimizer, by which gradients know it.
+        staging: returns the pool for message buffers on a device.
+        owner_ref: weak reference to the optimizer, for the gradients that it owns.
     """
 
     rank_partition: RankPartition
@@ -183,9 +185,9 @@ class AveragingContext:
 
 @dataclass(frozen=True, slots=True)
 class _SentGradient:
-    """What ``.grad`` was when its gradient was sent, and what has been there since.
+    """What ``.grad`` was when its gradient was sent, and what replaced it.
 
-    ``before``: averaged earlier, to be added to.  ``left``: None, or what says that the average is on its way.
+    ``before``: an earlier average, to add to.  ``left``: None, or a placeholder while the average is in flight.
     """
 
     before: OwnedGradient | None
@@ -198,8 +200,8 @@ class Averaging:
     """One averaging, from its first message until :meth:`end`.
 
     Attributes:
-        averages: of this rank's slices, as they arrive.
-        early: how many runs were sent before all gradients were there.
+        averages: received averages of this rank's slices.
+        early: number of runs sent before all gradients had arrived.
     """
 
     context: AveragingContext
@@ -207,12 +209,12 @@ class Averaging:
     early: int = 0
     averages: dict[OwnedSlice, torch.Tensor] = field(default_factory=dict[OwnedSlice, torch.Tensor])
     _sent: dict[int, _SentGradient] = field(default_factory=dict[int, _SentGradient])
-    _on_the_way: list[tuple[list[OwnedSlice], ReduceHandle]] = field(
+    _in_flight: list[tuple[list[OwnedSlice], ReduceHandle]] = field(
         default_factory=list[tuple[list[OwnedSlice], ReduceHandle]]
     )
 
     def presence(self) -> Presence:
-        """Return the dtype of each parameter's gradient that is sent or to be sent, None where there is none."""
+        """Return the dtype of each parameter's gradient, sent or to be sent; None for parameters without one."""
         found: list[torch.dtype | None] = []
         for index, param in enumerate(self.context.rank_partition.params):
             gradient, sent = own_gradient(param), self._sent.get(index)
@@ -220,24 +222,24 @@ class Averaging:
         return tuple(found)
 
     def again(self) -> tuple[int, ...]:
-        """Return the parameters whose gradients are sent and that have got another one since."""
+        """Return the parameters that got another gradient after theirs was sent."""
         params = self.context.rank_partition.params
         return tuple(index for index in self._sent if own_gradient(params[index]) is not None)
 
     def send_early(self, indices: Sequence[int]) -> None:
-        """Send the gradients of a run, in a backward; ``.grad`` says from here on that they are on their way."""
+        """Send the gradients of a run during backward; ``.grad`` then is a placeholder for the average."""
         self.early += 1
-        while len(self._on_the_way) >= MOST_ON_THE_WAY or (self._on_the_way and self._on_the_way[0][1].is_done):
+        while len(self._in_flight) >= MOST_IN_FLIGHT or (self._in_flight and self._in_flight[0][1].is_done):
             self._receive()
-        self._send(indices, leaves_sign=True)
+        self._send(indices, leaves_placeholder=True)
 
     def end(self) -> None:
-        """Send the rest, and put averages in the place of all gradients.
+        """Send the remaining gradients, and replace all gradients by averages.
 
-        While a message is on its way the next one is packed.
+        The next message is packed while the one before is in flight.
         """
         for indices in _messages(self.context.rank_partition):
-            if len(self._on_the_way) > 1:
+            if len(self._in_flight) > 1:
                 self._receive()
             self._send(indices)
         self.receive_all()
@@ -245,21 +247,21 @@ class Averaging:
         for index, sent in self._sent.items():
             param = rank_partition.params[index]
             if param.grad is not sent.left:
-                continue  # somebody has dropped it, or put another one there
+                continue  # user code has dropped or replaced it
             local_slices = rank_partition.local_by_param[index]
             parts = [self.averages[local.owned_slice] for local in local_slices]
             if sent.before is not None:
                 parts = [old.add_(new) for old, new in zip(sent.before.parts, parts, strict=True)]
-            dtype = param.grad_dtype or sent.dtype  # another one if it was converted after its forward
+            dtype = param.grad_dtype or sent.dtype  # the dtype may have changed after the forward
             parts = [part.to(dtype) for part in parts]
             param.grad = make_owned(param, parts, is_whole(local_slices), self.context.owner_ref, dtype)
 
     def receive_all(self) -> None:
-        """Wait for all that is on its way."""
-        while self._on_the_way:
+        """Wait for all messages in flight."""
+        while self._in_flight:
             self._receive()
 
-    def _send(self, indices: Sequence[int], leaves_sign: bool = False) -> None:
+    def _send(self, indices: Sequence[int], leaves_placeholder: bool = False) -> None:
         context = self.context
         self._forget_dropped(indices)
         slices = context.rank_partition.slices_of(indices)
@@ -267,16 +269,16 @@ class Averaging:
         dtype, device = owned[0].tensor.dtype, owned[0].tensor.device
         pending = reduce_to_owners(owned, context.agreement, self.what, context.staging(device))
         del owned
-        self._on_the_way.append((slices, pending))
-        for index in indices:  # sent: what is not owned here is freed while the rest is on its way
+        self._in_flight.append((slices, pending))
+        for index in indices:  # free what other ranks own while the remaining messages are in flight
             param = context.rank_partition.params[index]
             gradient = param.grad
             if index in self._sent and isinstance(gradient, OwnedGradient):
-                gradient.fresh = None  # it is sent for the second time
+                gradient.fresh = None  # it was sent for the second time
                 continue
             before = gradient if isinstance(gradient, OwnedGradient) else None
             left = None
-            if leaves_sign:
+            if leaves_placeholder:
                 left = (
                     before
                     if before is not None
@@ -310,7 +312,7 @@ class Averaging:
         return Owned(owned_slice.owner, elements_of(owned_slice, param, gradient))
 
     def _receive(self) -> None:
-        slices, pending = self._on_the_way.pop(0)
+        slices, pending = self._in_flight.pop(0)
         averages, start = pending.wait(), 0
         for owned_slice in slices:
             if owned_slice.owner != self.context.rank_partition.rank:
@@ -331,7 +333,7 @@ class Averaging:
 
 
 def _messages(rank_partition: RankPartition) -> Iterator[list[int]]:
-    """Yield the parameters of each message, the last run first: those of a run that have gradients of one kind."""
+    """Yield the parameters of each message, the last run first: those of a run whose gradients have one dtype and device."""
     for run in reversed(rank_partition.runs):
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in run:
@@ -342,16 +344,16 @@ def _messages(rank_partition: RankPartition) -> Iterator[list[int]]:
 
 
 class EarlySends:
-    """Hears of gradients as backward makes them, and sends each run that is complete; one for an optimizer.
+    """Send each run of gradients as soon as backward has completed it; one object per optimizer.
 
-    ``begin`` returns the averaging that is open, or starts one; it is gone with the optimizer.
+    ``begin`` returns the open averaging, or starts one; the reference to it dies with the optimizer.
 
     Attributes:
-        is_held: gradients of this backward are to stay where they are, for a later one to add to.
+        is_paused: gradients of this backward stay in place (``no_sync``), so that a later one adds to them.
     """
 
     def __init__(self, begin: weakref.WeakMethod[Callable[[], Averaging]]) -> None:
-        self.is_held = False
+        self.is_paused = False
         self._begin = begin
         self._rank_partition: RankPartition | None = None
         self._handles: dict[int, RemovableHandle] = {}
@@ -362,19 +364,19 @@ class EarlySends:
         self._next = 0
 
     def listen(self, rank_partition: RankPartition) -> None:
-        """Hear of the gradients of what trains of ``rank_partition``; nothing is expected before :meth:`expect`."""
+        """Register hooks on the trainable parameters of ``rank_partition``; nothing is expected before :meth:`expect`."""
         self._rank_partition = rank_partition
         self.expect(())
         for index, param in enumerate(rank_partition.params):
             if index not in self._handles and param.is_leaf and param.requires_grad:
-                self._handles[index] = param.register_post_accumulate_grad_hook(_hearing(weakref.ref(self), index))
+                self._handles[index] = param.register_post_accumulate_grad_hook(_make_hook(weakref.ref(self), index))
 
     def __del__(self) -> None:
         for handle in self._handles.values():
             handle.remove()
 
     def expect(self, presence: Presence) -> None:
-        """Send in the next backwards what the ranks have agreed that they had in this step; (): send nothing."""
+        """Send, in the next backwards, the gradients that ranks agreed they had in this step; nothing for ()."""
         self._dtypes = presence
         self._expected = []
         assert self._rank_partition is not None  # listen() comes first
@@ -388,24 +390,24 @@ class EarlySends:
         self.expect_again()
 
     def expect_again(self) -> None:
-        """Begin again with nothing that has come."""
+        """Restart with no gradient arrived."""
         self._place = {index: place for place, indices in enumerate(self._expected) for index in indices}
         self._missing = [set(indices) for indices in self._expected]
         self._next = 0
 
     def arrived(self, index: int) -> None:
-        """Hear that a gradient of parameter ``index`` is in ``.grad``."""
+        """Record that ``.grad`` of parameter ``index`` is set; send the runs that are complete."""
         place = self._place.get(index)
-        if self.is_held or place is None or index not in self._missing[place]:
+        if self.is_paused or place is None or index not in self._missing[place]:
             return
         self._missing[place].discard(index)
         while self._next < len(self._expected) and not self._missing[self._next]:
             indices = self._expected[self._next]
             if not self._are_as_expected(indices):
-                self._place = {}  # what is not sent now is looked at when all of them are there
+                self._place = {}  # end() checks and sends what is not sent now
                 return
             begin = self._begin()
-            assert begin is not None  # who has this object has it
+            assert begin is not None  # the owner of this object is alive, and owns it
             self._next += 1
             begin().send_early(indices)
 
@@ -418,7 +420,7 @@ class EarlySends:
         return True
 
 
-def _hearing(sends_ref: weakref.ref[EarlySends], index: int) -> Callable[[torch.Tensor], None]:
+def _make_hook(sends_ref: weakref.ref[EarlySends], index: int) -> Callable[[torch.Tensor], None]:
     def on_gradient(_: torch.Tensor) -> None:
         sends = sends_ref()
         if sends is not None:
@@ -427,11 +429,12 @@ def _hearing(sends_ref: weakref.ref[EarlySends], index: int) -> Callable[[torch.
     return on_gradient
 
 
-# ---- The gradients of a partition: compared between ranks, handed to the local step, clipped by the norm of all.
+# ---- The gradients of a partition: compared between ranks, attached to the local optimizer, clipped by the global
+# norm.
 
 
 def _describe_presence(rank_partition: RankPartition, presence: Sequence[torch.dtype | None]) -> list[str]:
-    """Return ``presence`` in words, one line per parameter."""
+    """Return a description of ``presence``, one line per parameter."""
     return [
         f"parameter {index} of shape {tuple(param.shape)} has {'no gradient' if dtype is None else f'one of {dtype}'}"
         for index, (param, dtype) in enumerate(zip(rank_partition.params, presence, strict=True))
@@ -440,12 +443,12 @@ def _describe_presence(rank_partition: RankPartition, presence: Sequence[torch.d
 
 @dataclass(slots=True)
 class KnownGradients:
-    """What the ranks know of each other's gradients, so that they ask once and not in every step.
+    """What ranks have agreed on about each other's gradients, so that not every step has to.
 
     Attributes:
-        is_compared: gradients like those of the last step were the same on all ranks.
-        presences: of which parameters there may be gradients to average, which of them twice, and how many messages were
-            sent early: the ranks have agreed on each of them.
+        is_compared: gradients like those of the last step were equal on all ranks.
+        presences: agreed combinations of: the parameters with gradients to average, those sent twice, and the number of
+            messages sent early.
     """
 
     is_compared: bool = False
@@ -462,15 +465,18 @@ class KnownGradients:
         has_inputs: bool = True,
         only_warn: bool = False,
     ) -> None:
-        """Ask whether the gradients may be stepped on, if that is not known; options as for :func:`are_same`.
+        """Check, unless known, that a step may use the gradients; options as for :func:`are_same`.
 
-        Raises: DesyncError on every rank if they differ between ranks; StateError if only some have been averaged.
+        Raises: DesyncError on every rank if they differ between ranks; StateError if only some are averaged.
         """
         if agreement.size > 1 and not check_averaged(rank_partition, what) and not self.is_compared:
             self.is_compared = are_same(rank_partition, agreement, what, has_inputs=has_inputs, only_warn=only_warn)
 
     def agree_on_presence(self, run: Averaging, presence: Presence) -> None:
-        """Raises: DesyncError on every rank if ranks have gradients of other parameters to average."""
+        """Agree with the other ranks on which gradients to average.
+
+        Raises: DesyncError on every rank if ranks have gradients of different parameters.
+        """
         rank_partition, again = run.context.rank_partition, run.again()
         key = (presence, again, run.early)
         if key not in self.presences:
@@ -481,14 +487,14 @@ class KnownGradients:
 
 
 def mark_spent(rank_partition: RankPartition, owner_ref: OwnerRef) -> None:
-    """Say of all gradients that a step in backward has used them, and free those that are not whole on this rank."""
+    """Mark all gradients as used by a step in backward, and free those that this rank does not have in full."""
     for index, param in enumerate(rank_partition.params):
         gradient = param.grad
         if gradient is None:
             continue
         local_slices = rank_partition.local_by_param[index]
         here = rank_partition.partition == "whole" and is_whole(local_slices)
-        # Of the gradient's shape, not the parameter's: whose new values may be on their way.
+        # make_owned gets the gradient for its shape: the parameter's new values may be in flight
         owned = make_owned(gradient, [gradient] if here else [], here, owner_ref, gradient.dtype)
         owned.is_spent = True
         param.grad = owned
@@ -498,9 +504,9 @@ def mark_spent(rank_partition: RankPartition, owner_ref: OwnerRef) -> None:
 def attached(
     rank_partition: RankPartition, received: Mapping[OwnedSlice, torch.Tensor] | None = None
 ) -> Generator[None, None, None]:
-    """Give the tensors of the local optimizer plain gradients for a while.
+    """Attach plain gradients to the local optimizer's tensors inside the context.
 
-    ``received``: from another rank, in place of this rank's.
+    ``received``: gradients from another rank, instead of this rank's.
     """
     before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     try:
@@ -530,9 +536,9 @@ def _plain(rank_partition: RankPartition, local: LocalSlice, gradient: torch.Ten
 
 
 def check_averaged(rank_partition: RankPartition, what: str) -> bool:
-    """Return True if gradients have been averaged to their owners, False if they are plain or there are none.
+    """Return True if gradients are averaged to their owners, False if they are plain or there are none.
 
-    Raises: StateError if some came after the averaging, which a step would leave out or take as if they were of all ranks.
+    Raises: StateError if some arrived after the averaging; a step would skip them or use them as if they were averages.
     """
     if OwnedGradient not in {type(param.grad) for param in rank_partition.params}:
         return False
@@ -548,9 +554,10 @@ def check_averaged(rank_partition: RankPartition, what: str) -> bool:
 
 
 def clip_gradients(rank_partition: RankPartition, owner: GradientOwner | None, limit: Limit) -> torch.Tensor:
-    """Scale all gradients to ``limit``, each rank reading its own elements only; return the norm before.
+    """Scale all gradients to ``limit``; each rank reads only its own elements.  Return the norm before scaling.
 
-    Plain gradients must be the same on all ranks, or be this rank's alone to judge (``owner`` None: nothing is exchanged).
+    ``owner`` sums the norm over ranks; then plain gradients must be equal on all ranks.  None: use local gradients
+    only.
     """
     gradients = [param.grad for param in rank_partition.params if param.grad is not None]
     usable = {id(each): each.usable_parts() for each in gradients if isinstance(each, OwnedGradient)}

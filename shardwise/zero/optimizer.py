@@ -1,7 +1,7 @@
-"""ZeroRedundancyOptimizer: every rank keeps and updates the optimizer state of its partition of the parameters (ZeRO-1).
+"""ZeroRedundancyOptimizer: every rank stores and updates the optimizer state of its partition of the parameters (ZeRO-1).
 
-Source: ZeRO, arXiv 1910.02054; behaves as the class of this name in ``torch.distributed.optim`` where that works.
-Design: docs/design/004-zero.md.
+Source: ZeRO, arXiv 1910.02054.  It behaves like the class of this name in ``torch.distributed.optim``, except for
+defects of that class.  Design: docs/design/004-zero.md.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ logger = logging.getLogger(__name__)
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Wrap any optimizer class so that each rank holds and updates about 1/W of its state; parameters stay whole.
+    """Wrap an optimizer class so that each rank stores and updates about 1/W of its state; parameters are replicated.
 
     Args:
         params: parameters or parameter groups, the same on all ranks.
         optimizer_class: the class of the local optimizer, e.g. ``torch.optim.AdamW``.
-        process_group: the ranks to share with (default: all).
+        process_group: the ranks that share the state (default: all).
         parameters_as_bucket_view: keep parameters in flat buffers, so that they are sent without packing.
-        overlap_with_ddp: :meth:`step` happens in DDP's backward; register a hook made by
+        overlap_with_ddp: the step happens in DDP's backward; register a hook made by
             :func:`~shardwise.zero.overlap.hook_with_zero_step`.
         partition: "whole" gives each tensor one owner; "even" gives each rank the same number of elements, for
-            optimizers that treat every element alone (tried out at construction).
+            optimizers that treat every element separately (checked at construction).
         mixed_dtypes: allow several dense dtypes.
-        overlap_grad_reduce: for loops without DDP: backward sends gradients to their owners as it makes them, from the
-            second step on; :meth:`reduce_gradients` waits for what is still on its way.  Backwards whose gradients a later
-            one adds to go under :meth:`no_sync`.
-        overlap_param_gather: :meth:`step` returns while updated parameters are still on their way; whoever reads one
-            through torch's functions waits for it.  What was made of a parameter's memory before (``.data`` or a state dict
-            that is kept, arrays) shows the new values once the parameter has been read; ``torch.compile`` needs
+        overlap_grad_reduce: for loops without DDP: from the second step on, backward sends gradients to their owners as
+            it computes them; :meth:`reduce_gradients` waits for those in flight.  Run backwards whose gradients a later
+            one adds to under :meth:`no_sync`.
+        overlap_param_gather: :meth:`step` returns while updated parameters are in flight; an access through torch's
+            functions waits for the parameter.  Aliases of its memory that were made before (``.data``, a stored state
+            dict, arrays) have the new values once the parameter has been accessed; ``torch.compile`` needs
             :meth:`wait_for_params` before every forward.
         **defaults: arguments of ``optimizer_class``.
 
     Attributes:
-        rank, world_size: this rank's number in ``process_group``, and how many it has.
+        rank, world_size: this rank in ``process_group``, and the number of its ranks.
         initialized: the constructor has ended.
         defaults: those of the local optimizer.
 
-    Construction is collective.  Errors of a single rank reach all ranks as DesyncError, which names rank and cause.
-    Raises: TypeError, ConfigError (a ValueError) for wrong arguments; DesyncError if ranks pass different parameters.
+    Construction is collective.  An error on one rank raises DesyncError on all, with that rank and the cause. Raises:
+    TypeError, ConfigError (a ValueError) for wrong arguments; DesyncError if ranks pass different parameters.
 
     Example:
         >>> ddp = DistributedDataParallel(model)  # doctest: +SKIP
@@ -113,15 +113,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         note("init", "ZeroRedundancyOptimizer")
 
         def build() -> list[str]:
-            given = checked_params(params)
-            check_dense(flatten_groups(given), mixed_dtypes)
+            checked = checked_params(params)
+            check_dense(flatten_groups(checked), mixed_dtypes)
             check_overlap(overlap_with_ddp, overlap_grad_reduce)
             plain = checked_optimizer_class(optimizer_class, overlap_with_ddp)
-            check_partition(partition, plain, given, defaults)
-            Optimizer.__init__(self, given, defaults)
+            check_partition(partition, plain, checked, defaults)
+            Optimizer.__init__(self, checked, defaults)
             rank_partition = make_rank_partition(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(rank_partition, self._groups, lambda groups: plain(groups, **defaults))
-            self.defaults = local.optim.defaults  # schedulers look there for what the optimizer has
+            self.defaults = local.optim.defaults  # schedulers read the optimizer's options there
             overlapped = Overlapped(overlap_grad_reduce, overlap_param_gather)
             self._backend = ZeroBackend(local, self._agreement, parameters_as_bucket_view, overlapped)
             kind = f"partition={partition!r}, {optimizer_class.__name__}, {overlapped}"
@@ -133,7 +133,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; parameters so far keep their owners.  Collective.
+        """Add a group; existing parameters keep their owners.  Collective.
 
         Raises: DesyncError on all ranks if a rank does not call it or passes something else.
         """
@@ -143,20 +143,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def check() -> list[str]:
             self._backend.local.members.check(self._groups)
-            given = checked_params([dict(param_group)])
-            check_dense([*self._backend.rank_partition.params, *flatten_groups(given)], self._mixed_dtypes)
-            return describe_params([*self._groups, *[item for item in given if isinstance(item, dict)]])
+            checked = checked_params([dict(param_group)])
+            check_dense([*self._backend.rank_partition.params, *flatten_groups(checked)], self._mixed_dtypes)
+            return describe_params([*self._groups, *[item for item in checked if isinstance(item, dict)]])
 
         agree_on(self._agreement, "add_param_group", check)
         super().add_param_group(param_group)
-        self._backend.add_last_group()
+        self._backend.adopt_last_group()
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:  # pyright: ignore
-        """Update this rank's partition, then bring every rank's partition to all.  Collective.
+        """Update this rank's partition, then send every rank's partition to all.  Collective.
 
-        Gradients must be the same on all ranks (DDP) or reduced with :meth:`reduce_gradients`.  ``closure`` and
-        ``kwargs`` go to the local optimizer, whose result is returned.  With ``overlap_with_ddp`` it only warns.
-        Raises: DesyncError where another rank failed or did not take part, naming it.
+        Gradients must be equal on all ranks (DDP) or reduced with :meth:`reduce_gradients`.  ``closure`` and ``kwargs``
+        go to the local optimizer, whose result is returned.  With ``overlap_with_ddp`` it only warns. Raises:
+        DesyncError if another rank failed or did not take part, with its rank.
         """
         if self.overlap_with_ddp:
             logger.warning("`step()` should not be included in the training loop when `overlap_with_ddp=True`")
@@ -165,7 +165,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._backend.step(closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) the gradients of all parameters, and of this rank's slices."""
+        """Set the gradients of all parameters, and of this rank's slices, to None or to zero."""
         self._backend.drop_averaging()
         for param in self._backend.rank_partition.params:
             if isinstance(param.grad, OwnedGradient):
@@ -173,52 +173,52 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().zero_grad(set_to_none)
 
     def reduce_gradients(self) -> None:
-        """Average the gradients, each only on its owner, and free all others (ZeRO-2); then call :meth:`step`.
+        """Average the gradients, each on its owner only, and free all others (ZeRO-2); then call :meth:`step`.
 
-        For loops without DDP: one unit of volume instead of an all-reduce's two.  Collective: the same parameters must
-        have gradients on all ranks.  ``.grad`` is an :class:`~shardwise.fsdp.clip.OwnedGradient` then, on
-        every rank; a further backward and call add to it, until :meth:`zero_grad`.  On one rank it does nothing.
-        With ``overlap_grad_reduce`` most of it has happened in backward.
-        Raises: DesyncError on all ranks if they have gradients of other parameters; StateError in ``Join``.
+        For loops without DDP: sends half the bytes of an all-reduce.  Collective: the same parameters must have
+        gradients on all ranks.  Afterwards ``.grad`` is an :class:`~shardwise.fsdp.clip.OwnedGradient` on every rank; a
+        further backward and call add to it, until :meth:`zero_grad`.  It does nothing on one rank.  With
+        ``overlap_grad_reduce`` most of it has happened in backward. Raises: DesyncError on all ranks if they have
+        gradients of different parameters; StateError in ``Join``.
         """
         if self.world_size > 1:
             self._backend.reduce()
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Let gradients of backwards in this context stay on their rank, for a later backward to add to and to send.
+        """Keep the gradients of backwards in this context on their rank; a later backward adds to them and sends the sum.
 
-        Without ``overlap_grad_reduce`` they do anyway.  Gradients that come after their parameter's were sent are sent once
-        more, and added: that is right, but twice the bytes, and all ranks must do it.
+        Without ``overlap_grad_reduce`` this is always so.  A gradient that arrives after its parameter's was sent is
+        sent too, and added: the result is right, but it costs twice the bytes, and all ranks must do it.
         """
         sends = self._backend.sends
-        was = sends is not None and sends.is_held
+        was = sends is not None and sends.is_paused
         try:
             if sends is not None:
-                sends.is_held = True
+                sends.is_paused = True
             yield
         finally:
             if sends is not None:
-                sends.is_held = was
+                sends.is_paused = was
 
     def wait_for_params(self) -> None:
-        """Return when all parameters hold their new values, with ``overlap_param_gather``; else they do after a step.
+        """With ``overlap_param_gather``, return once all parameters have their new values; without it, they have after a step.
 
-        Raises: DesyncError where another rank failed or did not take part in the step.
+        Raises: DesyncError if another rank failed or did not take part in the step.
         """
         self._backend.arrivals.wait()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their total norm is at most ``max_norm``; return the norm before.
+        """Scale all gradients so that their total norm is at most ``max_norm``; return the norm before scaling.
 
-        Gradients may be those of DDP, the same on all ranks, or averaged to owners by :meth:`reduce_gradients`.
-        Collective, of one number; each rank reads its own elements only.  The norm is a 0-dim tensor, float32 or wider,
-        with the same bits on all ranks.  Arguments are those of ``torch.nn.utils.clip_grad_norm_``.
+        Gradients may be DDP's, equal on all ranks, or averaged to owners by :meth:`reduce_gradients`.  Collective, of
+        one number; each rank reads only its own elements.  The norm is a 0-dim tensor, float32 or wider, bitwise equal
+        on all ranks.  Arguments are those of ``torch.nn.utils.clip_grad_norm_``.
 
-        Raises: DesyncError if gradients are neither; RuntimeError, with nothing scaled, if ``error_if_nonfinite`` and the
-        norm is nan or infinite; StateError with ``overlap_with_ddp``, where the step is made in backward.
+        Raises: DesyncError if gradients are neither; RuntimeError, before anything is scaled, if ``error_if_nonfinite``
+        and the norm is nan or infinite; StateError with ``overlap_with_ddp``, whose step is in backward.
         """
         if self.overlap_with_ddp:
             raise StateError(
@@ -229,22 +229,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         backend.known.check(
             backend.rank_partition, self._agreement, f"clip_grad_norm_() before step {backend.num_steps + 1}"
         )
-        # In Join not every rank is here, but those that are have all gradients.
+        # In Join some ranks are absent, but the others have all gradients.
         owner = None if backend.is_joining else backend
         return clip_gradients(backend.rank_partition, owner, Limit(max_norm, norm_type, error_if_nonfinite))
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.
+        """Send the full state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.
 
-        Extra memory: the state itself on ``to``, the largest tensor elsewhere.  Without a step since the last call for
-        the same rank it moves nothing.
+        Extra memory: the state itself on ``to``, the largest tensor elsewhere.  It sends nothing if there was no step
+        since the last call for the same rank.
         """
         self._backend.consolidate(to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as the plain optimizer would, on the rank it was consolidated to.
+        """Return the full state as the plain optimizer would, on the rank that it was consolidated to.
 
-        Raises: StateError (a RuntimeError) elsewhere, or if a step was made since.
+        Raises: StateError (a RuntimeError) on other ranks, or if there was a step since.
         """
         consolidated = self._backend.consolidated
         if consolidated is None or consolidated.state is None:
@@ -257,9 +257,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return after_state_dict(self, whole_state_dict(consolidated.state, self._groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Load a whole state (ours, torch's or the plain optimizer's); this rank keeps copies of its partition.
+        """Load a full state (of this class, torch's, or the plain optimizer); this rank copies its partition.
 
-        Not collective; ``state_dict`` is not changed.  Raises: ConfigError (a ValueError) if groups do not match.
+        Not collective; ``state_dict`` does not change.  Raises: ConfigError (a ValueError) if groups do not match.
         """
         load_whole(self._backend.local, before_load(self, state_dict))
         self._backend.mark_loaded()
@@ -272,14 +272,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return ShardedState(self._backend.local, self._backend.mark_loaded, names, loading, flat)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that steps along on ranks without inputs; ``kwargs`` are not used.
+        """Return the hook that takes part in steps on ranks without inputs; ``kwargs`` are not used.
 
-        From here to the end of the ``Join`` every step costs one more small all-reduce: active ranks pass reduced
+        From here to the end of the ``Join`` every step costs one more small all-reduce: active ranks send reduced
         gradients to the ranks that have joined, which could not update their partition otherwise.
         """
         backend = self._backend
         backend.begin_join()
-        if self.overlap_with_ddp:  # DDP's hook makes the step, in backward
+        if self.overlap_with_ddp:  # DDP's hook steps, in backward
             return ZeroJoinHook(lambda: None, backend.end_join)
         return ZeroJoinHook(lambda: backend.step(None, {}, is_active=False), backend.end_join)
 
@@ -295,33 +295,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def optim(self) -> Optimizer:
-        """The local optimizer, which holds this rank's slices and their state."""
+        """The local optimizer, which has this rank's slices and their state."""
         return self._backend.local.optim
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups, of whole parameters; the local optimizer follows their options."""
+        """The param groups, of full parameters; the local optimizer follows their options."""
         return self._groups
 
     @param_groups.setter
     def param_groups(self, value: Iterable[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._groups[:] = value  # the same list: the local optimizer has it
+        self._groups[:] = value  # keep the list: the local optimizer references it
 
     @property
     def state(self) -> Any:
-        """The state that this rank holds, of each parameter; empty where others own it, empty for all before any step.
+        """The state on this rank, of each parameter; empty for parameters of other owners, and for all before the first step.
 
-        torch's ``get_optimizer_state_dict`` steps on zero gradients where there is none, so it must be there on all ranks.
-        Raises: StateError from what would take entries off it or put others there.
+        torch's ``get_optimizer_state_dict`` steps on zero gradients if there is no state, so all ranks must have some.
+        Raises: StateError if entries are added or removed.
         """
         return HeldState(self._backend.local.states()) if self._backend.has_state else BlankState()
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self.initialized:  # torch's constructor assigns it, too
+        if self.initialized:  # torch's constructor assigns it too
             refuse_other_state()
 
 
 def zero_backend(optimizer: ZeroRedundancyOptimizer) -> ZeroBackend:
-    """Return what steps ``optimizer`` on the partitions of all ranks."""
+    """Return the backend that steps ``optimizer`` on the partitions of all ranks."""
     return optimizer._backend  # pyright: ignore[reportPrivateUsage]

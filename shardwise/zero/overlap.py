@@ -1,6 +1,6 @@
-"""Steps in the backward of torch's DistributedDataParallel: bucket by bucket, while later buckets are still reduced.
+"""Steps in the backward of torch's DistributedDataParallel, bucket by bucket, while later buckets are still reduced.
 
-All collectives start on the thread that runs backward, in the order of DDP's buckets: torch's interleaved hook starts
+All collectives start on the thread that runs backward, in the order of DDP's buckets.  torch's interleaved hook starts
 broadcasts from callbacks of the backend's threads, in an order that differs between ranks, and hangs on gloo.
 """
 
@@ -33,12 +33,12 @@ Warmup = Literal["update", "skip"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlap:
-    """What a hook is made with.
+    """The configuration of a hook.
 
     Attributes:
         hook: reduces a bucket's gradients, unless ``reduce`` is "owner".
-        ddp: weakly: its reducer holds the hook, so that each would keep the other alive.
-        index_of: the number of each parameter in the partition.
+        ddp: a weak reference, because DDP's reducer references the hook.
+        index_of: the index of each parameter in the partition.
         strides: of the parameters when DDP laid out its buckets.
     """
 
@@ -54,7 +54,7 @@ class Overlap:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bucket whose gradients, views of ``buffer``, are on their way."""
+    """A bucket whose gradients, views of ``buffer``, are being reduced."""
 
     indices: list[int]
     gradients: list[torch.Tensor]
@@ -64,7 +64,7 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Backward:
-    """What is under way in one backward."""
+    """The progress of one backward."""
 
     num_begun: int = 0
     has_step: bool = True
@@ -78,7 +78,7 @@ class _Backward:
 def make_hook(overlap: Overlap) -> DDPHook:
     """Return the hook to register with DDP."""
     running = _Backward()
-    _take_up_params(overlap)
+    _adopt_params(overlap)
 
     def zero_step_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         if bucket.index() == 0:
@@ -88,7 +88,7 @@ def make_hook(overlap: Overlap) -> DDPHook:
     return zero_step_hook
 
 
-def _take_up_params(overlap: Overlap) -> None:
+def _adopt_params(overlap: Overlap) -> None:
     params = overlap.backend.rank_partition.params
     for index in range(len(overlap.strides), len(params)):
         overlap.index_of[params[index]] = index
@@ -96,24 +96,29 @@ def _take_up_params(overlap: Overlap) -> None:
 
 
 def _begin(overlap: Overlap, running: _Backward) -> None:
-    for pending in (each for _, launched in running.broadcasts for each in launched):  # left by a backward that raised
+    # a backward that raised left them
+    for pending in (each for _, launched in running.broadcasts for each in launched):
         pending.wait()
     running.buckets, running.broadcasts = [], []
     ddp = overlap.ddp()
     assert ddp is not None  # it runs this backward
-    # Counted, not read from DDP: a rank that joined early (Join) does not notice that DDP has settled its buckets.
+    # Count backwards instead of asking DDP: a rank that joined early (Join) does not notice that DDP has rebuilt its
+    # buckets.
     num_skipped = 0 if overlap.warmup == "update" else 3 if ddp.static_graph else 2
     running.has_step = running.num_begun >= num_skipped
     running.has_unused = ddp.find_unused_parameters and not ddp.static_graph
     running.num_begun += 1
     if running.has_step:
-        _take_up_params(overlap)
+        _adopt_params(overlap)
         _check_memory_order(overlap)
         overlap.backend.refresh()
 
 
 def _check_memory_order(overlap: Overlap) -> None:
-    """Raises: ConfigError for a parameter whose strides have changed: DDP may lay out its buckets by the old ones."""
+    """Check that no parameter has other strides than when the hook was made.
+
+    Raises: ConfigError if one has: DDP may lay out its buckets by the old strides.
+    """
     for index, (param, stride) in enumerate(zip(overlap.backend.rank_partition.params, overlap.strides, strict=True)):
         if param.stride() != stride:
             text = (
@@ -133,7 +138,7 @@ def _on_bucket(overlap: Overlap, running: _Backward, state: object, bucket: dist
     if overlap.is_interleaved and not running.has_unused and len(running.buckets) > 1:
         _step_bucket(overlap, running, running.buckets.pop(0))
     if bucket.is_last():
-        if graph_task_id() == -1:  # DDP in Join: a rank without inputs plays the buckets outside of any backward
+        if graph_task_id() == -1:  # DDP in Join: a rank without inputs runs the buckets outside any backward
             _finish(overlap, running)
         else:
             call_after_backward(lambda: _finish(overlap, running))
@@ -165,7 +170,8 @@ def _launch(overlap: Overlap, running: _Backward, state: object, bucket: dist.Gr
 def _gradient_views(bucket: dist.GradBucket) -> list[torch.Tensor]:
     """Return the gradients as they lie in the bucket: in the memory order of their parameters.
 
-    ``bucket.gradients()`` reads the same bytes as row-major, which permutes those of channels_last or transposed ones.
+    ``bucket.gradients()`` reads the same bytes in row-major order, which permutes channels_last and transposed
+    gradients.
     """
     return [
         gradient if param.is_contiguous() or not is_dense(param) else gradient.as_strided(param.shape, param.stride())
@@ -174,7 +180,7 @@ def _gradient_views(bucket: dist.GradBucket) -> list[torch.Tensor]:
 
 
 def _finish(overlap: Overlap, running: _Backward) -> None:
-    """Step what is left.  Runs after the last node of backward and before DDP hands out the gradients."""
+    """Step the remaining buckets.  Runs after the last node of backward and before DDP assigns the gradients."""
     if running.has_unused and graph_task_id() != -1 and overlap.reduce == "all":
         running.buckets = []
         call_after_backward(lambda: _step_from_gradients(overlap, running))
@@ -203,7 +209,7 @@ def _step_bucket(overlap: Overlap, running: _Backward, bucket: _Bucket) -> None:
             (local, part.as_strided(local.tensor.shape, local.tensor.stride()))
             for local, part in zip(mine, parts, strict=True)
         ]
-        _keep_whole(bucket, pairs)
+        _write_full_averages(bucket, pairs)
     else:
         place = _gradients_of(bucket, _wait_future(backend, bucket.reduced))
         pairs = [
@@ -225,7 +231,7 @@ def _wait_future(backend: ZeroBackend, future: Future[torch.Tensor]) -> torch.Te
 
 
 def _gradients_of(bucket: _Bucket, reduced: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the reduced gradients by parameter index: DDP's views of its buffer, or the same cuts of a new tensor."""
+    """Return the reduced gradients by parameter index: DDP's views of its buffer, or the same views of a new tensor."""
     if reduced.data_ptr() == bucket.buffer.data_ptr():
         views = bucket.gradients
     else:
@@ -237,8 +243,8 @@ def _gradients_of(bucket: _Bucket, reduced: torch.Tensor) -> dict[int, torch.Ten
     return dict(zip(bucket.indices, views, strict=True))
 
 
-def _keep_whole(bucket: _Bucket, pairs: list[tuple[LocalSlice, torch.Tensor]]) -> None:
-    """Write averages of whole parameters where DDP will take ``.grad`` from."""
+def _write_full_averages(bucket: _Bucket, pairs: list[tuple[LocalSlice, torch.Tensor]]) -> None:
+    """Write averages of full parameters into the bucket, from which DDP sets ``.grad``."""
     place = dict(zip(bucket.indices, bucket.gradients, strict=True))
     for local, gradient in pairs:
         if local.is_param:
@@ -246,7 +252,7 @@ def _keep_whole(bucket: _Bucket, pairs: list[tuple[LocalSlice, torch.Tensor]]) -
 
 
 def _step_from_gradients(overlap: Overlap, running: _Backward) -> None:
-    """Step on ``.grad`` as DDP left it: parameters that no rank used have none and must not change."""
+    """Step on ``.grad`` as DDP has set it: parameters that no rank used have none and must not change."""
     backend = overlap.backend
     pairs = [
         (local, gradient_for(local, local.param.grad))
@@ -280,17 +286,16 @@ def hook_with_zero_step(
 
     Args:
         hook: reduces a bucket's gradients, e.g. ``allreduce_hook`` (or a compressing one).
-        ddp: the module that the result is registered with, by ``ddp.register_comm_hook(None, result)``.
+        ddp: the module on which to register the result, by ``ddp.register_comm_hook(None, result)``.
         zero: made with ``overlap_with_ddp=True``.
-        shard_buckets: accepted for torch's sake; owners come from ``zero``'s partition, balanced over the whole model,
-            so the buckets are always shared between ranks.
-        reduce: "owner" sends gradients to their owners only and frees the others' (ZeRO-2): two units of volume per
-            step instead of three.  ``hook`` is not used then and must be ``allreduce_hook`` or None.
-        warmup: "skip" makes no step in the first two (static graph: three) iterations, as torch does; "update" does.
+        shard_buckets: ignored; torch has this argument.  Owners come from ``zero``'s partition, which is balanced over
+            the whole model, so several ranks always update parts of a bucket.
+        reduce: "owner" sends gradients to their owners only and frees the others' (ZeRO-2): two thirds of the bytes per
+            step.  ``hook`` is not used then and must be ``allreduce_hook`` or None.
+        warmup: "skip" skips the step in the first two (static graph: three) iterations, as torch does; "update" steps.
 
-    Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients.
-    Raises: ConfigError (a ValueError) for arguments that do not go together.
-    Example:
+    Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients. Raises: ConfigError (a ValueError)
+    for arguments that contradict each other. Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))  # doctest: +SKIP
     """
     return _make(hook, ddp, zero, reduce, warmup, is_interleaved=False)
@@ -307,9 +312,9 @@ def hook_with_zero_step_interleaved(
 ) -> DDPHook:
     """Return a hook that updates a bucket's parameters in backward, as soon as the next bucket is ready.
 
-    Arguments as for :func:`hook_with_zero_step`.  Parameters change while backward runs, so a parameter must not be
-    read in backward after its gradient is complete (autograd raises if a saved one was changed).  With
-    ``find_unused_parameters`` it steps at the end of backward, when it is known what was used.
+    Arguments as for :func:`hook_with_zero_step`.  Parameters change while backward runs, so backward must not read a
+    parameter after its gradient is complete (autograd raises if a saved one has changed).  With
+    ``find_unused_parameters`` it steps at the end of backward, when the used parameters are known.
     """
     return _make(hook, ddp, zero, reduce, warmup, is_interleaved=True)
 
@@ -335,10 +340,10 @@ def _make(
         )
     backend = zero_backend(zero)
     known = set(backend.rank_partition.params)
-    strangers = sum(param.requires_grad and param not in known for param in ddp.parameters())
-    if strangers and reduce == "owner":
+    unknown = sum(param.requires_grad and param not in known for param in ddp.parameters())
+    if unknown and reduce == "owner":
         raise ConfigError(
-            f"{strangers} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
+            f"{unknown} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
             "gradients: pass them to it or use reduce='all'"
         )
     return make_hook(Overlap(hook or allreduce_hook, weakref.ref(ddp), backend, reduce, warmup, is_interleaved))

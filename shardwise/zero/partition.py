@@ -1,4 +1,4 @@
-"""Which rank updates which elements, where parameters lie in memory, and the broadcasts that follow from both."""
+"""The partition of parameters over ranks, where parameters lie in memory, and the broadcasts that follow from both."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardwise.optim.slices import MakeOptimizer, Members, is_sharded, is_sharde
 from shardwise.optim.state_dict import copy_options, options_of, step_in_sync
 from shardwise.optim.sums import why_not_cut
 
-# ---- What ZeroRedundancyOptimizer accepts: checks of its arguments, with the errors of torch's class of that name.
+# ---- Checks of ZeroRedundancyOptimizer's arguments, with the errors of torch's class of that name.
 
 Partition = Literal["whole", "even"]
 FUNCTIONAL_MODULES = "torch.distributed.optim.functional_"
 
 
 def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
-    """Return ``params`` as a list that can be read twice.
+    """Return ``params`` as a list.
 
     Raises: TypeError for a tensor, something not iterable or mixed element types; ConfigError (a ValueError) for no
     parameters or a group without "params".
@@ -60,7 +60,7 @@ def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
 
 
 def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-    """Return all tensors of :func:`checked_params`'s result in order."""
+    """Return all tensors in the result of :func:`checked_params`, in order."""
     found: list[torch.Tensor] = []
     for item in params:
         if isinstance(item, torch.Tensor):
@@ -71,10 +71,13 @@ def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]])
 
 
 def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
-    """Raises: ConfigError for sharded and sparse tensors, and for several dense types unless ``mixed_dtypes``."""
+    """Check that tensors are plain and dense, and of one dense type unless ``mixed_dtypes``.
+
+    Raises: ConfigError if they are not.
+    """
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor) or is_sharded_tensor(tensor):
-            raise ConfigError(_not_plain(index, tensor))
+            raise ConfigError(_not_plain_text(index, tensor))
         if tensor.layout != torch.strided:
             raise ConfigError(
                 "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got "
@@ -89,7 +92,10 @@ def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
 
 
 def check_overlap(overlap_with_ddp: bool, overlap_grad_reduce: bool) -> None:
-    """Raises: ConfigError where two would reduce the same gradients."""
+    """Check that at most one of the two reduces gradients.
+
+    Raises: ConfigError if both do.
+    """
     if overlap_with_ddp and overlap_grad_reduce:
         raise ConfigError(
             "overlap_grad_reduce=True is for loops without DDP, and with overlap_with_ddp=True DDP's buckets reduce the "
@@ -97,7 +103,7 @@ def check_overlap(overlap_with_ddp: bool, overlap_grad_reduce: bool) -> None:
         )
 
 
-def _not_plain(index: int, tensor: torch.Tensor) -> str:
+def _not_plain_text(index: int, tensor: torch.Tensor) -> str:
     kind = f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a ShardedTensor"
     cause = (
         "the optimizer state is sharded already, like the parameters that it belongs to"
@@ -112,9 +118,9 @@ def _not_plain(index: int, tensor: torch.Tensor) -> str:
 
 
 def checked_optimizer_class(optimizer_class: type[Any], overlap_with_ddp: bool) -> type[Optimizer]:
-    """Return the optimizer class to build; torch's functional twins (only with overlap) become the class they mirror.
+    """Return the optimizer class to build; torch's functional optimizers (only with overlap) are replaced by the plain class.
 
-    Raises: ConfigError for a functional optimizer without overlap or one without a plain twin.
+    Raises: ConfigError for a functional optimizer without overlap, or without a plain class.
     """
     if not optimizer_class.__module__.startswith(FUNCTIONAL_MODULES):
         return optimizer_class
@@ -132,10 +138,10 @@ def check_partition(
     params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]],
     defaults: Mapping[str, Any],
 ) -> None:
-    """Try the optimizer on small tensors, whole and cut in two: ``partition="even"`` needs the same result.
+    """Check ``partition``; for "even", step small tensors, in one part and in two, which must give the same result.
 
-    ``params``: those of :func:`checked_params`; the options of the first group are tried.
-    Raises: ConfigError if the results differ, the optimizer refuses slices, or there is no such partition.
+    ``params``: from :func:`checked_params`; the options of the first group are used. Raises: ConfigError if the results
+    differ, if the optimizer refuses slices, or for an unknown partition.
     """
     if partition not in ("whole", "even"):
         raise ConfigError(f"partition is {partition!r}, expected 'whole' or 'even'")
@@ -154,9 +160,9 @@ def check_partition(
 
 
 def agree_on(agreement: GroupAgreement, what: str, facts: Callable[[], list[str]]) -> None:
-    """Return once ``facts``, which may do more, has returned the same on every rank.  Collective.
+    """Return once ``facts`` has returned the same on every rank; it may have side effects.  Collective.
 
-    Raises: what ``facts`` raises on this rank; DesyncError if it raised or returned something else on another.
+    Raises: what ``facts`` raises on this rank; DesyncError if it raised or returned something else on another rank.
     """
     found: list[str] = []
     error: Exception | None = None
@@ -167,7 +173,7 @@ def agree_on(agreement: GroupAgreement, what: str, facts: Callable[[], list[str]
     try:
         agreement.agree(what, found, error)
     finally:
-        del error  # an error and the frame it was raised in would keep each other, and the group, alive
+        del error  # an error and its frame reference each other and would keep the group alive
 
 
 def describe_params(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -201,14 +207,14 @@ def _as_tensors(params: object) -> list[torch.Tensor]:
     )
 
 
-# ---- The slices a rank updates: views of parameters in memory order, their gradients, and flat buffers under them.
+# ---- Slices that a rank updates: views of parameters in memory order, their gradients, and flat buffers under them.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalSlice:
     """A slice that this rank updates.
 
-    ``tensor`` is what the local optimizer holds: the parameter itself when the slice is all of it and the partition is
+    ``tensor`` is the local optimizer's parameter: the parameter itself if the slice covers it and the partition is
     "whole", else a 1-D leaf view of its memory (0-D for a 0-D parameter).
     """
 
@@ -218,7 +224,7 @@ class LocalSlice:
 
     @property
     def is_param(self) -> bool:
-        """True if the local optimizer holds the parameter itself."""
+        """True if the local optimizer has the parameter itself."""
         return self.tensor is self.param
 
 
@@ -227,8 +233,8 @@ def partition_groups(
 ) -> tuple[tuple[OwnedSlice, ...], ...]:
     """Return the slices of each group; ``OwnedSlice.tensor`` counts over all groups.
 
-    Groups are dealt one after the other onto the loads of those before, so a group added later moves nothing.  What is
-    cut evenly is cut run by run: all ranks have some of what travels at once, so that all of them send at all times.
+    Groups are assigned in turn, balanced with the loads of earlier groups, so that a group added later moves nothing.
+    An even partition cuts each run evenly: all ranks own a part of every run, so that all of them can send at once.
     """
     loads: tuple[int, ...] = (0,) * num_ranks
     offset = 0
@@ -248,7 +254,7 @@ def partition_groups(
 
 
 def runs_of_groups(groups: Sequence[Mapping[str, Any]], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the parameters that travel together, by number, in the order of the groups; no run is of two groups."""
+    """Return the indices of parameters that are sent together, in group order; no run spans two groups."""
     runs: list[tuple[int, ...]] = []
     offset = 0
     for group in groups:
@@ -273,7 +279,7 @@ def view_of(owned_slice: OwnedSlice, param: torch.Tensor) -> torch.Tensor:
         return param.detach()
     return flat_view(param.detach())[
         owned_slice.start : owned_slice.stop
-    ].detach()  # without the base that a view keeps for ever
+    ].detach()  # detach drops the base, which a view would keep alive
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -293,7 +299,7 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if ``tensor`` has neither gaps nor overlaps in memory, in whatever order its elements lie."""
+    """Return True if ``tensor`` has neither gaps nor overlaps in memory, in any order of its elements."""
     return tensor.is_contiguous() or tensor.permute(memory_order(tensor)).is_contiguous()
 
 
@@ -305,12 +311,12 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def elements_of(owned_slice: OwnedSlice, param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor`` (shape of ``param``) that belong to ``owned_slice``, 1-D in the order of ``param``."""
+    """Return the elements of ``tensor`` (shape of ``param``) in ``owned_slice``, 1-D in the memory order of ``param``."""
     return flat_like(tensor, param)[owned_slice.start : owned_slice.stop]
 
 
 def gradient_for(local: LocalSlice, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the part of the parameter's ``gradient`` that belongs to the slice, shaped like its tensor."""
+    """Return the part of the parameter's ``gradient`` in the slice, shaped like the slice's tensor."""
     if local.is_param or local.param.dim() == 0:
         return gradient
     return elements_of(local.owned_slice, local.param, gradient)
@@ -322,9 +328,9 @@ def owned_views(
     places: Mapping[int, BufferOffset] | None = None,
     moving: Sequence[bool] | None = None,
 ) -> list[Owned]:
-    """Return 1-D views of the moving slices (default: those that train), neighbours of one owner next to each other.
+    """Return 1-D views of the moving slices (default: trainable ones), sorted so that neighbours of one owner are adjacent.
 
-    ``places``: where :func:`pack_params` meant the parameters to lie; None: they lie alike on all ranks.
+    ``places``: the places that :func:`pack_params` planned for parameters; None if they lie alike on all ranks.
     """
     moving = [param.requires_grad for param in params] if moving is None else moving
     found = [
@@ -338,7 +344,7 @@ def owned_views(
 def _place(owned_slice: OwnedSlice, places: Mapping[int, BufferOffset] | None) -> BufferOffset | None:
     if places is None:
         return None
-    place = places.get(owned_slice.tensor, BufferOffset(-1 - owned_slice.tensor, 0))  # not packed: next to nothing
+    place = places.get(owned_slice.tensor, BufferOffset(-1 - owned_slice.tensor, 0))  # not packed: adjacent to nothing
     return BufferOffset(place.buffer, place.offset + owned_slice.start)
 
 
@@ -349,12 +355,12 @@ def pack_params(
     moving: Sequence[bool] | None = None,
     packed: Container[int] = (),
 ) -> dict[int, BufferOffset]:
-    """Lay parameters one after the other, so that a rank's slices are neighbours; return where each is to lie.
+    """Move parameters into contiguous buffers, so that a rank's slices are neighbours; return the planned place of each.
 
-    One buffer per owner (whole) or group (even), dtype and device.  A parameter whose memory somebody else may hold
-    (an alias, a state dict, another process) stays where it is: the places are the same on every rank all the same.
-    ``moving``: which parameters to lay out (default: those that train).  ``packed``: those that lie in buffers of an
-    earlier call; of them the others get memory of their own, so that no earlier buffer lives on for their sake.
+    One buffer per owner (whole) or group (even), dtype and device.  A parameter whose memory is referenced elsewhere
+    (an alias, a state dict, another process) is not moved; the planned places are the same on every rank all the same.
+    ``moving``: which parameters to lay out (default: trainable ones).  ``packed``: those in buffers of an earlier call;
+    the ones of them that no longer move get their own memory, so that they do not keep an earlier buffer alive.
     """
     moving = [param.requires_grad for param in params] if moving is None else moving
     buffers: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
@@ -362,12 +368,12 @@ def pack_params(
         for owned_slice in slices:
             param = params[owned_slice.tensor]
             if not moving[owned_slice.tensor]:
-                if owned_slice.tensor in packed and not is_held(param):
+                if owned_slice.tensor in packed and not is_referenced(param):
                     param.data = param.detach().clone()
                 continue
             key = (owned_slice.owner if kind == "whole" else number, param.dtype, param.device)
             members = buffers.setdefault(key, [])
-            if owned_slice.tensor not in members[-1:]:  # the slices of one tensor come one after the other
+            if owned_slice.tensor not in members[-1:]:  # slices of one tensor are consecutive
                 members.append(owned_slice.tensor)
     places: dict[int, BufferOffset] = {}
     for number, members in enumerate(buffers.values()):
@@ -379,16 +385,16 @@ def pack_params(
     return places
 
 
-def is_held(param: torch.Tensor) -> bool:
-    """Return True if others than ``param`` may read or write its memory, and would lose sight of it if it moved."""
+def is_referenced(param: torch.Tensor) -> bool:
+    """Return True if the memory of ``param`` is referenced elsewhere, so that it must not move."""
     storage = param.untyped_storage()
     return torch_private.storage_use_count(storage) > 1 or (param.device.type == "cpu" and storage.is_shared())
 
 
 def _pack(members: Sequence[torch.Tensor]) -> None:
     for param in members:
-        flat_view(param.detach())  # refuses memory with gaps before anything is moved
-    movable = [param for param in members if not is_held(param)]
+        flat_view(param.detach())  # raises for memory with gaps before anything is moved
+    movable = [param for param in members if not is_referenced(param)]
     if are_neighbours([flat_view(param.detach()) for param in movable]) and all(is_own(param) for param in movable):
         return
     buffer = movable[0].new_empty(sum(param.numel() for param in movable), requires_grad=False)
@@ -401,18 +407,18 @@ def _pack(members: Sequence[torch.Tensor]) -> None:
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dims of ``tensor`` from the one that moves furthest in memory to the one that moves least."""
+    """Return the dims of ``tensor`` by decreasing stride."""
     return sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPartition:
-    """The parameters of all ranks in slices, and the slices that are this rank's.
+    """The slices of all parameters on all ranks, and this rank's slices.
 
     Attributes:
-        params: in the order of the groups; ``OwnedSlice.tensor`` is an index into them.
+        params: in group order; ``OwnedSlice.tensor`` is an index into them.
         by_param: the slices of each parameter.
-        runs: the numbers of the parameters that travel together, in their order.
+        runs: indices of parameters that are sent together, in order.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -427,7 +433,7 @@ class RankPartition:
 
     @property
     def slices(self) -> list[OwnedSlice]:
-        """All ranks' slices, in the order of the groups."""
+        """All ranks' slices, in group order."""
         return [owned_slice for slices in self.slices_of_groups for owned_slice in slices]
 
     def slices_of(self, indices: Iterable[int]) -> list[OwnedSlice]:
@@ -439,7 +445,7 @@ class RankPartition:
         return [local for index in sorted(indices) for local in self.local_by_param[index]]
 
     def tensors_of_group(self, number: int) -> list[torch.Tensor]:
-        """Return what the local optimizer updates of a group, in the order of :attr:`local_slices`."""
+        """Return the local optimizer's tensors of a group, in the order of :attr:`local_slices`."""
         members = set(self.slices_of_groups[number])
         return [local.tensor for local in self.local_slices if local.owned_slice in members]
 
@@ -451,7 +457,7 @@ def make_rank_partition(
     rank: int,
     former: RankPartition | None = None,
 ) -> RankPartition:
-    """Return the partition of ``rank``; slices that it had in ``former`` keep their tensors, which have state."""
+    """Return the partition of ``rank``; slices that ``former`` has too keep their tensors, which have state."""
     params = flatten_groups(groups)
     slices_of_groups = partition_groups(groups, partition, num_ranks)
     known = {local.owned_slice: local for local in former.local_slices} if former is not None else {}
@@ -479,13 +485,13 @@ def make_rank_partition(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where the parameters of a partition lay, and which of them were to be sent, when it was made.
+    """Where the parameters of a partition lie, and which of them are sent; valid until a parameter changes.
 
     Attributes:
-        trainable: which parameters required gradients.
-        moving: which a step may change: those that train, and frozen ones that still have a gradient.
-        packed: those that lie in buffers of ours.
-        broadcasts: of all of them; the same calls on every rank, wherever a rank's parameters lie.
+        trainable: which parameters require gradients.
+        moving: which ones a step may change: trainable ones, and frozen ones that still have a gradient.
+        packed: those in our flat buffers.
+        broadcasts: of all parameters; the same calls on every rank, wherever a rank's parameters lie.
     """
 
     rank_partition: RankPartition
@@ -498,7 +504,7 @@ class Layout:
     by_indices: dict[tuple[int, ...], tuple[Broadcast, ...]] = field(default_factory=dict)
 
     def broadcasts_of(self, indices: Sequence[int]) -> tuple[Broadcast, ...]:
-        """Return the broadcasts of these parameters; planned once."""
+        """Return the broadcasts of these parameters; they are planned once."""
         key = tuple(indices)
         if key not in self.by_indices:
             self.by_indices[key] = _plan(
@@ -513,20 +519,21 @@ def trainable_of(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
 
 
 def moving_of(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
-    """Return which parameters a step may change: a plain optimizer updates frozen ones too that have a gradient."""
+    """Return which parameters a step may change: a plain optimizer also updates frozen ones that have a gradient."""
     return tuple(param.requires_grad or param.grad is not None for param in params)
 
 
 def addresses_of(params: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Return where the parameters start in memory."""
+    """Return the addresses of the parameters' memory."""
     return tuple(param.data_ptr() for param in params)
 
 
 def make_layout(rank_partition: RankPartition, packs: bool, packed: frozenset[int] = frozenset()) -> Layout:
-    """Plan the broadcasts, and put memory and views in order, for the parameters as they are now.
+    """Plan the broadcasts for the current parameters, and point the slices' views at their memory.
 
-    ``packs``: keep them in buffers, so that a rank's slices are neighbours.  ``packed``: those that an earlier layout has
-    moved; that layout must be gone, since its views would count as somebody who holds the memory.
+    ``packs``: move parameters into flat buffers, so that a rank's slices are neighbours.  ``packed``: those that an
+    earlier layout has moved; that layout must be deleted first, since its views would count as references to the
+    memory.
     """
     params = rank_partition.params
     moving = moving_of(params)
@@ -550,7 +557,7 @@ def _plan(
     return plan_broadcasts(owned_views(slices, rank_partition.params, places, moving))
 
 
-# ---- The optimizer that a rank runs over its partition, and the param groups that users see of it.
+# ---- The optimizer that a rank runs over its partition, and the param groups that users see.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -558,10 +565,10 @@ class LocalOptimizer:
     """A rank's partition of the parameters and the optimizer that updates it.
 
     Attributes:
-        optim: over the tensors of ``rank_partition.local_slices``, in their order.
-        groups: the param groups that users see, of whole parameters: the live list.
-        members: what is in them.
-        make: builds another optimizer like ``optim``, to be tried out.
+        optim: runs over the tensors of ``rank_partition.local_slices``, in their order.
+        groups: the param groups that users see, of full parameters: the live list.
+        members: the parameters in them.
+        make: creates another optimizer like ``optim``, for probes.
     """
 
     rank_partition: RankPartition
@@ -571,7 +578,7 @@ class LocalOptimizer:
     make: MakeOptimizer
 
     def with_last_group(self) -> LocalOptimizer:
-        """Return the same with the group that was added to ``groups``; what has state keeps it."""
+        """Return a copy with the last group of ``groups`` added; existing state stays."""
         copy_options(self.groups[:-1], self.optim.param_groups)
         rank_partition = self.rank_partition
         rank_partition = make_rank_partition(
@@ -582,9 +589,9 @@ class LocalOptimizer:
         return replace(self, rank_partition=rank_partition, members=Members(self.groups))
 
     def push_options(self) -> None:
-        """Let the optimizer follow the options that users have set.
+        """Copy the options that users have set to the optimizer.
 
-        Raises: StateError if they have changed which parameters are in the groups.
+        Raises: StateError if users have changed which parameters are in the groups.
         """
         self.members.check(self.groups)
         copy_options(self.groups, self.optim.param_groups)
@@ -594,7 +601,7 @@ class LocalOptimizer:
         copy_options(self.optim.param_groups, self.groups)
 
     def step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> Any:
-        """Step the optimizer with the options that users have set, also within ``closure``."""
+        """Step the optimizer with the options that users have set, also in ``closure``."""
         return step_in_sync(partial(self.optim.step, **kwargs), closure, self.groups, self.optim.param_groups)
 
     def state_of(self, local: LocalSlice) -> Mapping[str, Any]:
@@ -602,14 +609,14 @@ class LocalOptimizer:
         return self.optim.state.get(local.tensor, {})
 
     def states(self) -> dict[torch.Tensor, Mapping[str, Any]]:
-        """Return the state that this rank holds of each parameter; empty where others own it."""
+        """Return this rank's state of each parameter; empty for parameters of other owners."""
         return {
             param: self.state_of(local[0]) if local else {}
             for param, local in zip(self.rank_partition.params, self.rank_partition.local_by_param, strict=True)
         }
 
     def step_slices(self, gradients: Sequence[tuple[LocalSlice, torch.Tensor]]) -> None:
-        """Update these slices only, with these gradients."""
+        """Update only these slices, with these gradients."""
         chosen = {id(local.tensor) for local, _ in gradients}
         before = [(local.tensor, local.tensor.grad) for local, _ in gradients]
         try:
@@ -638,7 +645,7 @@ def _local_group(rank_partition: RankPartition, groups: Sequence[Mapping[str, An
 
 @contextmanager
 def _narrowed(groups: Sequence[dict[str, Any]], chosen: set[int]) -> Generator[None, None, None]:
-    """Leave only the tensors with these ids in ``groups`` for a while; the dicts stay the same objects."""
+    """Leave only the tensors with these ids in ``groups`` inside the context; the dicts stay the same objects."""
     full = [group["params"] for group in groups]
     try:
         for group in groups:

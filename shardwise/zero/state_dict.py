@@ -1,7 +1,7 @@
 """A rank's partition of a ZeroRedundancyOptimizer's state as ``torch.distributed.checkpoint`` (DCP) reads and writes it.
 
-Slices are stored as rectangular boxes of the parameter's shape, so a checkpoint does not depend on the number of ranks
-or the partition, and a plain optimizer's ``state_dict()`` loads it and is loaded from it.
+Slices are stored as rectangular boxes of the parameter's shape.  So a checkpoint depends neither on the number of ranks
+nor on the partition, and it is exchangeable with a plain optimizer's ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ StateOfParam = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Consolidated:
-    """The state as of the last consolidation to rank ``to``; ``state`` is None on the other ranks."""
+    """The state of the last consolidation to rank ``to``; ``state`` is None on the other ranks."""
 
     to: int
     state: dict[int, StateOfParam] | None
@@ -46,7 +46,7 @@ class Consolidated:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A state tensor that will be sent on its own: what the receiver must allocate."""
+    """A state tensor that is sent separately: what the receiver must allocate."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -56,7 +56,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class SliceState:
-    """State of one slice: per name a description of a tensor to come, or the value itself (scalars, objects)."""
+    """State of one slice: per name the description of a tensor that follows, or the value itself (scalars, objects)."""
 
     owned_slice: OwnedSlice
     values: dict[str, Any]
@@ -65,8 +65,8 @@ class SliceState:
 def consolidate(local: LocalOptimizer, agreement: GroupAgreement, to: int) -> Consolidated:
     """Stream all state to group rank ``to``.  Collective; every rank sends in the order of its slices.
 
-    Tensors are sent from where they lie and received in place: the extra memory is the state itself on ``to`` and, on
-    senders, nothing (a copy of one tensor if it has gaps in memory).
+    Tensors are sent and received in place: the extra memory is the state itself on ``to``, and nothing on senders (one
+    copy of a tensor that has gaps in memory).
     """
     what = f"consolidate_state_dict(to={to})"
     rank_partition = local.rank_partition
@@ -107,7 +107,7 @@ def whole_state_dict(state: Mapping[int, StateOfParam], groups: Sequence[Mapping
 
 
 def load_whole(local: LocalOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Give the local optimizer its partition of a whole ``state_dict``, as copies; options come from the dict.
+    """Load the local partition of a full ``state_dict`` into the local optimizer, as copies; options come from the dict.
 
     Raises: ConfigError if the groups do not match, LayoutError if a state tensor does not fit its parameter.
     """
@@ -121,10 +121,10 @@ def load_rank_partition(
     keys: Sequence[Any],
     take: Callable[[LocalSlice, str, Any], Any],
 ) -> None:
-    """Let the local optimizer load state and options of ``state_dict``.
+    """Load state and options of ``state_dict`` into the local optimizer.
 
-    ``keys``: of each parameter in its "state".  ``take``: returns a slice's part of a value, given its name.
-    Raises: ConfigError if the groups do not match.
+    ``keys``: of each parameter in its "state".  ``take``: returns a slice's part of a value, given its name. Raises:
+    ConfigError if the groups do not match.
     """
     groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     _check_groups([len(group["params"]) for group in groups], local.groups)
@@ -150,7 +150,7 @@ def _check_groups(sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> 
 
 
 def _is_streamed(value: object, owned_slice: OwnedSlice, kind: Partition) -> TypeGuard[torch.Tensor]:
-    if type(value) is not torch.Tensor or value.dim() == 0:  # what has a form of its own travels as an object
+    if type(value) is not torch.Tensor or value.dim() == 0:  # tensor subclasses are sent as objects
         return False
     return kind == "whole" or tuple(value.shape) == (owned_slice.numel,)
 
@@ -204,10 +204,11 @@ def _target(
 
 
 class StateSlice(torch.Tensor):
-    """Elements ``start:stop`` of a state tensor: has the size of the whole, the memory of the slice.
+    """Elements ``start:stop`` of a state tensor, with the size of the full tensor and the memory of the slice.
 
-    DCP asks for the parts it can store through the dunder methods (its ``_Checkpointable`` protocol).  Do not compute
-    with it: only ``local`` holds values.
+    DCP gets the boxes to store through the dunder methods (its ``_Checkpointable`` protocol).  Do not compute with it:
+    only
+    ``local`` has values.
     """
 
     local: torch.Tensor
@@ -217,7 +218,7 @@ class StateSlice(torch.Tensor):
 
     @staticmethod
     def make(local: torch.Tensor, param: torch.Tensor, start: int) -> StateSlice:
-        """Return the slice of a tensor that lies as ``param`` does and holds ``local`` (1-D) from ``start`` on."""
+        """Return the slice of a tensor with the strides of ``param`` whose elements from ``start`` on are ``local`` (1-D)."""
         slice_ = torch.empty(1, dtype=local.dtype, device=local.device).expand(param.shape).as_subclass(StateSlice)
         order = range(param.dim()) if param.is_contiguous() else memory_order(param)
         slice_.local, slice_.start, slice_.order = local, start, tuple(order)
@@ -253,7 +254,8 @@ class StateSlice(torch.Tensor):
         for box in self.parts:
             if index.offset == self._by_dim(box.offsets):
                 begin = box.start - self.start
-                dims = self._by_dim(range(len(self.order)))  # where each dim of the tensor is among those of the box
+                # for each dim of the tensor, its index among those of the box
+                dims = self._by_dim(range(len(self.order)))
                 return self.local[begin : begin + box.numel].view(box.sizes).permute(dims)
         raise StateError(f"{index.fqn}: no part of this rank's slice starts at {index.offset}")
 
@@ -263,9 +265,9 @@ class ShardedState:
 
     Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
     names of the parameters, or with ``flat`` too those of torch's ``flatten_optimizer_state_dict``. To load into an
-    optimizer that has not stepped pass ``loading=path``, the checkpoint's folder or ``StorageReader``: DCP fills tensors
-    that exist, so the optimizer is tried out on zeros to learn what its state looks like. ``loading=True`` does it for
-    all parameters; DCP raises "Missing key" then if some had no state, since no loss had used them.
+    optimizer that has not stepped, pass ``loading=path``, the checkpoint's folder or ``StorageReader``: DCP fills
+    existing tensors, so a probe steps on zeros to find the entries of the state. ``loading=True`` does that for all
+    parameters; then DCP raises "Missing key" if the checkpoint lacks state for some, because no loss had used them.
 
     Example:
         >>> dcp.save({"optimizer": zero.sharded()}, checkpoint_id=path)  # doctest: +SKIP
@@ -294,7 +296,7 @@ class ShardedState:
             self._keys.append(index if by_id is None else by_id[id(param)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's slices, or it flat."""
+        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's slices, or its flat form."""
         state: dict[int | str, StateOfParam] = {}
         made = {} if self._loading is False else _blank_state(self._local)
         for own in self._local.rank_partition.local_slices:
@@ -308,7 +310,7 @@ class ShardedState:
         return in_form("flat" if self._flat else "named", state, groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Adopt what DCP has filled in; options come from the checkpoint."""
+        """Load what DCP has filled in; options come from the checkpoint."""
         if is_flat(state_dict):
             keys = iter(map(str, self._keys))
             state_dict = unflattened(
@@ -333,7 +335,7 @@ def _inward(local: LocalSlice, _name: str, value: Any) -> Any:
 
 
 def _blank_state(local: LocalOptimizer) -> dict[OwnedSlice, StateOfParam]:
-    """Return state of the right names, shapes and dtypes for trainable slices without any."""
+    """Return state with the right names, shapes and dtypes for trainable slices without state."""
     local.push_options()
     lacking = {
         id(own.tensor): own
