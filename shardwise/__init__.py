@@ -1,5 +1,6 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
+from shardwise.checkpoint.weights import full_state_dict, full_tensors
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.collectives.host import register_transports as _register_transports
 from shardwise.collectives.routes import set_default_transport
@@ -89,6 +90,8 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "clip_grad_norm_",
     "describe_units",
+    "full_state_dict",
+    "full_tensors",
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "hook_with_zero_step",

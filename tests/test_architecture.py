@@ -214,12 +214,13 @@ def test_pytest_looks_into_every_test_folder(request: pytest.FixtureRequest) -> 
 
 
 # Doors have the arguments of torch's; what is left of a pool's keywords goes to the function that it calls; the options of
-# a save are told by keyword.
+# a save and of an export are told by keyword.
 MANY_PARAMETERS = {
     "fsdp/api.py:fully_shard",
     "fsdp/api.py:replicate",
     "fsdp/shard_model.py:shard_model",
     "zero/optimizer.py:__init__",
+    "checkpoint/convert.py:export_model",
     "checkpoint/save.py:save",
     "testing/pool.py:attempt",
 }

@@ -285,7 +285,7 @@ def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) ->
     """
     found = _parts(name, tensor, {} if windows is None else windows)
     for part in found:
-        _check_plain(name, part.tensor)
+        check_plain(name, part.tensor)
     return found
 
 
@@ -321,7 +321,8 @@ def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
     return (local if type(local) is torch.Tensor else torch_private.wait_tensor(local)).detach()
 
 
-def _check_plain(name: str, local: torch.Tensor) -> None:
+def check_plain(name: str, local: torch.Tensor) -> None:
+    """Raise a ConfigError unless ``local`` is a plain tensor with values."""
     if local.is_meta:
         raise ConfigError(f"{name} is on the meta device and has no values; call module.to_empty(device=...) first")
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_sparse:
@@ -378,7 +379,7 @@ class Contents:
         known = self.known.get(name)
         if known is not None and known.is_like(tensor):
             local = _own_memory(tensor)
-            _check_plain(name, local)
+            check_plain(name, local)
             self.parts[name], self.held[name] = [LocalPart(known.held.windows[0], local)], known.held
             return
         parts = parts_of(name, tensor, self._windows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -35,10 +37,11 @@ from shardwise.checkpoint.format import (
     split,
     whole,
 )
-from shardwise.checkpoint.load import INDEX, MOST_NUMEL, SINGLE, find_foreign, foreign_manifest, stream
+from shardwise.checkpoint.load import INDEX, MOST_NUMEL, SINGLE, find_foreign, foreign_manifest, real_name, stream
 from shardwise.checkpoint.save import SaveId, make_manifest, write_manifest, write_part
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.safe_files import create_file, replace_file
+from shardwise.fsdp.module import FSDPModule
+from shardwise.safe_files import create_file, read_bytes, replace_file
 
 # ---- Two checkpoints beside each other: which tensors and values differ, and by how much.
 
@@ -210,16 +213,24 @@ def export_model(
     step: int | None = None,
     key: str = "model",
     most_bytes: int = 5 * 10**9,
+    beside: Sequence[object] = (),
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write the model called ``key`` of a checkpoint as Hugging Face has models; return the files, the index last.
+    """Write the model called ``key`` of a checkpoint as Hugging Face has models; return its files, the index last.
 
-    Files hold up to ``most_bytes``: ``model.safetensors``, or ``model-0000n-of-0000m.safetensors`` and an index.  Tied
-    weights are written once, under their first name.  Memory: the largest tensor.  Not collective.
-    Raises: CheckpointError, DamagedCheckpointError; FileExistsError for a file that is there.
+    Args:
+        folder: where checkpoints are, or one checkpoint; ``step``: which one (default: the newest).
+        to: a folder; it is made.
+        most_bytes: in one file: ``model.safetensors``, or ``model-0000n-of-0000m.safetensors`` and an index.
+        beside: what ``from_pretrained`` needs too.  A model of transformers, sharded or not: its config and generation config
+            are written.  The folder of one: its config and tokenizer files are copied.  Others, such as a tokenizer:
+            ``save_pretrained`` is called.
+
+    Tied weights are written once, under their first name.  Memory: the largest tensor.  Not collective.
+    Raises: CheckpointError, DamagedCheckpointError; FileExistsError for a file of weights that is there.
 
     Example:
-        >>> export_model("run", "exported")  # doctest: +SKIP
+        >>> export_model("run", "exported", beside=[model, tokenizer])  # doctest: +SKIP
     """
     source, target = open_source(folder, step), Path(to)
     if target.is_file():
@@ -242,7 +253,36 @@ def export_model(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         replace_file(target, INDEX, json.dumps(index, indent=2) + "\n")
         paths.append(target / INDEX)
+    for thing in beside:
+        _save_beside(thing, target)
     return paths
+
+
+# Files of a model's folder that are neither weights nor anything to run.
+_BESIDE = ("*config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*")
+
+
+def _save_beside(thing: Any, target: Path) -> None:
+    if isinstance(thing, str | Path):
+        folder = Path(thing)
+        names = sorted({path.name for pattern in _BESIDE for path in folder.glob(pattern)})
+        if not names:
+            raise ConfigError(f"{folder} has no config.json and no tokenizer files; name the folder of a model")
+        for name in names:
+            replace_file(target, name, read_bytes(folder, real_name(folder, name)))
+    elif isinstance(thing, nn.Module) and hasattr(thing, "config"):
+        config: Any = copy.copy(thing.config)
+        plain_class = next(each for each in type(thing).__mro__ if not issubclass(each, FSDPModule))
+        config.architectures = config.architectures or [plain_class.__name__]
+        config.save_pretrained(target)
+        if getattr(thing, "generation_config", None) is not None:
+            cast(Any, thing.generation_config).save_pretrained(target)
+    elif hasattr(thing, "save_pretrained") and not isinstance(thing, nn.Module):
+        thing.save_pretrained(target)
+    else:
+        raise ConfigError(
+            f"beside holds {type(thing).__name__}, expected a model with a config, a folder, or an object with save_pretrained"
+        )
 
 
 def _batches(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:

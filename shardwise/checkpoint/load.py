@@ -8,14 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwise.arguments import explains_arguments
-from shardwise.checkpoint.contents import LoadRequests
+from shardwise.checkpoint.contents import LoadRequests, Request
 from shardwise.checkpoint.files import (
     Files,
     list_checkpoints,
@@ -36,8 +37,11 @@ from shardwise.checkpoint.format import (
     Window,
     as_table,
     as_text,
+    dtype_name,
     join,
     parse_json,
+    plain,
+    split,
     step_of,
     whole,
 )
@@ -65,17 +69,17 @@ def find_foreign(files: Files, path: Path) -> tuple[Path, list[str]] | None:
     names = files.names(path)
     if INDEX in names:
         what = str(path / INDEX)
-        fields = parse_json(read_all(files, path / _real_name(path, INDEX), 2**30), what)
+        fields = parse_json(read_all(files, path / real_name(path, INDEX), 2**30), what)
         table = as_table(fields.get("weight_map"), f"{what}: weight_map")
         found = sorted({as_text(name, f"{what}: weight_map") for name in table.values()})
         outside = [name for name in found if "/" in name or "\\" in name or not name.endswith(".safetensors")]
         if outside:
             raise DamagedCheckpointError(f"{what}: weight_map: {outside[0][:80]!r} is no file of this folder")
-        return path, [_real_name(path, name) for name in found]
-    return (path, [_real_name(path, SINGLE)]) if SINGLE in names else None
+        return path, [real_name(path, name) for name in found]
+    return (path, [real_name(path, SINGLE)]) if SINGLE in names else None
 
 
-def _real_name(folder: Path, name: str) -> str:
+def real_name(folder: Path, name: str) -> str:
     """Return the file that ``name`` stands for: in a snapshot of Hugging Face's cache it is a link into ``blobs``."""
     place = folder / name
     target = os.path.normpath(folder / os.readlink(place)) if place.is_symlink() else ""
@@ -168,6 +172,50 @@ def _read(
     yield from found
 
 
+# ---- A state dict in a file of ``torch.save``: mapped into memory, so that a rank reads the ranges that it needs.
+
+TORCH_FILES = (".pt", ".pth", ".bin")
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return True if the name of ``path`` is that of a file of ``torch.save``."""
+    return path.suffix in TORCH_FILES and path.is_file()
+
+
+def read_torch_file(path: Path, key: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state dict, or of the one called ``key`` in a dict of several; nothing in the file is run.
+
+    Raises: CheckpointError for another content, DamagedCheckpointError for what ``torch.load`` cannot read.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, EOFError, KeyError, UnpicklingError) as error:
+        raise DamagedCheckpointError(
+            f"{path}: torch.load(..., mmap=True, weights_only=True) cannot read it: {str(error)[:200]}"
+        ) from error
+    inner = found.get(key, found) if isinstance(found, dict) else found
+    items = cast(dict[Any, Any], inner).items() if isinstance(inner, dict) else ()
+    if not items or not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in items):
+        there = ", ".join(str(name) for name, _ in list(items)[:4]) or type(inner).__name__
+        raise CheckpointError(
+            f"{path}: expected a state dict of tensors, or a dict with one as {key!r}; found {there}. The name of the module "
+            "in the state says which one to take"
+        )
+    return {plain(name): tensor.detach() for name, tensor in items}
+
+
+def fill_requests(requests: Iterable[Request], tensors: Mapping[str, torch.Tensor]) -> int:
+    """Fill the targets of ``requests`` from ``tensors``; return how many bytes were read."""
+    total = 0
+    for request in requests:
+        source = tensors[split(request.name)[-1]]
+        for dim, (start, size) in enumerate(zip(request.window.offsets, request.window.sizes, strict=True)):
+            source = source.narrow(dim, start, size)
+        request.target.copy_(source)
+        total += source.numel() * source.element_size()
+    return total
+
+
 logger = logging.getLogger(__name__)
 
 _MOST_LISTED = 12
@@ -218,7 +266,8 @@ def load(
 
     Args:
         folder: where checkpoints are, or one checkpoint; or a model as Hugging Face has it (a folder with
-            ``model.safetensors`` or its index, or one such file), which has no sums to be verified by.
+            ``model.safetensors`` or its index, or one such file) or a state dict of ``torch.save``, which have no sums to
+            be verified by.
         state: as for :func:`save`, or some entries of it.
         step: the checkpoint to load (default: the newest).
         strict: raise if names differ between the state and the checkpoint, in entries that are asked for.
@@ -255,7 +304,7 @@ def _candidates(path: Path, step: int | None, files: Files, store_gather: StoreG
     def look() -> list[str]:
         if store_gather.rank:
             return []
-        if MANIFEST in files.names(path) or find_foreign(files, path) is not None:
+        if MANIFEST in files.names(path) or find_foreign(files, path) is not None or is_torch_file(path):
             return [str(path)]
         if path.is_file():
             raise CheckpointError(
@@ -301,12 +350,20 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: Sto
     files = Files(path.parent)
     note("checkpoint load", str(path))
     foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
-    if foreign is not None:
+    tensors = read_torch_file(path, _only_module(state)) if is_torch_file(path) else {}
+    if tensors:
+        records = {
+            name: TensorRecord(dtype_name(each.dtype, name), tuple(each.shape), ()) for name, each in tensors.items()
+        }
+        manifest = Manifest(
+            "0" * 32, 0, 1, (), {join(_only_module(state), name): record for name, record in records.items()}
+        )
+    elif foreign is not None:
         path, names = foreign
         manifest = foreign_manifest(files, path, names, _only_module(state))
     else:
         manifest = read_manifest(files, path)
-    if foreign is None and step_of(path.name) not in (None, manifest.step):
+    if foreign is None and not tensors and step_of(path.name) not in (None, manifest.step):
         raise DamagedCheckpointError(f"{path / MANIFEST}: is that of step {manifest.step}")
     order = LoadRequests(manifest)
     carriers = carriers_of(state, store_gather.rank, store_gather.size)
@@ -314,7 +371,11 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: Sto
     unexpected = tuple(order.unexpected([carrier.prefix for carrier in carriers]))
     if strict:
         _refuse_differences(order, state, unexpected)
-    return _Staged(manifest, order, applies, unexpected, read_requests(files, path, manifest, order.requests))
+    if tensors:
+        num_bytes = fill_requests(order.requests, tensors)
+    else:
+        num_bytes = read_requests(files, path, manifest, order.requests)
+    return _Staged(manifest, order, applies, unexpected, num_bytes)
 
 
 def _refuse_differences(order: LoadRequests, state: Mapping[str, Any], unexpected: Sequence[str]) -> None:

@@ -644,6 +644,11 @@ class ModuleCarrier:
             if isinstance(self._state[key], torch.Tensor):
                 self.names.setdefault(id(self._state[key]), name)
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the live parameters and persistent buffers; tied ones under each of their names."""
+        values = {name: self._state[key] for name, key in self._keys.items()}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
     def put(self, contents: Contents) -> None:
         """See :class:`ObjectCarrier`."""
         shared = {id(each) for module in self._given.modules() if _shares_buffers(module) for each in module.buffers()}

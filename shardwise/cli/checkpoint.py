@@ -302,8 +302,8 @@ def _export(console: Console, arguments: argparse.Namespace) -> int:
         if is_whole:
             written = [export_torch(path, out, progress=seen)]
         else:
-            key, most_bytes = arguments.key, arguments.file_bytes
-            written = export_model(path, out, key=key, most_bytes=most_bytes, progress=seen)
+            key, most_bytes, beside = arguments.key, arguments.file_bytes, arguments.beside
+            written = export_model(path, out, key=key, most_bytes=most_bytes, beside=beside, progress=seen)
     for each in written:
         console.print(f"{each}  {format_bytes(each.stat().st_size, 1024)}", markup=False)
     return 0

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import fully_shard
+from shardwise import ConfigError, fully_shard
 from shardwise.checkpoint import CheckpointError, DamagedCheckpointError, load, save
 from shardwise.checkpoint.convert import export_model, export_torch
 
@@ -40,15 +40,16 @@ def test_from_pretrained_loads_what_was_exported_and_shards_load_it_back(tmp_pat
     save(tmp_path / "run", {"model": model}, step=1)
     exported = tmp_path / "exported"
     if dist.get_rank() == 0:
-        paths = export_model(tmp_path / "run", exported, most_bytes=most_bytes)
+        paths = export_model(tmp_path / "run", exported, most_bytes=most_bytes, beside=[model])
         assert (len(paths) > 3) == (most_bytes == 3000)
-        model.config.save_pretrained(exported)
     dist.barrier()
     expected = _whole(model)
     found = type(model).from_pretrained(exported)
     for name, value in found.state_dict().items():
         assert torch.equal(value, expected[name]), name
     assert found.lm_head.weight is found.transformer.wte.weight
+    assert found.config.architectures == ["GPT2LMHeadModel"]
+    assert found.generation_config.eos_token_id == model.generation_config.eos_token_id
     back = _gpt2(1)
     fully_shard(back.transformer.h[0])
     fully_shard(back)
@@ -103,3 +104,87 @@ def test_one_file_of_another_tool_is_loaded_into_shards(tmp_path: Path) -> None:
     dist.barrier()
     with pytest.raises(DamagedCheckpointError, match="no file of this folder"):
         load(tmp_path, {"model": model})
+
+
+def test_an_export_takes_config_and_tokenizer_files_along(tmp_path: Path) -> None:
+    save(tmp_path / "run", {"model": Net()}, step=1)
+    hub = tmp_path / "hub"
+    wanted = [
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    ]
+    hub.mkdir()
+    for name in (*wanted, "model.safetensors", "pytorch_model.bin", "modeling_own.py", "README.md"):
+        (hub / name).write_text(f"of {name}")
+
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("mine")
+
+    export_model(tmp_path / "run", tmp_path / "exported", beside=[hub, Tokenizer()])
+    found = {path.name: path.read_text() for path in (tmp_path / "exported").glob("*.[jt]*")}
+    assert found == {name: f"of {name}" for name in wanted} | {"tokenizer.json": "mine"}
+    with pytest.raises(ConfigError, match=r"has no config\.json and no tokenizer files"):
+        export_model(tmp_path / "run", tmp_path / "again", beside=[tmp_path])
+    with pytest.raises(ConfigError, match="beside holds Net, expected a model with a config"):
+        export_model(tmp_path / "run", tmp_path / "third", beside=[Net()])
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "hybrid", "tensor parallel", "replicate", "plain"])
+@on_ranks(2)
+def test_a_state_dict_of_torch_save_is_loaded_into_shards(api: str, tmp_path: Path) -> None:
+    whole, path = Net(seed=3), tmp_path / "weights.pt"
+    with torch.no_grad():
+        whole.first.weight.data = whole.first.weight.t().contiguous().t()  # rows that do not lie one after the other
+    if dist.get_rank() == 0:
+        torch.save(whole.state_dict(), path)
+        torch.save(
+            {"net": {f"_orig_mod.{name}": value for name, value in whole.state_dict().items()}}, tmp_path / "all.pth"
+        )
+    dist.barrier()
+    for folder, key in ((path, "model"), (tmp_path / "all.pth", "net")):
+        model, _ = made(api, seed=1)
+        found = load(folder, {key: model})
+        assert differences(model, whole) == []
+        assert found.step == 0
+    with pytest.raises(CheckpointError, match="a dict with one as 'model'; found net"):
+        load(tmp_path / "all.pth", {"model": model})
+
+
+@on_ranks(2)
+def test_a_rank_reads_its_own_rows_of_a_file_of_torch_save(tmp_path: Path) -> None:
+    model = torch.nn.Linear(64, 64, bias=False)
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+    dist.barrier()
+    fully_shard(model)
+    assert load(tmp_path / "weights.pt", {"model": model}).num_bytes_read == 64 * 32 * 4
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("ran"),)
+
+
+@on_ranks(2)
+def test_nothing_in_a_file_of_torch_save_is_run_and_damage_is_named(tmp_path: Path) -> None:
+    model, _ = made("fully_shard")
+    before = _whole(model)
+    if dist.get_rank() == 0:
+        torch.save({"first.weight": Evil()}, tmp_path / "evil.pt")
+        torch.save(Net().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+        (tmp_path / "cut.pt").write_bytes(b"PK\3\4 and no more")
+        torch.save([1, 2], tmp_path / "list.pt")
+    dist.barrier()
+    for name in ("evil.pt", "old.pt", "cut.pt"):
+        with pytest.raises(DamagedCheckpointError, match="cannot read it"):
+            load(tmp_path / name, {"model": model})
+    with pytest.raises(CheckpointError, match="expected a state dict of tensors.*found list"):
+        load(tmp_path / "list.pt", {"model": model})
+    assert not Path("ran").exists()
+    for name, value in _whole(model).items():
+        assert torch.equal(value, before[name]), name

@@ -54,6 +54,8 @@ from shardwise import (
     ZeroRedundancyOptimizer,
     clip_grad_norm_,
     describe_units,
+    full_state_dict,
+    full_tensors,
     fully_shard,
     get_cls_to_fsdp_cls,
     hook_with_zero_step,
@@ -99,6 +101,10 @@ def place(param: nn.Parameter) -> Shard | None:
     return Shard(0) if param.dim() > 1 else None
 
 
+def weight_names(name: str) -> bool:
+    return name.endswith("weight")
+
+
 def shards() -> FSDPModule:
     mesh: DeviceMesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = Net()
@@ -112,6 +118,8 @@ def shards() -> FSDPModule:
     init_parameters(together)
     init_parameters(together, lambda net: net.apply(print), device="cpu")
     share_comm_ctx([sharded, together])
+    weights: dict[str, torch.Tensor] = full_state_dict(model, dtype=torch.bfloat16, only=weight_names, rank=0)
+    weights |= dict(full_tensors(model, dtype=None, only=None))
     copied: ReplicateModule = replicate(Net(), mesh=mesh)
     copied.set_requires_gradient_sync(True)
     classes: dict[type, type] = get_cls_to_fsdp_cls()
