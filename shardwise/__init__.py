@@ -14,6 +14,7 @@ from shardwise.errors import (
     DamagedCheckpointError,
     DesyncError,
     LayoutError,
+    RankError,
     RejectedStep,
     ShardwiseError,
     StateError,
@@ -38,6 +39,7 @@ from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHa
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import shard_model
 from shardwise.fsdp.trace import Span, Trace, trace
+from shardwise.loop.launch import notebook_launch
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
@@ -71,6 +73,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Plan",
+    "RankError",
     "RejectedStep",
     "ReplicateModule",
     "ShardPlacementResult",
@@ -97,6 +100,7 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "init_parameters",
+    "notebook_launch",
     "plan",
     "policy",
     "record",

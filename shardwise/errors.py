@@ -59,6 +59,10 @@ class TransportError(ShardwiseError, RuntimeError):
     """An exchange with another rank failed: that rank is gone, or did not take part in time."""
 
 
+class RankError(ShardwiseError, RuntimeError):
+    """A rank of ``notebook_launch`` was killed or raised: holds its traceback."""
+
+
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint was not written, or cannot be loaded: names file, tensor and block where it can; nothing has changed."""
 

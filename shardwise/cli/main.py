@@ -14,6 +14,7 @@ from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras
 from shardwise.cli.info import add_info_arguments
 from shardwise.cli.plan import add_plan_arguments, run_plan
+from shardwise.cli.run import add_run_arguments, run_run
 from shardwise.cli.train import add_train_arguments, read_train_request
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.formatting import drop_output, plain, prepare_output
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_arguments(commands)
+    add_run_arguments(commands)
     add_bench_arguments(commands)
     add_checkpoint_arguments(commands)
     add_diagnose_arguments(commands)
@@ -77,6 +79,8 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from shardwise.cli.bench import count_host, run_bench
 
         return run_bench(read_bench_request(arguments, *count_host()), words)
+    if arguments.command == "run":
+        return run_run(arguments)
     if arguments.command == "diagnose":
         return run_diagnose(arguments)
     if arguments.command == "info":

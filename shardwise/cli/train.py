@@ -33,7 +33,6 @@ from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_V
 from shardwise.cli.local_ranks import (
     RestartPolicy,
     attempt_from,
-    handled,
     job_of,
     launch_ranks,
     launch_with_restarts,
@@ -44,6 +43,7 @@ from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
 from shardwise.formatting import format_bytes, format_ranks, plain
+from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config, check_ranks
 from shardwise.recipes.data import open_vocabulary
@@ -392,17 +392,6 @@ TIMEOUT = timedelta(minutes=10)
 _CLAIM = "shardwise/failure"
 _REFUSING_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when its parent ends
-_PATIENCE_S = 3.0  # the rank that failed first has the better reason, and a launcher the best
-_LOST_PEER = (
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "connection refused",
-    "socket timeout",
-    " is gone",
-    " are gone",
-    " did not all make this call",
-)
 
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
@@ -484,8 +473,8 @@ def _choose_own_device(device_type: str, environment: Mapping[str, str]) -> torc
 def _fail(error: Exception, claim: Callable[[], bool], rank: str, run: Path | None) -> None:
     """Print the reason once over all ranks and end this process, so that the launcher ends the others."""
     message = explain(error)
-    if _is_lost_peer(error):
-        time.sleep(_PATIENCE_S)
+    if is_lost_peer(error):
+        time.sleep(PATIENCE_S)
         message = message or "another rank ended without giving a reason (killed, or out of memory?)"
     try:
         is_speaker = claim()
@@ -496,7 +485,7 @@ def _fail(error: Exception, claim: Callable[[], bool], rank: str, run: Path | No
             traceback.print_exception(error)
             message = f"rank {rank} failed unexpectedly ({type(error).__name__}); the traceback is above"
         print(f"shardwise: error: {plain(message)}", file=sys.stderr)
-        if run is not None and (isinstance(error, DesyncError | TransportError) or _is_lost_peer(error)):
+        if run is not None and (isinstance(error, DesyncError | TransportError) or is_lost_peer(error)):
             print(f"shardwise: what each rank did last: shardwise diagnose {run}", file=sys.stderr)
     is_final = LAUNCHER_VARIABLE in os.environ and would_fail_again(error)
     _end(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FINAL if is_final else EXIT_FAILED)
@@ -536,17 +525,12 @@ def explain(error: BaseException) -> str | None:
         return "standard output was closed; the run stopped. Continue it with --resume."
     if isinstance(error, torch.OutOfMemoryError):
         return "out of GPU memory. Use a smaller --batch or more --accumulate, more ranks, or a smaller model."
-    if isinstance(error, OSError) and not _is_lost_peer(error):
+    if isinstance(error, OSError) and not is_lost_peer(error):
         where = f" {error.filename}" if error.filename else ""
         return f"cannot read or write{where}: {error.strerror or error}. Complete checkpoints are as they were."
     if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
         return f"the port at which the ranks meet is in use ({error}). Choose another MASTER_PORT."
     return None
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, RuntimeError | ConnectionError) and any(words in text for words in _LOST_PEER)
 
 
 def _end_with(launcher: int) -> None:

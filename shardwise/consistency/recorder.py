@@ -551,20 +551,36 @@ class DefaultRecorder(Recorder):
     @property
     def is_silent(self) -> bool:
         """True also while the user's own recorder is open."""
-        return super().is_silent or any(type(each) is Recorder for each in _open)
+        return super().is_silent or any(not isinstance(each, DefaultRecorder) for each in _open)
 
     def _put(self, record: Record) -> Path:
         self._is_unwritten = False
         if self.place() is None:
             raise OSError("the job has no name yet")
-        place = self.folder.parent
-        place.mkdir(mode=0o700, exist_ok=True)
-        found = place.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():  # another user created it first
-            raise OSError(f"{place} belongs to another user")
-        for old in sorted(each for each in place.iterdir() if each != self.folder)[: 1 - _MOST_JOBS]:
-            shutil.rmtree(old, ignore_errors=True)
+        _make_default_place(self.folder)
         return super()._put(record)
+
+
+class JobRecorder(Recorder):
+    """Writes into a folder of :func:`default_place` that a launcher has chosen for all ranks of its job."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, None)
+
+    def _put(self, record: Record) -> Path:
+        _make_default_place(self.folder)
+        return super()._put(record)
+
+
+def _make_default_place(folder: Path) -> None:
+    """Create the place of job ``folder``, and remove folders of older jobs.  Raises: OSError if it is another user's."""
+    place = folder.parent
+    place.mkdir(mode=0o700, exist_ok=True)
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():  # another user created it first
+        raise OSError(f"{place} belongs to another user")
+    for old in sorted(each for each in place.iterdir() if each != folder)[: 1 - _MOST_JOBS]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def default_place() -> Path:

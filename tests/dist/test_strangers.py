@@ -20,10 +20,10 @@ from helpers.runs import write_text
 from helpers.strangers import NOBODY, run_as_nobody, second_user, stranger_at
 
 from shardwise import ShardwiseError, fully_shard
-from shardwise.cli.local_ranks import private_network
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment
 from shardwise.consistency.process_groups import check_peers
 from shardwise.errors import TransportError
+from shardwise.loop.launch import private_network
 
 
 def _num_sockets() -> int:

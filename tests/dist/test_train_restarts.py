@@ -19,8 +19,8 @@ from helpers.runs import metrics_of, write_text
 
 from shardwise.checkpoint.convert import compare_tensors, names_in
 from shardwise.checkpoint.files import Files, list_checkpoints, read_manifest
-from shardwise.cli import local_ranks
 from shardwise.cli.main import main
+from shardwise.loop import launch
 from shardwise.recipes.run_folder import read_restarts
 
 FAST = {"steps": 12, "eval_every": 12, "log_every": 4, "save_every": 2, "sample_bytes": 0, "keep": 2}
@@ -86,9 +86,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_parameters_of_an_undisturbed
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, whole, chance = tmp_path / "run", tmp_path / "whole", random.Random(num_ranks)
-    monkeypatch.setattr(
-        local_ranks, "GRACE_S", 20.0
-    )  # the others write down what they did, however busy the machine is
+    monkeypatch.setattr(launch, "GRACE_S", 20.0)  # the others write down what they did, however busy the machine is
     assert main(_words(text, whole, num_ranks)) == 0
     steps = [chance.randrange(2, 5), chance.randrange(7, 10)][: 3 - num_ranks // 2]  # one kill of four ranks
     victims = [chance.randrange(num_ranks) for _ in steps]

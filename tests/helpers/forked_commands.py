@@ -20,7 +20,7 @@ from typing import Any
 
 from helpers.commands import COMMAND, Ended, clean_environment
 from helpers.jobs import PRELOAD
-from shardwise.cli import local_ranks
+from shardwise.loop import launch
 
 
 class Forked:
@@ -119,15 +119,15 @@ def _run_command(
     sys.path.insert(0, place)  # as ``python -m`` does
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    local_ranks._start = _fork_rank  # pyright: ignore
+    launch._start = _fork_rank  # pyright: ignore
     _run_main(words, environment)
 
 
-def _fork_rank(words: Sequence[str], environment: Mapping[str, str], _network: tuple[int, ...]) -> Forked:
-    kept = local_ranks._KEPT_FROM_RANKS  # pyright: ignore
+def _fork_rank(words: Sequence[str], environment: Mapping[str, str], _place: launch.LaunchContext) -> Forked:
+    kept = launch._KEPT_FROM_RANKS  # pyright: ignore
     signal.pthread_sigmask(signal.SIG_BLOCK, kept)
     try:
-        process = mp.get_context("fork").Process(target=_run_rank, args=(list(words), dict(environment)))
+        process = mp.get_context("fork").Process(target=_run_rank, args=(list(words[2:]), dict(environment)))
         process.start()
         return Forked(process)
     finally:
@@ -140,7 +140,7 @@ def _run_rank(words: list[str], environment: dict[str, str]) -> None:
             with contextlib.suppress(OSError):  # that of the list itself
                 if not os.get_inheritable(fd):
                     os.dup2(nothing.fileno(), fd, inheritable=False)
-    for number in (*local_ranks.SIGNALS, signal.SIGUSR1):  # handlers end where a new interpreter begins
+    for number in (*launch.SIGNALS, signal.SIGUSR1):  # handlers end where a new interpreter begins
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _run_main(words, environment)

@@ -15,8 +15,8 @@ import pytest
 
 from helpers.forked_commands import Forked
 from helpers.jobs import PRELOAD
-from shardwise.cli import local_ranks
 from shardwise.cli.exits import LAUNCHER_VARIABLE
+from shardwise.loop import launch
 
 
 class ForkedRank(Forked):
@@ -24,10 +24,10 @@ class ForkedRank(Forked):
 
     started: list[ForkedRank] = []
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], network: tuple[int, ...] = ()) -> None:
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], _place: launch.LaunchContext) -> None:
         context: Any = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
-        process = context.Process(target=_run, args=(list(words), dict(environment)))
+        process = context.Process(target=_run, args=(list(words[2:]), dict(environment)))
         process.start()
         super().__init__(process)
         self.rank = int(environment["RANK"])
@@ -48,8 +48,8 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 def fork_ranks(patch: pytest.MonkeyPatch) -> None:
     """Let the launcher of this process fork its ranks."""
     ForkedRank.started = []
-    patch.setattr(local_ranks, "_start", ForkedRank)
-    patch.setattr(local_ranks, "POLL_S", 0.01)
+    patch.setattr(launch, "_start", ForkedRank)
+    patch.setattr(launch, "POLL_S", 0.01)
 
 
 def alive(since: float = 10.0) -> list[int]:

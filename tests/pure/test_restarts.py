@@ -15,10 +15,11 @@ from helpers.runs import write_text
 from shardwise import ConfigError
 from shardwise.checkpoint import CheckpointError
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL
-from shardwise.cli.local_ranks import Ended, FailedRank, RestartPolicy, RestartProgress, ranks_for, why_not
+from shardwise.cli.local_ranks import RestartPolicy, RestartProgress, ranks_for, why_not
 from shardwise.cli.main import build_parser
 from shardwise.cli.train import name_start, read_train_request, would_fail_again
 from shardwise.errors import TransportError
+from shardwise.loop.launch import Ended, FailedRank
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.run_folder import Restart, Start, StepFile, note_restart, prepare_run, read_restarts, steps_in
 from shardwise.recipes.train import DivergedError

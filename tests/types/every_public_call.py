@@ -35,6 +35,7 @@ from shardwise import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Plan,
+    RankError,
     RejectedStep,
     ReplicateModule,
     ShardedOptimizer,
@@ -61,6 +62,7 @@ from shardwise import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
     init_parameters,
+    notebook_launch,
     plan,
     policy,
     record,
@@ -231,10 +233,15 @@ def saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return loaded.step
 
 
+def launches() -> int:
+    found: int = notebook_launch(saves, 2, Net(), None)
+    return found
+
+
 def fails() -> None:
     kinds: tuple[type[ShardwiseError], ...] = (
         CheckpointError, ConfigError, DamagedCheckpointError, DesyncError, LayoutError, StateError, TransportError,
-        ArgumentTypeError, UsageError,
+        ArgumentTypeError, UsageError, RankError,
     )  # fmt: skip
     try:
         with record("run/black_box", stall_s=30.0), faults.kill_at("backward", rank=1, step=3):

@@ -1,0 +1,580 @@
+"""Processes of this host that are the ranks of one job: started, passed signals, and never outliving their launcher.
+
+Ranks of ``shardwise train`` meet through a file.  Ranks of a user's program (``shardwise run``, ``notebook_launch``) meet as
+under torchrun, at a store of the launcher that listens on loopback alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import importlib
+import os
+import pickle
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.consistency.recorder import JobRecorder, default_place
+from shardwise.errors import ConfigError, RankError
+from shardwise.one_host import ScratchFolder, read_proc, stay_on_loopback
+
+# ---- A network namespace for the ranks of one host, so that other users neither see their ports nor can connect.
+
+# Root needs no user namespace, and inside one it could not read files of other users.  Any other user maps to itself.
+_MAKE = """
+import ctypes, fcntl, os, socket, struct, sys
+uid, gid, libc = os.geteuid(), os.getegid(), ctypes.CDLL(None)
+if libc.unshare(0x40000000 | (0x10000000 if uid else 0)): sys.exit(1)
+maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"} if uid else {}
+for name in maps:
+    with open(f"/proc/self/{name}", "w") as file: file.write(maps[name])
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    fcntl.ioctl(probe, 0x8914, struct.pack("16sh22x", b"lo", 1))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+_ENTER = """
+import ctypes, os, sys
+count, libc = int(sys.argv[1]), ctypes.CDLL(None, use_errno=True)
+for fd in sys.argv[2:2 + count]:
+    if libc.setns(int(fd), 0): sys.exit(os.strerror(ctypes.get_errno()))
+    os.close(int(fd))
+os.execv(sys.argv[2 + count], sys.argv[2 + count:])
+"""
+
+
+@contextmanager
+def private_network(is_wanted: bool) -> Generator[tuple[int, ...], None, None]:
+    """Yield descriptors of a new network namespace that only has a loopback interface, for :func:`entering`.
+
+    The tuple is empty if none is wanted or the kernel does not allow one (many containers).  Cost: one small process.
+    """
+    with ExitStack() as stack:
+        if not is_wanted or sys.platform != "linux":
+            yield ()
+            return
+        command = [sys.executable, "-IS", "-c", _MAKE]
+        pipe = subprocess.PIPE
+        holder = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL))
+        assert holder.stdout is not None
+        found: list[int] = []
+        if holder.stdout.readline():
+            with contextlib.suppress(OSError):
+                for kind in ("net",) if os.geteuid() == 0 else ("user", "net"):
+                    found.append(os.open(f"/proc/{holder.pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC))
+                    stack.callback(os.close, found[-1])
+        holder.communicate()
+        yield tuple(found)
+
+
+def entering(network: tuple[int, ...], command: list[str]) -> list[str]:
+    """Return the command line that runs ``command`` in ``network``; the new process must inherit these descriptors."""
+    if not network:
+        return command
+    return [sys.executable, "-IS", "-c", _ENTER, str(len(network)), *map(str, network), *command]
+
+
+POLL_S = 0.05
+GRACE_S = 1.5  # after one rank has failed: what others may take to notice and to write down what they did
+LEAVE_S = 10.0  # after a signal, when the first rank has left: what the others may take
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_KEPT_FROM_RANKS = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # a terminal sends these to every process
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRank:
+    """The rank that failed first, and its exit code: negative for the number of a signal."""
+
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How ranks ended by themselves: the first failure, the exit codes of those that failed, how many were killed."""
+
+    failure: FailedRank | None
+    codes: tuple[int, ...] = ()
+
+    @property
+    def num_killed(self) -> int:
+        """Ranks that were ended by a signal."""
+        return sum(code < 0 for code in self.codes)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchContext:
+    """What ranks share with their launcher.
+
+    Attributes:
+        received: the signals that the launcher has received.
+        told: further variables of the ranks' environment.
+        network: descriptors of the namespaces that ranks run in; empty: they share those of the launcher.
+        reported: exit codes that are a rank's own failure although a signal was passed on to it.
+        own_sessions: a rank leads a session: it receives the launcher's signals as they came, none of a terminal, and the
+            processes that it started end with it.  Else every signal is passed on as SIGTERM.
+        output: descriptor for standard output and error of the ranks; None: those of the launcher.
+        each_poll: called about every :data:`POLL_S` seconds while ranks run.
+    """
+
+    received: Sequence[int] = ()
+    told: Mapping[str, object] = field(default_factory=dict[str, object])
+    network: tuple[int, ...] = ()
+    reported: tuple[int, ...] = ()
+    own_sessions: bool = False
+    output: int | None = None
+    each_poll: Callable[[], None] = lambda: None
+
+
+def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchContext) -> Ended:
+    """Run Python with the arguments ``words`` in ``nproc`` processes until all have ended; none is left, whatever is raised."""
+    ranks: list[Rank] = []
+    with ExitStack() as stack:
+        note = stack.enter_context(_reaper()) if place.own_sessions else None
+        stack.callback(_kill, ranks)
+        for rank in range(nproc):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, **place.told}
+            ranks.append(_start(words, _environment(own, device_type), place))
+            if note is not None:
+                ranks[-1].note = note
+                note(f"+{ranks[-1].pid}")
+        stack.enter_context(_passing_on(signal.SIGUSR1, ranks))
+        if place.own_sessions:
+            stack.enter_context(_stopping(ranks))
+        failure = _watch(ranks, place)
+        place.each_poll()
+        return Ended(failure, tuple(rank.returncode for rank in ranks if rank.returncode))
+
+
+@contextmanager
+def handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Generator[None, None, None]:
+    """Let ``handler`` take these signals within the body; after it they do what they did.
+
+    Without effect outside the main thread, where Python handles no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def noted_signals() -> Generator[list[int], None, None]:
+    """Note signals, in the order in which they come, instead of being ended by them."""
+    received: list[int] = []
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    noted = [number for number in SIGNALS if number != signal.SIGHUP or not is_nohup]
+    with handled(noted, lambda number, _: received.append(number)):
+        yield received
+
+
+def _environment(place: Mapping[str, object], device_type: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d's stack traces would bury the one line that says why
+    if device_type == "cpu":
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    stay_on_loopback(environment)
+    return environment | {name: str(value) for name, value in place.items()}
+
+
+class Rank(subprocess.Popen[bytes]):
+    """A process that is a rank; ``note``: set if it leads a session, which ends with it."""
+
+    note: Callable[[str], None] | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs; once it has ended, end what it has left in its session."""
+        code = super().poll()
+        if code is not None and self.note is not None:
+            note, self.note = self.note, None
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            note(f"-{self.pid}")
+        return code
+
+
+# Ends the sessions of ranks when the launcher is gone: it may have been killed.
+_REAPER = """
+import os, signal, sys
+pids = set()
+for line in sys.stdin: (pids.add if line[0] == "+" else pids.discard)(int(line[1:]))
+for pid in pids:
+    try: os.killpg(pid, signal.SIGKILL)
+    except OSError: pass
+"""
+
+
+@contextmanager
+def _reaper() -> Generator[Callable[[str], None], None, None]:
+    """Yield a function that notes the begin (``+pid``) or the end (``-pid``) of a session."""
+    command = [sys.executable, "-IS", "-c", _REAPER]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
+    stdin = process.stdin
+    assert stdin is not None
+
+    def note(line: str) -> None:
+        with suppress(OSError):  # somebody has killed it
+            stdin.write(f"{line}\n")
+
+    try:
+        yield note
+    finally:
+        with suppress(OSError):
+            stdin.close()
+        process.wait()
+
+
+@contextmanager
+def _stopping(ranks: Sequence[Rank]) -> Generator[None, None, None]:
+    """Stop and continue ranks together with this process: a terminal's Ctrl-Z does not reach their sessions."""
+
+    def stop(_number: int, _frame: object) -> None:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                if rank.returncode is None:
+                    with suppress(OSError):
+                        os.killpg(rank.pid, number)
+            if number == signal.SIGSTOP:
+                os.kill(os.getpid(), number)  # returns when this process is continued
+
+    with handled([signal.SIGTSTP], stop):
+        yield
+
+
+def _start(words: Sequence[str], environment: Mapping[str, str], place: LaunchContext) -> Rank:
+    # Blocked here, inherited there: a rank gets Ctrl-C from this process alone, once, and no moment is left in between.
+    blocked = () if place.own_sessions else _KEPT_FROM_RANKS
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        return Rank(
+            entering(place.network, [sys.executable, *words]),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=place.output,
+            stderr=place.output,
+            pass_fds=place.network,
+            start_new_session=place.own_sessions,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+
+
+def _passing_on(number: int, ranks: Sequence[Rank]) -> AbstractContextManager[None]:
+    """Let ranks that have a handler for a signal get it, too: it asks them to write down what they do."""
+
+    def pass_on(number: int, _frame: object) -> None:
+        for rank in ranks:
+            caught = re.search(r"SigCgt:\s*([0-9a-f]+)", read_proc(f"{rank.pid}/status"))
+            if caught is not None and int(caught[1], 16) >> (number - 1) & 1:
+                _send(rank, number)
+
+    return handled([number], pass_on)
+
+
+def _send(rank: Rank, number: int) -> None:
+    with suppress(ProcessLookupError):
+        if rank.poll() is None:
+            os.kill(rank.pid, number)
+
+
+def _watch(ranks: Sequence[Rank], place: LaunchContext) -> FailedRank | None:
+    """Return when every rank has ended, or when those that have not can be killed: the first failure, if there is one."""
+    first: FailedRank | None = None
+    received, reported = place.received, place.reported
+    deadline = float("inf")
+    is_told, told_s = False, float("inf")
+    while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline and len(received) < 2:
+        if received and not is_told:
+            is_told = True
+            told_s = time.monotonic()
+            for rank in ranks:
+                _send(rank, received[0] if place.own_sessions else signal.SIGTERM)
+                _send(rank, signal.SIGCONT)  # one that is stopped leaves with the others
+        first = first or _first_failure(ranks, reported if is_told else None)
+        place.each_poll()
+        for rank in ranks if time.monotonic() > told_s + LEAVE_S else ():
+            state = read_proc(f"{rank.pid}/stat").rpartition(")")[2].strip()[:1]
+            if state in ("T", "t"):  # stopped again, or by a debugger: the others wait for it in vain
+                rank.kill()
+        has_left = is_told and any(rank.returncode is not None for rank in ranks)
+        wait_s = GRACE_S if first is not None else LEAVE_S if has_left else float("inf")
+        deadline = min(deadline, time.monotonic() + wait_s)
+        time.sleep(POLL_S)
+    return first or _first_failure(ranks, reported if is_told else None)
+
+
+def _first_failure(ranks: Sequence[Rank], reported: Sequence[int] | None) -> FailedRank | None:
+    """Return a rank that has failed, one that was killed before one that reported why; None if there is none.
+
+    ``reported``: the exit codes that count, once a signal was passed on; None: all.
+    """
+    ended = [FailedRank(rank, process.returncode) for rank, process in enumerate(ranks) if process.returncode]
+    failed = ended if reported is None else [each for each in ended if each.code in reported]
+    return min(failed, key=lambda each: (each.code, each.rank), default=None)
+
+
+def _kill(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+    for rank in ranks:
+        rank.wait()
+        rank.poll()
+    if sys.stdout is not None and sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")  # a killed rank 0 cannot show the cursor again
+        sys.stdout.flush()
+
+
+def describe(failure: FailedRank) -> str:
+    """Return how a rank ended."""
+    if failure.code > 0:
+        return f"rank {failure.rank} failed with exit code {failure.code}"
+    how = signal.Signals(-failure.code).name
+    how += " (often: out of memory)" if how == "SIGKILL" else ""
+    return f"rank {failure.rank} was ended by {how}"
+
+
+# ---- A user's program on the ranks of this host: they meet at a store of the launcher, as under torchrun.
+
+_START_RANK = "from shardwise.loop.launch import start_user_program; start_user_program()"
+PATIENCE_S = 3.0  # the rank that failed first has the better reason, and a launcher the best
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "socket timeout",
+    " is gone",
+    " are gone",
+    " did not all make this call",
+)
+
+
+_OUTSIDE = (__file__, runpy.__file__, "<frozen runpy>", "<string>")  # files of frames around a user's program
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return True if ``error`` only reports that another rank has ended."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | ConnectionError) and any(words in text for words in _LOST_PEER)
+
+
+@dataclass(frozen=True, slots=True)
+class UserProgram:
+    """What every rank runs.
+
+    Attributes:
+        kind: "script", "module" (``python -m``) or "call" (a pickled function, :func:`notebook_launch`).
+        words: the script, module or file of the call, and its arguments.
+        output, each_poll: as of :class:`LaunchContext`.
+    """
+
+    kind: str
+    words: tuple[str, ...]
+    output: int | None = None
+    each_poll: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOutcome:
+    """How one start of a program ended.
+
+    Attributes:
+        ended: all ranks.  raised: the rank whose exception was reported first; None if no rank reported one.
+        records: the folder of the ranks' records, which exists if there are any.
+    """
+
+    ended: Ended
+    raised: int | None
+    records: Path
+
+    @property
+    def failure(self) -> FailedRank | None:
+        """The rank that failed first: one that was killed before one that raised, before one that exited."""
+        failure = self.ended.failure
+        if failure is None or failure.code < 0 or self.raised is None:
+            return failure
+        return FailedRank(self.raised, 1)
+
+
+def run_program(
+    program: UserProgram, nproc: int, received: Sequence[int], scratch: Path, number: int = 0
+) -> ProgramOutcome:
+    """Run ``program`` on ``nproc`` ranks until all have ended; ``number``: of the restart.
+
+    ``dist.init_process_group()`` finds what torchrun would tell it; what ranks open listens on loopback alone.
+    """
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}" + f"-{number}" * bool(number)
+    records, claim = default_place() / name, scratch / f"failed-{number}"
+    with _loopback_store() as port:
+        told: dict[str, object] = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "GROUP_RANK": 0,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RESTART_COUNT": number,
+            "TORCHELASTIC_RUN_ID": name,
+        }
+        place = LaunchContext(received, told, own_sessions=True, output=program.output, each_poll=program.each_poll)
+        words = ("-u", "-c", _START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
+        ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, place)
+    return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)
+
+
+@contextmanager
+def _loopback_store() -> Generator[int, None, None]:
+    """Yield the port of a store at which ranks meet; torch's own would listen on every interface."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    yield port
+    del store
+
+
+def start_user_program() -> None:
+    """Run in this rank what :func:`run_program` has put into ``sys.argv``."""
+    launcher, claim, records, kind, *words = sys.argv[1:]
+    if os.getppid() != int(launcher):  # it was killed before it noted this process
+        os._exit(1)
+    sys.argv = words
+    sys.excepthook = _Reporter(Path(claim), None if kind != "call" else Path(words[0]))
+    JobRecorder(Path(records)).open()
+    try:
+        if kind == "call":
+            _call(Path(words[0]))
+        elif kind == "module":
+            sys.path[0] = os.getcwd()
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:
+        if isinstance(error.code, str):  # Python would print it on every rank
+            sys.excepthook(SystemExit, error, None)
+            raise SystemExit(1) from None
+        raise
+
+
+class _Reporter:
+    """Report an exception that ends this rank, unless another rank has reported one: all would say the same.
+
+    Args:
+        claim: the link that the first rank makes.  call: the file of a pickled call, beside which its error is written.
+    """
+
+    def __init__(self, claim: Path, call: Path | None) -> None:
+        self._claim, self._call = claim, call
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        if is_lost_peer(error):
+            time.sleep(PATIENCE_S)
+        rank = os.environ["RANK"]
+        try:
+            os.symlink(rank, self._claim)
+        except FileExistsError:
+            return
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OUTSIDE:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(kind, error, trace)) if kind is not SystemExit else f"{error}\n"
+        if self._call is None:
+            sys.stderr.write(f"shardwise: rank {rank} raised:\n{text}")
+            return
+        try:
+            whole = pickle.dumps((error, text))
+            pickle.loads(whole)
+        except Exception:  # an exception that cannot travel: its text does
+            whole = pickle.dumps((None, text))
+        self._call.with_name("error").write_bytes(whole)
+
+
+# ---- A function of a notebook on the ranks of this host.
+
+_INSTALL = "Install cloudpickle (pip install cloudpickle), or define it in a module that ranks can import"
+
+
+def notebook_launch(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
+    """Call ``function(*args)`` on ``num_ranks`` new processes of this host, from a notebook; return what rank 0 returned.
+
+    Each rank finds what torchrun would tell it, so ``dist.init_process_group()`` and ``fully_shard`` need no arguments.  What
+    ranks print appears in the cell.  The function and its arguments travel by ``cloudpickle`` where that is installed, which
+    functions and classes that are defined in the notebook need; the result travels the same way.
+
+    Raises: the first exception of a rank, from a :class:`RankError` that holds its traceback, once all ranks have ended;
+        RankError itself if a rank was killed or its exception cannot be pickled.  KeyboardInterrupt ends all ranks.
+
+    Example:
+        >>> shardwise.notebook_launch(train, 2, "data.txt")  # doctest: +SKIP
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"notebook_launch: num_ranks is {num_ranks}, expected 1 or more")
+    with ScratchFolder() as scratch, ExitStack() as stack:
+        call = scratch.path / "call"
+        call.write_bytes(pickle.dumps((sys.path, _packed((function, args), "notebook_launch: function or args"))))
+        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(writing, True)
+        stack.callback(os.close, reading)
+        stack.callback(os.close, writing)
+        copy = codecs.getincrementaldecoder("utf-8")("replace")
+
+        def show() -> None:
+            with suppress(BlockingIOError):
+                while text := os.read(reading, 1 << 16):
+                    sys.stdout.write(copy.decode(text))
+
+        outcome = run_program(UserProgram("call", (str(call),), writing, show), num_ranks, (), scratch.path)
+        failure = outcome.failure
+        if failure is None:
+            return pickle.loads((scratch.path / "result").read_bytes())
+        found = scratch.path / "error"
+        if failure.code < 0 or not found.exists():
+            raise RankError(f"{describe(failure)}; all ranks have been stopped. shardwise diagnose reads their records")
+        error, text = pickle.loads(found.read_bytes())
+        cause = RankError(f"rank {failure.rank} raised; its traceback:\n{text}")
+        if error is None:
+            raise cause
+        raise error from cause
+
+
+def _packed(values: object, what: str) -> bytes:
+    try:
+        pickler: Any = importlib.import_module("cloudpickle")
+    except ImportError:
+        pickler = pickle
+    advice = _INSTALL if pickler is pickle else "Give something that can be"
+    try:
+        packed: bytes = pickler.dumps(values)
+    except Exception as error:
+        raise ConfigError(f"{what} cannot be pickled ({error}). {advice}") from error
+    if pickler is pickle and b"__main__" in packed:
+        raise ConfigError(f"{what}: something of it is defined in the notebook. {advice}")
+    return packed
+
+
+def _call(path: Path) -> None:
+    sys.path[:], packed = pickle.loads(path.read_bytes())
+    function, args = pickle.loads(packed)
+    value = function(*args)
+    if os.environ["RANK"] == "0":
+        path.with_name("result").write_bytes(_packed(value, "notebook_launch: what the function returned on rank 0"))

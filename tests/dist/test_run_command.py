@@ -1,0 +1,269 @@
+"""``shardwise run`` and ``notebook_launch``: a user's own program on the ranks of this host, and every way in which it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.commands import Ended, children, is_alive, run, start
+from helpers.network import listeners
+
+from shardwise import ConfigError, RankError, launch, notebook_launch
+from shardwise.cli.main import main
+
+RUN = ["env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "shardwise.cli.main", "run"]
+# A rank that has a process of its own, notes what it gets, and waits to be ended.
+WAITS = """
+import os, signal, subprocess, sys, time
+subprocess.Popen(["sleep", "600"])
+def note(what): open(f"{sys.argv[1]}/{what}-{os.environ['RANK']}", "w").close()
+def leave(number, frame): note(signal.Signals(number).name); sys.exit(5)
+signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGHUP, leave)
+try:
+    note("ready")
+    time.sleep(600)
+except KeyboardInterrupt:
+    note("SIGINT")
+    raise
+"""
+IS_TOLD = """
+import json, os, sys, torch, torch.distributed as dist
+from package import VALUE
+dist.init_process_group()
+total = torch.ones(())
+dist.all_reduce(total)
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
+found = {name: os.environ[name] for name in names}
+found |= {"elastic": dist.is_torchelastic_launched(), "name": __name__, "words": sys.argv[1:], "sum": total.item()}
+open(f"{sys.argv[-1]}/rank-{found['RANK']}", "w").write(json.dumps(found))
+dist.destroy_process_group()
+"""
+RAISES = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group()
+if dist.get_rank() == 1:
+    raise ValueError("no such column")
+dist.all_reduce(torch.ones(()))
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "program.py"
+    path.write_text(text)
+    return str(path)
+
+
+def run_here(folder: Path, *words: str) -> Ended:
+    return run([*RUN, *words], TMPDIR=str(folder))
+
+
+def wait_until_ready(process: Any, *paths: Path) -> list[int]:
+    """Return the processes below ``process`` once all of ``paths`` are there."""
+    deadline = time.monotonic() + 100
+    while not all(path.exists() for path in paths):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return children(process.pid)
+
+
+def are_gone(pids: Sequence[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids))
+
+
+def test_ranks_of_a_module_are_told_what_torchrun_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("VALUE = 1\n")
+    (tmp_path / "package" / "program.py").write_text(IS_TOLD)
+    monkeypatch.chdir(tmp_path)
+    ended = run_here(tmp_path, "-n", "2", "-m", "package.program", "--lr", "3", "-n", "9", str(tmp_path))
+    assert (ended.code, ended.err) == (0, "")
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank-{rank}").read_text()) == {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+            "OMP_NUM_THREADS": "1", "elastic": True, "name": "__main__", "words": ["--lr", "3", "-n", "9", str(tmp_path)],
+            "sum": 2.0,
+        }  # fmt: skip
+
+
+def test_the_first_error_is_shown_once_with_its_rank_and_recorded_for_diagnose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run_here(tmp_path, "-n", "2", "--max-restarts", "1", "--", script(tmp_path, RAISES))
+    assert ended.code == 1
+    assert ended.err.count("Traceback") == 2, "one for each start"
+    assert "rank 1 raised" in ended.err
+    assert "launch.py" not in ended.err
+    assert "runpy" not in ended.err
+    assert ended.err.count("shardwise: restart 1 of 1\n") == 1
+    assert ended.err.count("shardwise: error: rank 1 failed with exit code 1; all ranks have been stopped") == 2
+    folder = ended.err.rsplit("shardwise diagnose ", 1)[1].strip()
+    assert main(["diagnose", folder]) == 0
+    assert "rank 1 first" in (said := capsys.readouterr().out)
+    assert "ValueError: no such column" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("sys.exit(7)", 7, "rank 1 failed with exit code 7"),
+        ("sys.exit('no data')", 1, "shardwise: rank 1 raised:\nno data\n"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was ended by SIGKILL (often: out of memory)"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, text: str, code: int, said: str) -> None:
+    program = f"import os, sys, time\nif os.environ['RANK'] == '1': {text}\ntime.sleep(600)\n"
+    ended = run_here(tmp_path, "-n", "2", script(tmp_path, program))
+    assert ended.code == code
+    assert said in ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
+def test_a_signal_reaches_all_ranks_and_no_process_is_left_over(tmp_path: Path, number: signal.Signals) -> None:
+    words = [*RUN, "-n", "2", script(tmp_path, WAITS), str(tmp_path)]
+    with start(words, {"TMPDIR": str(tmp_path)}) as process:
+        below = wait_until_ready(process, tmp_path / "ready-0", tmp_path / "ready-1")
+        assert len(below) >= 5, "two ranks, a process of each, and who ends them if the launcher cannot"
+        assert [each for each in listeners([process.pid, *below]) if not each.address.is_loopback] == []
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    assert all((tmp_path / f"{number.name}-{rank}").exists() for rank in range(2))
+    assert are_gone(below)
+    assert not [path for path in tmp_path.glob("shardwise-*") if not path.name.startswith("shardwise-records-")]
+
+
+def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_killed(tmp_path: Path) -> None:
+    words = [*RUN, "-n", "2", script(tmp_path, WAITS), str(tmp_path)]
+    with start(words, {"TMPDIR": str(tmp_path)}) as process:
+        below = wait_until_ready(process, tmp_path / "ready-0", tmp_path / "ready-1")
+
+        def num_stopped() -> int:
+            found = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for pid in below]
+            return found.count("T")
+
+        for number, expected in ((signal.SIGTSTP, 4), (signal.SIGCONT, 0)):
+            process.send_signal(number)
+            deadline = time.monotonic() + 20
+            while num_stopped() != expected and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert num_stopped() == expected
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        assert are_gone(below)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "shardwise run: name a script"),
+        (["-n", "0", __file__], "-n is 0, expected at least 1"),
+        (["-n", "2", "nowhere.py"], "nowhere.py: no such script"),
+        (["--nnodes", "3", "-n", "2", "a.py", "--name", "two words"],
+         "torchrun --nnodes 3 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 a.py --name 'two words'"),
+        (["--nnodes", "2", "-n", "2", "-m", "a.b"], "FIRST_HOST:29400 -m a.b"),
+    ],
+)  # fmt: skip
+def test_wrong_words_start_nothing(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ---- notebook_launch, from a module: tests/clients/test_notebooks.py has a real kernel.
+
+
+class Unlike(Exception):
+    """Cannot be made from what pickle keeps of it."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+
+
+def scaled(factor: float, *, fails: str = "") -> list[float]:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    print(f"rank {rank} prints")
+    if rank == 1 and fails:
+        raise {"ValueError": ValueError("no such column"), "Unlike": Unlike("no", "way")}[fails]
+    found = factor * torch.ones(1)
+    dist.all_reduce(found)
+    dist.destroy_process_group()
+    return [*found.tolist(), rank]
+
+
+def fails_with(kind: str) -> None:
+    scaled(1.0, fails=kind)
+
+
+def is_killed() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def test_notebook_launch_returns_what_rank_0_returned_and_shows_what_ranks_print(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert notebook_launch(scaled, 2, 3.0) == [6.0, 0]
+    assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0 prints", "rank 1 prints"]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kind", "said"),
+    [
+        (fails_with, ("ValueError",), ValueError, "no such column"),
+        (fails_with, ("Unlike",), RankError, "Unlike: no"),
+        (is_killed, (), RankError, "rank 1 was ended by SIGKILL"),
+    ],
+    ids=["raised", "not-picklable", "killed"],
+)
+def test_notebook_launch_raises_what_a_rank_raised(
+    function: Callable[..., object], args: tuple[str, ...], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said) as found:
+        notebook_launch(function, 2, *args)
+    if kind is ValueError:
+        assert isinstance(found.value.__cause__, RankError)
+        assert "rank 1 raised; its traceback:\nTraceback" in str(found.value.__cause__)
+        assert "in fails_with" in str(found.value.__cause__)
+
+
+def test_an_interrupt_of_notebook_launch_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def interrupt(_seconds: float) -> None:
+        started.extend(children(os.getpid()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        notebook_launch(scaled, 2, 1.0)
+    monkeypatch.undo()
+    assert len(started) >= 3
+    assert are_gone(started)
+
+
+def test_a_function_that_cannot_travel_is_named_before_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ConfigError, match=r"function or args cannot be pickled .* Install cloudpickle \(pip install"):
+        notebook_launch(lambda: None, 2)
+    monkeypatch.setattr(scaled, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "scaled", scaled, raising=False)
+    with pytest.raises(ConfigError, match="something of it is defined in the notebook. Install cloudpickle"):
+        notebook_launch(scaled, 2, 1.0)
+    with pytest.raises(ConfigError, match="num_ranks is 0, expected 1 or more"):
+        notebook_launch(scaled, 0, 1.0)
