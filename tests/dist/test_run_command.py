@@ -17,8 +17,9 @@ import torch.distributed as dist
 from helpers.commands import Ended, children, is_alive, run, start
 from helpers.network import listeners
 
-from shardwise import ConfigError, RankError, launch, notebook_launch
+from shardwise import ConfigError, RankError, notebook_launch
 from shardwise.cli.main import main
+from shardwise.loop import launch
 
 RUN = ["env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "shardwise.cli.main", "run"]
 # A rank that has a process of its own, notes what it gets, and waits to be ended.
