@@ -151,12 +151,20 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
     return tensor._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def use_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    """Return :func:`tensor_use_count` of each tensor, then :func:`storage_use_count` of each storage."""
-    uses: list[int] = [*map(torch.Tensor._use_count, tensors)]  # pyright: ignore[reportAttributeAccessIssue]
+def use_counter(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> Callable[[], list[int]]:
+    """Return what counts all holders of each of ``tensors``, then of each of ``storages``, on the side of C++."""
     count: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
-    uses += [count(storage._cdata) for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
-    return [found - 1 for found in uses]
+    use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]
+    data = [storage._cdata for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def count_uses() -> list[int]:
+        return [*map(use_count, tensors), *map(count, data)]
+
+    return count_uses
+
+
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+"""``chunk_cat(tensors, dim, num_chunks, out=rows)``: row r of ``out`` is chunk r of each tensor, flat, one after the other."""
 
 
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
@@ -423,6 +431,9 @@ def spec_in(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
 
 
+_SPEC = operator.attrgetter("_spec")
+
+
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Return the mesh, placements and global shape of ``tensor``."""
     return tensor._spec
@@ -430,7 +441,10 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> list[DTensorSpec | None]:
     """Return the descriptions of DTensors, None for other tensors."""
-    return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
+    try:
+        return [*map(_SPEC, tensors)]  # as they mostly are DTensors
+    except AttributeError:
+        return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
 
 
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
@@ -460,7 +474,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-_VERSION, _LOCAL = operator.attrgetter("_version"), operator.attrgetter("_local_tensor")
+_VERSION = operator.attrgetter("_version")
+LOCAL: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+"""Returns the local tensor of a DTensor, for ``map``; raises AttributeError for another tensor."""
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -471,7 +487,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return :func:`local_of` of each."""
     try:
-        return [*map(_LOCAL, tensors)]  # as they mostly are DTensors
+        return [*map(LOCAL, tensors)]  # as they mostly are DTensors
     except AttributeError:
         return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 

@@ -84,16 +84,21 @@ def all_to_all_rows(
 
 
 class Launched:
-    """A collective of ``group`` on the host whose end runs once: wait for the work, deliver, give its ``buffer`` back."""
+    """A collective of ``group`` on the host whose end runs once: wait for the work, ``end(result)``, give ``buffer`` back."""
 
-    __slots__ = ("_buffer", "_end", "_group", "_work")
+    __slots__ = ("_buffer", "_end", "_group", "_result", "_work")
     holds_input = True
 
     def __init__(
-        self, work: dist.Work | None, end: Callable[[], None], buffer: PooledBuffer | None, group: dist.ProcessGroup
+        self,
+        work: dist.Work | None,
+        end: Callable[[torch.Tensor], None],
+        result: torch.Tensor,
+        buffer: PooledBuffer | None,
+        group: dist.ProcessGroup,
     ) -> None:
-        self._work, self._group, self._buffer = work, group, buffer
-        self._end: Callable[[], None] | None = end
+        self._work, self._result, self._group, self._buffer = work, result, group, buffer
+        self._end: Callable[[torch.Tensor], None] | None = end
 
     def is_done(self) -> bool:
         return self._end is None or self._work is None or self._work.is_completed()
@@ -106,11 +111,10 @@ class Launched:
         if work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
             try:
-                self._wait(work)
+                work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a user's own collective has its own work
             except RuntimeError as error:
-                name_partners(error, self._group)
-                raise
-        end()
+                self._outlast(work, error)
+        end(self._result)
         if self._buffer is not None:
             self._buffer.release()
 
@@ -120,18 +124,22 @@ class Launched:
         if end is None or self._work is None:
             return
         with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
-            self._wait(self._work)
+            try:
+                self._work.wait(FIRST) if type(self._work) is dist.Work else self._work.wait()
+            except RuntimeError as error:
+                self._outlast(self._work, error)
             if self._buffer is not None:
                 self._buffer.release()
 
-    def _wait(self, work: dist.Work) -> None:
-        if type(work) is not dist.Work:  # of a user's own collective
-            work.wait()
-            return
+    def _outlast(self, work: dist.Work, error: RuntimeError) -> None:
+        """Wait on after a first wait that has ended by ``error``.  Raises: RuntimeError that names the other ranks."""
         try:
-            work.wait(FIRST)
-        except RuntimeError:
+            if type(work) is not dist.Work:
+                raise error
             outlast(work, self._group)
+        except RuntimeError as last:
+            name_partners(last, self._group)
+            raise
 
 
 class StreamWork:
@@ -231,6 +239,7 @@ class C10dCommunicator:
         self.custom = custom or CustomCollectives()
         self._size = group.size()
         self._rank = group.rank()
+        self._resolved: tuple[Scale | None, Arithmetic] = None, resolve_scale(Scale(), self._size)
 
     @property
     def size(self) -> int:
@@ -247,10 +256,15 @@ class C10dCommunicator:
         """
         if self.stream.is_concurrent:
             return self._all_gather_on_stream(ends)
-        shard = ends.shard()
-        packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
-        work = self._start_gather(packed, shard, async_op=True)
-        return Launched(work, lambda: ends.deliver(packed), buffer, self.group)
+        shard, custom = ends.shard(), self.custom
+        if custom.all_gather is None and not custom.allocates_from_group:
+            buffer = self.pool.acquire(shard.numel() * self._size * shard.dtype.itemsize)
+            packed = buffer.tensor(shard.dtype)
+            work = all_gather_single(packed, shard, self.group)
+        else:
+            packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, custom.all_gather)
+            work = self._start_gather(packed, shard, async_op=True)
+        return Launched(work, ends.deliver, packed, buffer, self.group)
 
     def _all_gather_on_stream(self, ends: GatherEnds) -> Handle:
         stream, fetch = self.stream, self.fetch
@@ -286,17 +300,21 @@ class C10dCommunicator:
         host when it is waited for.  The buffer stays in use until then, in either case."""
         packed, buffer = self._buffer(ends.section_numel * self._size, ends.dtype, self.custom.reduce_scatter)
         ends.fill(packed)
-        by = resolve_scale(scale, self._size)
+        if self._resolved[0] is not scale:
+            self._resolved = scale, resolve_scale(scale, self._size)
+        by = self._resolved[1]
         if self.stream.is_concurrent:
             return self._reduce_scatter_on_stream(ends, by, packed, buffer)
         output, work = self._start_scatter(ends, by, packed, async_op=True)
+        after = by.after
+        if after is None:
+            return Launched(work, ends.deliver, output, buffer, self.group)
 
-        def end() -> None:
-            if by.after is not None:
-                output.div_(by.after)
+        def end(output: torch.Tensor) -> None:
+            output.div_(after)
             ends.deliver(output)
 
-        return Launched(work, end, buffer, self.group)
+        return Launched(work, end, output, buffer, self.group)
 
     def _reduce_scatter_on_stream(
         self, ends: ScatterEnds, by: Arithmetic, packed: torch.Tensor, buffer: PooledBuffer | None
@@ -345,14 +363,14 @@ class C10dCommunicator:
             summed.div_(by.before)
         work = dist.all_reduce(summed, op=by.op, group=self.group, async_op=True)
 
-        def end() -> None:
+        def end(summed: torch.Tensor) -> None:
             if by.after is not None:
                 summed.div_(by.after)
             if mark is not None:
                 divisor = float(self._size) if scale.divisor is None else scale.divisor
                 mark.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
 
-        return Launched(work, end, None, self.group)
+        return Launched(work, end, summed, None, self.group)
 
     def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
         """Reduce ``tensor`` over the group, in place, on the current stream; on the host it is waited for."""

@@ -352,7 +352,7 @@ class CodedSum:
         return not self.packed.stream.is_concurrent
 
     def _launched(self, work: torch.distributed.Work | None) -> Handle:
-        return Launched(work, lambda: None, None, self.packed.group)
+        return Launched(work, lambda _: None, self.tensor, None, self.packed.group)
 
     def _wait(self) -> None:
         on_way, self._on_way = self._on_way, None
@@ -561,7 +561,7 @@ class CompressedCommunicator(RoutedCommunicator):
         buffer.release()
         received = torch.empty_like(sent)
         work = all_to_all_rows(received, sent, packed.group, async_op=True)
-        return Launched(work, lambda: self._deliver_sum(ends, section, received, scale), None, packed.group)
+        return Launched(work, lambda got: self._deliver_sum(ends, section, got, scale), received, None, packed.group)
 
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
         messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)

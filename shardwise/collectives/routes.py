@@ -309,6 +309,7 @@ class PassTracker:
     Attributes:
         number: one that no other pass of this engine has; None outside of any.
         known_links: by name of their group, the links that the last passes had, for planning.
+        entries: by name of their group, how ranks find a link before each pass.
         tell: what to call with the reason when ranks find no way to talk.
     """
 
@@ -316,15 +317,15 @@ class PassTracker:
         self._depth = 0
         self._count = 0
         self._kind: PassKind = "forward"
-        self._entries: dict[str, _Entry] = {}
+        self.entries: dict[str, _Entry] = {}
         self.known_links: dict[str, Link | None] = {}
         self.number: int | None = None
         self.tell: Callable[[str], None] = lambda _: None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
         """Let ``prepare`` say, before each pass, by which link the ranks of ``group`` talk; None: by none."""
-        old = self._entries.get(group.group_name)
-        self._entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
+        old = self.entries.get(group.group_name)
+        self.entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
 
     def link(self, group: dist.ProcessGroup, takes: Callable[[Link], bool]) -> Link | None:
         """Return the link to use for the next collective of ``group``; None: use the backend's own.
@@ -332,7 +333,7 @@ class PassTracker:
         ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole pass,
         the link stays closed.
         """
-        entry = self._entries.get(group.group_name)
+        entry = self.entries.get(group.group_name)
         if entry is None or not self._depth:
             return None
         if not entry.is_prepared:
@@ -346,7 +347,7 @@ class PassTracker:
 
     def sums(self, group: dist.ProcessGroup, tensor: torch.Tensor, scale: Scale) -> InPlaceSums | None:
         """Return what sums ``tensor`` over ``group`` in place; None: the backend.  It waits for nobody, opens nothing."""
-        entry = self._entries.get(group.group_name)
+        entry = self.entries.get(group.group_name)
         if entry is None or not self._depth:
             return None
         if not entry.is_prepared:
@@ -375,7 +376,7 @@ class PassTracker:
     def end(self) -> None:
         """Leave it; the outermost end waits until no peer reads this rank's shards."""
         if self._depth == 1:
-            for entry in self._entries.values():
+            for entry in self.entries.values():
                 entry.is_prepared = False
                 if entry.has_sums and entry.link is not None and entry.link.sums is not None:
                     entry.link.sums.end()
@@ -392,7 +393,7 @@ class PassTracker:
         """Leave all passes after a failure."""
         self._depth = 0
         self.number = None
-        for entry in self._entries.values():
+        for entry in self.entries.values():
             entry.is_prepared = False
             if entry.is_open or entry.has_sums:
                 entry.is_open = entry.is_agreed = entry.has_sums = False
@@ -433,6 +434,7 @@ class RoutedCommunicator:
     def __init__(self, packed: C10dCommunicator, pass_tracker: PassTracker) -> None:
         self.packed = packed
         self._pass_tracker = pass_tracker
+        self._name = packed.group.group_name
 
     @property
     def size(self) -> int:
@@ -445,14 +447,19 @@ class RoutedCommunicator:
     @property
     def planned_link(self) -> Link | None:
         """The link that collectives are expected to use."""
-        return self._pass_tracker.known_links.get(self.packed.group.group_name)
+        return self._pass_tracker.known_links.get(self._name)
+
+    @property
+    def _may_link(self) -> bool:
+        entry = self._pass_tracker.entries.get(self._name)
+        return entry is not None and not (entry.is_prepared and entry.link is None)
 
     def all_gather(self, ends: GatherEnds) -> Handle:
         """Gather by the link or through one packed buffer."""
         remember((now(), thread(), "", 0, "all-gather", ""))
         if hearers and tell("all-gather", "", ends):
             return LeftOut(ends, self.size)
-        if self.packed.custom.all_gather is None:
+        if self.packed.custom.all_gather is None and self._may_link:
             link = self._pass_tracker.link(self.packed.group, lambda link: link.takes_gather(ends))
             if link is not None:
                 return link.all_gather(ends)
@@ -463,7 +470,7 @@ class RoutedCommunicator:
         remember((now(), thread(), "", 0, "reduction", ends.label))
         if hearers and tell("reduction", ends.label, ends):
             return LeftOut(ends)
-        if self.packed.custom.reduce_scatter is None:
+        if self.packed.custom.reduce_scatter is None and self._may_link:
             link = self._pass_tracker.link(self.packed.group, lambda link: link.takes_scatter(ends, scale))
             if link is not None:
                 return link.reduce_scatter(ends, scale)

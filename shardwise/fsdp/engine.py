@@ -344,6 +344,7 @@ class Engine:
         converted: what was converted since shards were put together.
         compares_replicas: nobody knows yet whether replicas hold the same.
         post_optim_event: what the next step waits for instead of all that was done before; used once.
+        logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.
     """
 
     def __init__(self, comm_ctx: CommContext) -> None:
@@ -356,6 +357,7 @@ class Engine:
         self.manual = ManualFinalization()
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
+        self.logs = False
         self.outside: ExternalChecks | None = None
         self.written = WrittenAlike()
         self._tied_users: dict[Unit, list[Unit]] = {}  # of units whose parameters other units use too
@@ -411,7 +413,7 @@ class Engine:
         starts = not unit.awaited and not unit.holders
         prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else []
         unit.begin_forward(self.comm_ctx.pass_tracker.number)
-        if starts:
+        if starts and (prefetches or unit.forward_prefetch is not None):
             self._prefetch(prefetches, unit.forward_prefetch)
 
     def after_forward(self, unit: Unit, module: nn.Module) -> bool:
@@ -437,7 +439,8 @@ class Engine:
         if unit.end_forward(module):
             if not unit.holders:
                 self.exec_order.record(unit, StepEvent.POST_FORWARD)
-            for member in (unit, *unit.tied_units):
+                self.reshard_in_step(unit, after_forward=True)
+            for member in unit.tied_units:
                 if not member.holders:
                     self.reshard_in_step(member, after_forward=True)
         if not self.forwards:
@@ -501,7 +504,7 @@ class Engine:
                 if kind == "forward" and unit.has_shards_registered:
                     unit.reshard()
             for group in unit.groups:
-                group.ensure_packed()
+                group.ensure_packed(in_step=kind == "backward")
         self.comm_ctx.pass_tracker.begin(kind)
 
     def _end_forward(self, outermost: Unit) -> None:
@@ -568,43 +571,46 @@ class Engine:
 
     # ---- backward ----
 
-    def before_backward(self, unit: Unit, through: object, made_of: list[int]) -> None:
+    def before_backward(self, unit: Unit, through: object, num_packs: int) -> None:
         """Make the full parameters of ``unit`` readable for its backward.
 
-        ``through``: the pass that backward comes to, None if its end is not watched.  ``made_of``: how
-        often its groups had been put together in that forward.
+        ``through``: the pass that backward comes to, None if its end is not watched.  ``num_packs``: the unit's then.
         """
-        self._begin_backward()
-        heap = self.comm_ctx.heap
+        watch, heap, backward = self.watch, self.comm_ctx.heap, unit.backward
+        if watch.end is None or watch.end() is None:
+            self._begin_backward()
         if heap.find_end() > heap.limit:
             heap.keep()
-        if [group.num_packs for group in unit.groups] != made_of:
+        if unit.num_packs != num_packs:
             unit.refuse_packing()
-        backward, task = unit.backward, torch_private.graph_task_id()
-        is_nested = task != self.watch.task
+        task = torch_private.graph_task_id()
+        is_nested = task != watch.task
         if torch.is_grad_enabled():
-            backward.keeps_for_graph = self.watch.makes_graph = True
+            backward.keeps_for_graph = watch.makes_graph = True
         if through is not None:
             backward.open_passes.add(through)
         if backward.stage is Stage.RUNNING and (unit.is_full or not unit.policy.unshard_in_backward):
-            if is_nested and task != backward.task != self.watch.task:
+            if is_nested and task != backward.task != watch.task:
                 backward.enter(task)
                 torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
             return
         prefetches = self.exec_order.record(unit, StepEvent.PRE_BACKWARD)
-        backward.enter(task, unit.is_full, self.watch.task)
+        backward.enter(task, unit.is_full, watch.task)
         if is_nested:
             torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
         if len(self.units) == 1 and not self.manual.is_on:
             backward.send_early(self.reductions.early_buckets(unit))
         if unit.policy.unshard_in_backward:
             unit.wait_with_tied(self.comm_ctx.pass_tracker.number)
-        self._prefetch(prefetches, unit.backward_prefetch)
+        if prefetches or unit.backward_prefetch is not None:
+            self._prefetch(prefetches, unit.backward_prefetch)
 
     def gradient_arrived(self, unit: Unit) -> None:
-        """Hear that a gradient is there which is the last one, or of a unit whose backward has not begun."""
-        self._begin_backward()
-        backward, is_nested = unit.backward, torch_private.graph_task_id() != self.watch.task
+        """Note that a gradient is there which is the last one, or of a unit whose backward has not begun."""
+        watch, backward = self.watch, unit.backward
+        if watch.end is None or watch.end() is None:
+            self._begin_backward()
+        is_nested = torch_private.graph_task_id() != watch.task
         if backward.stage is not Stage.RUNNING and is_nested:
             backward.note_nested()
         if backward.is_complete and not unit.policy.reduces_unused:
@@ -650,11 +656,13 @@ class Engine:
 
         ``is_late``: it is the whole backward that has ended.
         """
-        self._begin_backward()
-        logger.debug("FSDP::post_backward (%s)", unit.name)
+        if self.watch.end is None or self.watch.end() is None:
+            self._begin_backward()
+        if self.logs:
+            logger.debug("FSDP::post_backward (%s)", unit.name)
         gradients = unit.take_gradients(is_late)
-        if self._may_go(unit):
-            self.reshard_in_step(unit)
+        if unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph and not unit.reshard(in_pass=True):
+            self._late.append(unit)
         if not (unit.policy.sync and reduces):
             if gradients:
                 self.reductions.hold(unit, gradients)
@@ -670,10 +678,8 @@ class Engine:
             self.reductions.skip(unit)
 
     def _begin_backward(self) -> None:
-        end = self.watch.end
-        if end is not None:
-            if end() is not None:
-                return
+        """Begin a backward, after forgetting one that has raised."""
+        if self.watch.end is not None:
             self.abort_backward()
         self.awaits_backward = False
         if self.converted.before:

@@ -19,7 +19,7 @@ from shardwise.collectives.protocol import BucketEnds
 from shardwise.collectives.routes import Link, link_providers, section_parts
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
-from shardwise.fsdp.param import FreedParameter, Registration, ShardedParam, mark_freed
+from shardwise.fsdp.param import FreedParameter, Registration, ShardedParam, Snapshot, Swap, mark_freed
 from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
 from shardwise.layout import Bucket, Move, align, build_bucket, row_major
 
@@ -80,28 +80,6 @@ class SubBucket:
         ]
 
 
-_ADDRESS = torch.Tensor.data_ptr
-_FACTS, _GRAD_DTYPE, _DICT = (
-    operator.attrgetter("dtype", "device"),
-    operator.attrgetter("grad_dtype"),
-    operator.attrgetter("__dict__"),
-)
-_CALL = operator.methodcaller("__call__")
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the parameters of a bucket were when all of them were registered and at home, one entry each."""
-
-    shards: list[nn.Parameter]
-    registries: list[dict[str, nn.Parameter | None]]
-    names: list[str]
-    locals: list[Callable[[], torch.Tensor | None]]  # weak references: user code may put other memory in place
-    facts: list[object]
-    addresses: list[int]
-    grad_dtypes: list[torch.dtype | None]
-
-
 class FlatBucket:
     """This rank's shards of parameters of one dtype, side by side in one allocation.
 
@@ -121,6 +99,8 @@ class FlatBucket:
         unpacked: indices of the parameters that are not in their packed place.
         has_moved: the last :meth:`settle` has copied shards to where they travel from.
         registered: the full parameters that were registered last, what torch had counted of writes to them, and where they lay.
+        seen: what the parameters were when the last :meth:`settle` found all of them in place; None: it did not.
+        swap: registers all of them at once; None where they must be looked at one by one.
         has_touched: one of them was written to in a way that torch does not count.
         num_replaced: parameters that user code has put others in the place of, since somebody has asked.
     """
@@ -142,8 +122,9 @@ class FlatBucket:
         self.number: int | None = None
         self.num_replaced = 0
         self.has_attributes = self.has_moved = False
-        self._seen: _Seen | None = None
+        self.seen: Snapshot | None = None
         self.registered: tuple[list[nn.Parameter], list[int], list[int]] = [], [], []
+        self.swap: Swap | None = None
         self.has_touched = False
         self._allocate = allocate
         self._take_memory()
@@ -181,7 +162,7 @@ class FlatBucket:
 
         Returns: False if a parameter has another dtype or device than the bucket was made for.
         """
-        self._seen = None
+        self.seen = self.swap = None
         dtype, device = self.dtype, self.local.device
         self.has_attributes = False
         away: list[int] = []
@@ -209,40 +190,22 @@ class FlatBucket:
         if self.unpacked and any(torch_private.storage_use_count(self._packed[index]) for index in self.unpacked):
             self.relocate()  # somebody holds packed memory that its parameter has left
         if not (away or self.has_attributes):
-            self._remember(locals_)
+            self.seen = Snapshot.of(self.params, locals_, self.travels)
         return True
 
-    def is_as_seen(self) -> bool:
-        """Return True if nothing has changed since the last :meth:`settle`, which need not go through the parameters then.
+    def note_registered(self) -> None:
+        """Note on each parameter what torch had counted of writes to its full form when it was registered, and its address."""
+        for param, full, version, address in zip(
+            self.params, *self.registered, strict=False
+        ):  # nothing before the first
+            if param.full is full:
+                param.full_version, param.full_address = version, address
 
-        Tensors are asked all at once, by ``map``: a loop in Python takes several times as long.
-        """
-        seen = self._seen
-        if seen is None:
-            return False
-        locals_ = torch_private.locals_of(seen.shards)
-        return (
-            all(map(operator.is_, seen.shards, map(dict.get, seen.registries, seen.names)))
-            and all(map(operator.is_, locals_, map(_CALL, seen.locals)))
-            and [*map(_FACTS, locals_)] == seen.facts
-            and (not self.travels or [*map(_ADDRESS, locals_)] == seen.addresses)
-            and [*map(_GRAD_DTYPE, seen.shards)] == seen.grad_dtypes
-            and not any(map(_DICT, locals_))
-        )
-
-    def _remember(self, locals_: list[torch.Tensor]) -> None:
-        """Remember what all parameters are, each registered and at home."""
-        refs = [param.count.local for param in self.params]
-        if all(type(ref) is weakref.ref for ref in refs):  # of DTensors, that is
-            self._seen = _Seen(
-                [param.sharded for param in self.params],
-                [registration.parameters for _, registration, _ in self._places],
-                [registration.name for _, registration, _ in self._places],
-                refs,
-                [*map(_FACTS, locals_)],
-                [*map(_ADDRESS, locals_)],
-                [param.sharded.grad_dtype for param in self.params],
-            )
+    def note_brought_back(self, param: ShardedParam) -> None:
+        """Note that the full form of ``param``, one of these, is what was gathered, as it is now."""
+        full, index = param.full, self.params.index(param)
+        if full is not None and index < len(self.registered[0]):
+            self.registered[1][index], self.registered[2][index] = full._version, full.data_ptr()
 
     def stage(self) -> None:
         """Copy unpacked parameters to where they travel from."""
@@ -366,7 +329,8 @@ class ParamStorage:
 # arithmetic.  Large ones come from the allocator, so that the memory of dropped gradients serves the next forward.
 KEPT_BYTES = 1 << 20
 _MAX_KEPT = 2
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_ADDRESS, _SHARDED = torch.Tensor.data_ptr, operator.attrgetter("sharded")
+_REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,11 +364,14 @@ class GradientSection:
         self._params = places.params
         self.windows = suballocate_all(flat, places.places)
         self.gradients = [as_gradient(param, window) for param, window in zip(places.params, self.windows, strict=True)]
-        self._storages = [window.untyped_storage() for window in self.windows]
+        storages = [window.untyped_storage() for window in self.windows]
+        self._objects: list[object] = [*self.gradients, *self.windows, *storages]
+        self._count_uses = torch_private.use_counter([*self.gradients, *self.windows], storages)
         self._addresses = [window.data_ptr() for window in self.windows]
         self._specs = torch_private.specs_of([param.sharded for param in places.params])
         self._is_taken = True
-        self._unheld = self._holders()
+        del storages  # counted below, like all that holds one of the objects
+        self._unheld = [*map(sys.getrefcount, self._objects)], self._count_uses()
 
     def give_back(self) -> None:
         """Let the section be used again as soon as nobody else holds a gradient."""
@@ -412,26 +379,18 @@ class GradientSection:
 
     def take(self) -> bool:
         """Return True, once, if nobody else holds a gradient and none has been changed by others."""
-        if self._is_taken or self._holders() != self._unheld or not self._is_as_made():
+        if (
+            self._is_taken
+            or [*map(sys.getrefcount, self._objects)] != self._unheld[0]
+            or self._count_uses() != self._unheld[1]
+            or not all(map(operator.is_, torch_private.locals_of(self.gradients), self.windows))
+            or [*map(_ADDRESS, self.windows)] != self._addresses
+            or not all(map(operator.is_, torch_private.specs_of([*map(_SHARDED, self._params)]), self._specs))
+            or any(map(_REQUIRES_GRAD, self.gradients))
+        ):
             return False
         self._is_taken = True
         return True
-
-    def _holders(self) -> list[int]:
-        tensors = self.gradients + self.windows
-        return [
-            *map(sys.getrefcount, tensors),
-            *map(sys.getrefcount, self._storages),
-            *torch_private.use_counts(tensors, self._storages),
-        ]
-
-    def _is_as_made(self) -> bool:
-        return (
-            all(map(operator.is_, torch_private.locals_of(self.gradients), self.windows))
-            and [*map(torch.Tensor.data_ptr, self.windows)] == self._addresses
-            and all(map(operator.is_, torch_private.specs_of([param.sharded for param in self._params]), self._specs))
-            and not any(map(_REQUIRES_GRAD, self.gradients))
-        )
 
 
 class GradientMemory:
@@ -731,27 +690,26 @@ class ShardEnds:
         return self._full.lose()
 
 
-@dataclass(slots=True)
 class Delivery:
     """Both ends of an all-gather from ``shards`` into ``fulls``, which find memory in ``pool``.
 
-    Attributes:
-        ends: of the buckets, if they may travel in parts.
+    ``ends``: of the buckets, if they may travel in parts.  ``shard()`` returns this rank's section.
     """
 
-    shards: Shards
-    fulls: Sequence[FullBuffer]
-    pool: BufferPool
-    ends: Sequence[BucketEnds] = ()
+    __slots__ = ("_ends", "fulls", "pool", "shard", "shards")
+
+    def __init__(
+        self, shards: Shards, fulls: Sequence[FullBuffer], pool: BufferPool, ends: Sequence[BucketEnds] = ()
+    ) -> None:
+        self.shards, self.fulls, self.pool, self._ends = shards, fulls, pool, ends
+        self.shard = shards.section
 
     def buckets(self) -> Sequence[BucketEnds]:
-        return self.ends
-
-    def shard(self) -> torch.Tensor:
-        return self.shards.section()
+        return self._ends
 
     def deliver(self, packed: torch.Tensor) -> None:
-        self.shards.unpack(packed, [full.hold(self.pool) for full in self.fulls])
+        pool, fulls = self.pool, self.fulls
+        self.shards.unpack(packed, (fulls[0].hold(pool),) if len(fulls) == 1 else [full.hold(pool) for full in fulls])
 
 
 class Packing:
@@ -762,6 +720,7 @@ class Packing:
         travelling: those of what travels.  shards: its sections.  ends: what takes it in parts.
         full_bytes: of the full parameters beyond the shards.
         pool: where full buffers find memory; None before an engine is there.
+        delivery: both ends of the all-gather of all that travels; None as long as ``pool`` is.
     """
 
     pool: BufferPool | None = None
@@ -784,10 +743,12 @@ class Packing:
         self.travelling = [full for full in self.fulls if not full.is_shared]
         self.ends = [ShardEnds(self.shards, number, full) for number, full in enumerate(self.travelling)]
         self._staging: tuple[Link | None, tuple[int, bool]] | None = None
+        self.delivery: Delivery | None = None
 
     def bind(self, pool: BufferPool | None) -> None:
         """Let parts find memory in ``pool``."""
         self.pool = pool
+        self.delivery = None if pool is None else Delivery(self.shards, self.travelling, pool, self.ends)
         for ends in self.ends:
             ends.pool = pool
 
@@ -820,8 +781,12 @@ class Packing:
         for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
             if not keeps_memory:
                 buffer.drop()
-            if not buffer.is_shared:
-                mark_freed(bucket.params, has_memory=buffer.is_held)
+            if buffer.is_shared:
+                continue
+            if bucket.swap is not None:
+                bucket.swap.mark_freed(bucket.params, buffer.is_held)
+            else:
+                mark_freed(bucket.params, buffer.is_held)
 
     def leave(self) -> None:
         """Give memory back that is kept while nobody uses it: another packing takes the place of this one."""
@@ -857,11 +822,14 @@ class ReduceLayout:
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
         """Write every rank's part of every gradient to its place; padding becomes zero."""
         num_even = self.bucket.num_even
-        if num_even and {gradient.dtype for gradient in gradients} == {packed.dtype}:
-            rows = packed.view(-1, self.bucket.section_numel)
-            if num_even < len(rows):
-                rows[num_even:].zero_()
-                rows = rows[:num_even]
+        if num_even and {*map(_DTYPE, gradients)} == {packed.dtype}:
+            num_ranks = packed.shape[0] // self.bucket.section_numel
+            rows = packed.view(num_ranks, self.bucket.section_numel)
+            if num_even == num_ranks:
+                torch_private.chunk_cat(gradients, 0, num_ranks, out=rows)
+                return
+            rows[num_even:].zero_()
+            rows = rows[:num_even]
             torch.cat([gradient.reshape(num_even, -1) for gradient in gradients], dim=1, out=rows)
             return
         if self.bucket.has_padding:

@@ -83,38 +83,55 @@ def num_spare_of(group: ParamGroup, dtype: torch.dtype) -> int:
     return int(is_exact and not group.place.on.has_streams)
 
 
-def _dtypes_of_gradients(params: Sequence[ShardedParam]) -> set[torch.dtype | None]:
-    """Return ShardedParam.dtype_of_gradient of all, in as few calls as can be."""
-    found: set[torch.dtype | None] = set()
-    for param, local in zip(params, torch_private.locals_of([param.sharded for param in params]), strict=True):
-        found.add(local.dtype if param.grad_dtype is None else param.grad_dtype.dtype)
-    return found
+def _dtypes_of_gradients(group: ParamGroup, params: list[ShardedParam]) -> set[torch.dtype | None]:
+    """Return ShardedParam.dtype_of_gradient of ``params``."""
+    if params is not group.by_size:
+        return {param.dtype_of_gradient for param in params}
+    if group.gradient_dtypes is None:
+        group.gradient_dtypes = {param.dtype_of_gradient for param in params}
+    return group.gradient_dtypes
 
 
-@dataclass(slots=True, eq=False)
 class _Packing:
-    """The sending and receiving end of a reduce-scatter."""
+    """The sending and receiving end of a reduce-scatter.
 
-    reduced: ReduceLayout
-    gradients: list[torch.Tensor]
-    dtype: torch.dtype
-    place: ParamStorage
-    is_final: bool = False  # what comes out are the gradients that users see
-    section: torch.Tensor | None = None
-    number: int = 0
-    mark: ReductionChecksum | None = None
-    result: GradientSection | None = None
-    is_dense: bool = False
-    layout: Bucket = field(init=False)
-    section_numel: int = field(init=False)
+    Attributes:
+        is_final: what comes out are the gradients that users see.
+    """
 
-    def __post_init__(self) -> None:
-        self.layout = self.reduced.bucket
-        self.section_numel = self.layout.section_numel
+    __slots__ = (
+        "dtype",
+        "gradients",
+        "is_dense",
+        "is_final",
+        "label",
+        "layout",
+        "mark",
+        "number",
+        "place",
+        "reduced",
+        "result",
+        "section",
+        "section_numel",
+    )
 
-    @property
-    def label(self) -> str:
-        return self.reduced.names
+    def __init__(
+        self,
+        reduced: ReduceLayout,
+        gradients: list[torch.Tensor],
+        dtype: torch.dtype,
+        place: ParamStorage,
+        is_final: bool = False,
+    ) -> None:
+        self.reduced, self.gradients, self.dtype, self.place, self.is_final = reduced, gradients, dtype, place, is_final
+        self.section: torch.Tensor | None = None
+        self.number = 0
+        self.mark: ReductionChecksum | None = None
+        self.result: GradientSection | None = None
+        self.is_dense = False
+        self.layout: Bucket = reduced.bucket
+        self.label = reduced.names
+        self.section_numel = reduced.bucket.section_numel
 
     @property
     def params(self) -> Sequence[ShardedParam]:
@@ -220,7 +237,7 @@ class Reduction:
         self.is_stored = False
         self.is_marked = True
         is_final = not self.is_partial and not group.place.is_offloaded
-        is_final = is_final and _dtypes_of_gradients(params) <= {dtype, None}
+        is_final = is_final and _dtypes_of_gradients(group, params) <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.place, is_final)
         self._stored: list[torch.Tensor] = []
 
@@ -291,7 +308,8 @@ class Reduction:
             self._scattered = None
         if not self._has_all_reduced:
             self._has_all_reduced, self.awaits_all_reduce = True, False
-            self._launch_all_reduce()
+            if self._comm.replicas is not None or self._partial or self._terms.hook is not None:
+                self._launch_all_reduce()
 
     def _launch_all_reduce(self) -> None:
         section = self._packing.target()
@@ -340,18 +358,22 @@ class Reduction:
         """
         olds: list[torch.Tensor] = []
         news: list[torch.Tensor] = []
-        gradients = self._as_gradients()
+        packing = self._packing
+        gradients = (
+            packing.result.gradients if packing.result is not None and packing.is_final else self._as_gradients()
+        )
         failed = change_by_hooks(self.params, gradients) if is_hooked else None
         for param, gradient in zip(self.params, gradients, strict=True):
-            existing = param.sharded.grad
+            sharded = param.sharded
+            existing = sharded.grad
             if existing is None:
-                if param.full is param.sharded and param.is_strided:
-                    gradient = torch.empty_like(param.sharded, dtype=gradient.dtype).copy_(gradient)
-                param.sharded.grad = gradient
+                if param.full is sharded and param.is_strided:
+                    gradient = torch.empty_like(sharded, dtype=gradient.dtype).copy_(gradient)
+                sharded.grad = gradient
             else:
                 if isinstance(existing, DTensor) and existing.placements != param.spec.placements:
                     # Losses over shards leave what DTensor's rules say, sums of one rank among others.
-                    existing = param.sharded.grad = existing.redistribute(placements=param.spec.placements)
+                    existing = sharded.grad = existing.redistribute(placements=param.spec.placements)
                 olds.append(torch_private.local_of(existing))
                 news.append(torch_private.local_of(gradient))
         if olds:
@@ -500,6 +522,9 @@ def by_reduce_dtype(
     return list(by_dtype.items())
 
 
+_MEAN = Scale()  # the same object at every step: communicators remember what carries it out
+
+
 def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
     """Return the scale of the reduce-scatter; the all-reduce after it takes :func:`_replica_scale`."""
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
@@ -508,7 +533,7 @@ def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale
         return Scale(policy.divide_factor, policy.sum_only, risky)
     if risky or policy.sum_only:
         return Scale(float(size), policy.sum_only, risky)
-    return Scale()
+    return _MEAN
 
 
 def _replica_scale(scale: Scale) -> Scale:

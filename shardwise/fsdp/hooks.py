@@ -30,7 +30,7 @@ from shardwise.fsdp.reductions import check_weights
 from shardwise.fsdp.roots import SHARES_BUFFERS, Attachment, Pass, attachment_of, live_engine
 from shardwise.fsdp.unit import is_in_backward
 from shardwise.observe import listeners, log_for_torch, logger
-from shardwise.torch_private import beside_transforms, innermost_transform
+from shardwise.torch_private import beside_transforms, innermost_transform, is_profiling
 
 # ---- Ends of steps that somebody asks for: ``finalize_backward``, and stages of pipelines after their last
 # microbatch.
@@ -320,29 +320,24 @@ _WHY_NO_GRAPH = (
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` so that torch.compile leaves it out of its graphs; elsewhere it runs as it is."""
-
-    @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    torch_private.skip_frames(outside, _WHY_NO_GRAPH)
-    return outside
+    """Return ``function``, which torch.compile leaves out of its graphs from here on; elsewhere it runs as it is."""
+    torch_private.skip_frames(function, _WHY_NO_GRAPH)
+    return function
 
 
-def _range(what: str, unit: str) -> AbstractContextManager[object] | None:
-    """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range; None: there is none.
+def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
+    """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range.
 
     What ``torch.func`` transforms is what the module computes, not what is gathered for it.
     """
-    if logger.isEnabledFor(logging.DEBUG):
+    if logs:
         log_for_torch(what, unit)
     if innermost_transform() is not None:
         return beside_transforms()
-    if torch_private.is_profiling():
+    if is_profiling():
         record_transfers()
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
-    return None
+    return _NO_RANGE
 
 
 class Hooks:
@@ -351,11 +346,6 @@ class Hooks:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._unit = attachment.unit
-
-    def _engine(self) -> Engine | None:
-        # As engine_of, without a walk to another file at every hook.
-        host = self._unit.host_ref()
-        return host if isinstance(host, Engine) else None
 
     def install(self) -> None:
         """Register the forward hooks on the unit's modules."""
@@ -395,55 +385,61 @@ class Hooks:
     @dynamo_disabled
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Pre-forward hook: full parameters, inputs on the device and in the compute dtype."""
-        engine = self._engine() if self._attachment.is_root is not None else None
-        if self._attachment.is_root is not False:
+        attachment, unit = self._attachment, self._unit
+        host = unit.host_ref()
+        engine = host if isinstance(host, Engine) and attachment.is_root is not None else None
+        if attachment.is_root is not False:
             refuse_forked()
         if engine is None:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
-                engine = live_engine(self._attachment)
-        if engine.comm_ctx.device.type != "cpu" and not engine.forwards:
-            args, kwargs = to_device(args, engine.comm_ctx.device), to_device(kwargs, engine.comm_ctx.device)
-        seen = _range("pre_forward", self._unit.name)
-        if seen is None:
-            engine.before_forward(self._unit)
+                engine = live_engine(attachment)
+        if not engine.forwards:
+            engine.logs = logger.isEnabledFor(logging.DEBUG)
+            if engine.comm_ctx.device.type != "cpu":
+                args, kwargs = to_device(args, engine.comm_ctx.device), to_device(kwargs, engine.comm_ctx.device)
+        if engine.logs or innermost_transform() is not None or is_profiling():
+            with _range("pre_forward", unit.name, engine.logs):
+                engine.before_forward(unit)
         else:
-            with seen:
-                engine.before_forward(self._unit)
-        precision = self._unit.precision
+            engine.before_forward(unit)
+        precision = unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
-        if self._attachment.is_root:
+        if attachment.is_root:
             needs_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-            self._attachment.before = torch_private.num_nodes_made(), needs_gradient
-        is_watched = self._wants_boundary() and torch.is_grad_enabled() and self._has_boundary()
-        self._attachment.passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
+            attachment.before = torch_private.num_nodes_made(), needs_gradient
+        # Where counting gradients does not tell the end of the unit's backward, the gradients of its inputs must.
+        backward = unit.backward
+        is_counted = backward.counts and not (backward.ended_late or backward.has_frozen or unit.policy.reduces_unused)
+        is_watched = not is_counted and torch.is_grad_enabled() and self._has_boundary()
+        attachment.passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
         return args, kwargs
 
     @dynamo_disabled
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook, also run when forward has raised."""
-        engine = self._engine()
-        through = self._attachment.passes.pop() if self._attachment.passes else None
+        attachment, unit, builds_graph = self._attachment, self._unit, torch.is_grad_enabled()
+        engine = unit.host_ref()
+        through = attachment.passes.pop() if attachment.passes else None
         found: tuple[torch.Tensor, ...] = ()
-        if torch.is_grad_enabled():
+        if builds_graph:
             is_tensor = isinstance(output, torch.Tensor)
             found = (output,) if is_tensor else tuple(tensors_in(output)) or tuple(tensors_behind(output))
-            self._unit.backward.is_unseen = not found
-        if engine is None:
+            unit.backward.is_unseen = not found
+        if not isinstance(engine, Engine):
             return None
-        seen = _range("post_forward", self._unit.name)
-        if seen is None:
-            has_output = engine.after_forward(self._unit, module)
+        if engine.logs or innermost_transform() is not None or is_profiling():
+            with _range("post_forward", unit.name, engine.logs):
+                has_output = engine.after_forward(unit, module)
         else:
-            with seen:
-                has_output = engine.after_forward(self._unit, module)
+            has_output = engine.after_forward(unit, module)
         if not has_output:
             return None
-        if torch.is_grad_enabled():
+        if builds_graph:
             self._watch_outputs(found, through)
-            if self._attachment.is_root:
+            if attachment.is_root:
                 self._look_for_nested_backwards(engine, output)
-        dtype = self._unit.precision.output_dtype
+        dtype = unit.precision.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
     def _look_for_nested_backwards(self, engine: Engine, output: Any) -> None:
@@ -458,11 +454,7 @@ class Hooks:
                 engine.expect_nested_backwards()
 
     def _watch_outputs(self, found: tuple[torch.Tensor, ...], through: Pass | None) -> None:
-        made_of = [group.num_packs for group in self._unit.groups]
-
-        def pre_backward(_: Any) -> None:
-            self.before_backward(through, made_of)
-
+        pre_backward = functools.partial(self.before_backward, through, self._unit.num_packs)
         if innermost_transform() is not None:
             found = tuple(each for tensor in found for each in torch_private.graphs_of(tensor))
         for tensor in found:
@@ -492,12 +484,6 @@ class Hooks:
             tensor.register_hook(on_gradient)
         return through
 
-    def _wants_boundary(self) -> bool:
-        # Where counting gradients does not tell the end of the unit's backward, the gradients of its inputs must.
-        backward = self._unit.backward
-        is_told = backward.counts and not backward.ended_late and not backward.has_frozen
-        return not is_told or self._unit.policy.reduces_unused
-
     def _has_boundary(self) -> bool:
         # A recomputed module of several has been counted when it ran first.
         return len(self._unit.modules) == 1 or not is_in_backward()
@@ -516,22 +502,21 @@ class Hooks:
         return attachment.shared_pass
 
     @dynamo_disabled
-    def before_backward(self, through: Pass | None, made_of: list[int]) -> None:
-        """Runs when the first gradient of an output is known; ``made_of``: the packing of the forward that made it."""
-        engine = self._engine()
-        if engine is not None:
-            seen = _range("pre_backward", self._unit.name)
-            if seen is None:
-                engine.before_backward(self._unit, through, made_of)
+    def before_backward(self, through: Pass | None, num_packs: int, *_: object) -> None:
+        """Runs when the first gradient of an output is known; ``num_packs``: the unit's in the forward that made it."""
+        engine = self._unit.host_ref()
+        if isinstance(engine, Engine):
+            if engine.logs or innermost_transform() is not None or is_profiling():
+                with _range("pre_backward", self._unit.name, engine.logs):
+                    engine.before_backward(self._unit, through, num_packs)
             else:
-                with seen:
-                    engine.before_backward(self._unit, through, made_of)
+                engine.before_backward(self._unit, through, num_packs)
 
     @dynamo_disabled
     def inputs_done(self, through: Pass) -> None:
         """Runs when the gradients of all inputs of one forward are known."""
-        engine = self._engine()
-        if engine is not None:
+        engine = self._unit.host_ref()
+        if isinstance(engine, Engine):
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine.inputs_done(self._unit, through)
 

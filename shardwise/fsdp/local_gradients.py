@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
 
     ``some``: of these parameters of the group; None: of all.
     """
+    if some is None and (all_of_them := _take_all(group)) is not None:
+        return all_of_them
     taken: Gradients = {}
     for param in group.params if some is None else some:
         full = param.full
@@ -46,6 +49,31 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
             dtype = group.dtypes.of_reduction(param, gradient.dtype)
         taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
     return taken
+
+
+_GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
+_KIND = operator.attrgetter("dtype", "layout")
+_TENSORS = {torch.Tensor}
+
+
+def _take_all(group: ParamGroup) -> Gradients | None:
+    """Do as :func:`take_gradients` for all parameters at once; None, with nothing done, where one must be looked at."""
+    buckets = group.main_buckets
+    swap = buckets[0].swap if len(buckets) == 1 and len(buckets[0].params) == len(group.params) else None
+    if swap is None:
+        return None
+    gradients: list[torch.Tensor] = [*map(_GRAD, swap.fulls)]
+    if {*map(type, gradients)} != _TENSORS:
+        return None
+    kinds = {*map(_KIND, gradients)}
+    dtype = gradients[0].dtype
+    if kinds != {(dtype, torch.strided)} or group.dtypes.by_gradient.get(dtype) is not dtype:
+        return None
+    if not all(map(_REQUIRES_GRAD, swap.shards)):
+        return None
+    for full in swap.fulls:
+        full.grad = None
+    return dict(zip(buckets[0].params, gradients, strict=True))
 
 
 def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.extension import ExtensionParams
 from shardwise.fsdp.flat_buffer import Delivery, FlatBucket, Packing, ParamStorage, ReduceLayout, Shards, SubBucket
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
-from shardwise.fsdp.param import ShardedParam, mark_full, mark_sub
+from shardwise.fsdp.param import ShardedParam, Swap, mark_full, mark_sub
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
 from shardwise.layout import ChunkShard, build_bucket, by_size
 
@@ -129,6 +129,7 @@ class ParamGroup:
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
         num_packs: how often parameters were put together.
         is_written: the engine itself has written to shards, by the current stream, since the last gather was ordered after it.
+        gradient_dtypes: those of ``.grad`` of all parameters, once asked for and until user code changes something.
         num_replica_sums: how many sums over replicas have come, also those that were left to a later backward.
         in_place: those of them that need no other form to compute with.
         packing: their memory, as parameters lie now; None before they have been put together.
@@ -162,8 +163,8 @@ class ParamGroup:
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.keeps_plain = keeps_plain
         self.num_packs = 0
-        self._counted: list[int] = []  # what torch counted when the version was asked for last
-        self._shards: list[nn.Parameter] = []  # as counted
+        self._counted: list[int] = []  # what torch had counted at the last ensure_packed that found nothing changed
+        self._in_order: list[ShardedParam] = []  # as counted
         self._version = 0
         self._has_new_versions = True  # that full forms have not followed
         self._is_as_seen = False  # the last ensure_packed found nothing changed
@@ -179,6 +180,7 @@ class ParamGroup:
         self._pool: BufferPool | None = None
         self.bound_comm: GroupComm | None = None
         self.num_replica_sums = 0
+        self.gradient_dtypes: set[torch.dtype | None] | None = None
 
     def release(self, params: Sequence[ShardedParam]) -> None:
         """Be without those of ``params`` that are members."""
@@ -275,8 +277,27 @@ class ParamGroup:
         link = comm.reduce.planned_link if comm.reduce is not None else None
         return comm.reduce is None or (link is not None and link.compares_contents)
 
-    def ensure_packed(self) -> None:
-        """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype."""
+    def ensure_packed(self, in_step: bool = False) -> None:
+        """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype.
+
+        ``in_step``: a forward has done so, and its backward begins.
+        """
+        if self._is_as_seen and self.packing is not None and not (self._tied or self.extended.params):
+            for bucket in self.packing.buckets:
+                if bucket.seen is None or not bucket.seen.is_current(in_step):
+                    break
+            else:
+                self._count()
+                return
+        self._settle()
+        if self._is_as_seen:
+            self._in_order = [param for bucket in self.main_buckets for param in bucket.params]
+            self._count()
+        else:
+            self._counted = []
+
+    def _settle(self) -> None:
+        self.gradient_dtypes = None
         packing, may_be_extended = self.packing, bool(self.extended.params)  # extensions may be patched on
         copies = self.bound_comm.copies if self.bound_comm is not None else None
         host_waits = None if copies is None else copies.host_waits_for_copies
@@ -285,7 +306,7 @@ class ParamGroup:
         is_settled = packing is not None
         self._is_as_seen = packing is not None and not (self.in_place or self.extended.params or self._tied)
         for bucket in packing.buckets if packing is not None else ():
-            if bucket.is_as_seen():
+            if bucket.seen is not None and bucket.seen.is_current(in_step=False):
                 continue
             self._is_as_seen = False
             if not bucket.settle(host_waits):
@@ -392,6 +413,9 @@ class ParamGroup:
         """
         packing, ways = self.packing, self.bound_comm or self.comm
         assert packing is not None
+        whole = packing.delivery
+        if whole is not None and not from_sub and ways.shards is not None and whole.fulls and not self.extended.params:
+            return ways.shards.all_gather(whole)  # as in nearly all steps
         shards, comm = (self._sub, ways.sub) if from_sub else (packing.shards, ways.shards)
         assert shards is not None
         is_extended = bool(self.extended.params) and not from_sub
@@ -416,18 +440,23 @@ class ParamGroup:
         packing = self.packing
         assert packing is not None
         num_trainable = 0
-        self._follow_changes()
+        if self._has_new_versions:
+            self._follow_writes()
         for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
+            swap = bucket.swap
+            if swap is not None and swap.register_full():
+                bucket.registered = swap.fulls, [*map(_VERSION, swap.fulls)], [*map(_ADDRESS, swap.fulls)]
+                num_trainable += swap.num_trainable
+                continue
+            self._check_not_replaced(bucket.params)
             mark_full(bucket.params)
             fulls = [full for param in bucket.params if (full := param.full) is not None]
             if buffer.is_shared or len(fulls) < len(bucket.params):
                 fulls = [self._full_of(param, packing, buffer.is_shared) for param in bucket.params]
-            # What tensors say is asked of all of them at once: a loop in Python takes several times as long.
-            versions, addresses = [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
-            bucket.registered = fulls, versions, addresses
-            wants = map(_REQUIRES_GRAD, [param.sharded for param in bucket.params])
-            facts = zip(bucket.params, fulls, versions, addresses, wants, strict=True)
-            for param, full, param.full_version, param.full_address, wanted in facts:
+            bucket.registered = fulls, [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
+            bucket.note_registered()
+            wants = [*map(_REQUIRES_GRAD, [param.sharded for param in bucket.params])]
+            for param, full, wanted in zip(bucket.params, fulls, wants, strict=True):
                 if param.grad_dtype is not None:
                     self._choose_grad_dtype(param, full)
                 if not (wanted and param.is_hooked and full.requires_grad):
@@ -438,8 +467,11 @@ class ParamGroup:
                     registration.parameters[registration.name] = full
                     if registration.setattr_module is not None:
                         registration.tell(full)
+            if not buffer.is_shared and Swap.suits(bucket.params, fulls):
+                bucket.swap = Swap(bucket.params, fulls, wants)
         if self.in_place:
             num_trainable += self.listen_in_place(on_gradient)
+        self._check_not_replaced((*self.in_place, *self.extended.params))
         for param in self.extended.params:
             full = param.full
             assert full is not None
@@ -475,34 +507,28 @@ class ParamGroup:
             if full.grad_dtype is not wanted:
                 full.grad_dtype = wanted
 
-    def _follow_changes(self) -> None:
-        """Let autograd count what was written to shards as writes to the full forms, as it would on one process.
-
-        Raises: StateError if user code has put another parameter in place since the gather was launched or planned.
-        """
-        params = self.params
-        expected = [param.sharded for param in params for _ in param.registrations]
-        found = [
-            registration.parameters.get(registration.name) for param in params for registration in param.registrations
-        ]
-        if not all(map(operator.is_, found, expected)):
-            for param in params:
-                for registration in param.registrations:
-                    if not param.is_own(registration.parameters.get(registration.name)):
-                        param.check_places()
-                        raise StateError(
-                            f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. "
-                            "Put another parameter in its place before forward or after backward"
-                        )
-        if not self._has_new_versions:
-            return
+    def _follow_writes(self) -> None:
+        """Let autograd count what was written to shards as writes to the full forms, as it would on one process."""
         self._has_new_versions = False
-        written = [param for param in params if param.count.last != param.count.gathered]
+        written = [param for param in self.params if param.count.last != param.count.gathered]
         for param in written:
             param.count.gathered = param.count.last
         fulls = [param.full for param in written if param.full is not None and param.full is not param.sharded]
         if fulls:
             torch.autograd.graph.increment_version(fulls)
+
+    @staticmethod
+    def _check_not_replaced(params: Iterable[ShardedParam]) -> None:
+        """Raise StateError if user code has put another parameter in place since the gather was launched or planned."""
+        for param in params:
+            for registration in param.registrations:
+                current = registration.parameters.get(registration.name)
+                if current is not param.sharded and not param.is_own(current):
+                    param.check_places()
+                    raise StateError(
+                        f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. "
+                        "Put another parameter in its place before forward or after backward"
+                    )
 
     @staticmethod
     def sync_requires_grad(
@@ -518,16 +544,32 @@ class ParamGroup:
 
     # ---- what others do to parameters ----
 
-    def version(self) -> int:
-        """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
-        if not self._is_as_seen:
-            self._shards = [param.sharded for param in self.params]
-        counted = torch_private.versions_of(self._shards)
-        if counted != self._counted or not self._is_as_seen:  # else counts begin where they did
-            self._counted, self._version, self._has_new_versions = counted, 0, True
-            for param, version in zip(self.params, counted, strict=True):
-                param.count.last = version + param.count.base
-                self._version += param.count.last
+    def _count(self) -> None:
+        """Note the versions that buckets have found, all as they were last."""
+        seen = (
+            [bucket.seen for bucket in self.packing.buckets if bucket.seen is not None]
+            if self.packing is not None
+            else []
+        )
+        counted = seen[0].counted if len(seen) == 1 else [each for one in seen for each in one.counted]
+        if counted != self._counted:
+            self._note_versions(self._in_order, counted)
+            self._counted = counted
+
+    def _note_versions(self, params: Sequence[ShardedParam], counted: Sequence[int]) -> None:
+        self._version, self._has_new_versions = 0, True
+        for param, version in zip(params, counted, strict=True):
+            param.count.last = version + param.count.base
+            self._version += param.count.last
+
+    def version(self, in_pass: bool = False) -> int:
+        """Return a number that changes whenever a shard is written to, as far as torch counts writes.
+
+        ``in_pass``: nobody writes to shards since :meth:`ensure_packed`, at the beginning of this forward or backward.
+        """
+        if not (in_pass and self._is_as_seen):
+            self._counted = []
+            self._note_versions(self.params, torch_private.versions_of([param.sharded for param in self.params]))
         return self._version
 
     def mark_in_use(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
@@ -547,7 +589,11 @@ class ParamGroup:
 
         What user code has put in the place of full ones stays, as it would on one process.
         """
-        for param in self.params:
+        buckets = self.main_buckets
+        is_done = bool(buckets) and not (self.in_place or self.extended.params)
+        for bucket in buckets:
+            is_done = is_done and bucket.swap is not None and bucket.swap.register_sharded()
+        for param in () if is_done else self.params:
             sharded, full = param.sharded, param.full
             for registration in param.registrations:
                 current = registration.parameters.get(registration.name)

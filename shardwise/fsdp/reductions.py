@@ -198,6 +198,7 @@ class Reductions:
         self._in_flight: list[Reduction] = []
         self._launched: list[_Launch] = []
         self._deferred: list[_Launch] = []
+        self._terms: dict[Unit, ReductionTerms] = {}  # as they were last
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self.is_followed = False
         self.failed_hook: BaseException | None = None
@@ -236,8 +237,9 @@ class Reductions:
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
-        while self._in_flight and self._is_next_due(self._in_flight[0]):
-            self._advance(self._in_flight.pop(0))
+        in_flight = self._in_flight
+        while in_flight and self._is_next_due(in_flight[0]):
+            self._advance(in_flight.pop(0))
         if self._exec_order.unsaid:
             self._exec_order.compare_deviation()
         earlier = unit.earlier
@@ -272,7 +274,11 @@ class Reductions:
 
     def _reduce(self, launch: _Launch, gradients: Gradients, added: Gradients) -> None:
         unit = launch.unit
-        terms = ReductionTerms(unit.policy, self._comm_ctx.streams, unit.all_reduce_hook)
+        terms, groups = self._terms_of(unit), unit.groups
+        ways = groups[0].bound_comm if len(groups) == 1 else None
+        if ways is not None and ways.reduce is not None:  # nearly always
+            launch.reductions += launch_reductions(groups[0], gradients, terms, added, launch.held)
+            return
         split = self._split_of(unit)
         if split is not None:
             for bucket in split.buckets:
@@ -281,11 +287,17 @@ class Reductions:
         elif self._may_share(unit):
             self._share(launch, Brought(unit.groups[0], dict(gradients), added, terms))
         else:
-            for group in unit.groups:
+            for group in groups:
                 mine = gradients
-                if len(unit.groups) > 1:
+                if len(groups) > 1:
                     mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
                 launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
+
+    def _terms_of(self, unit: Unit) -> ReductionTerms:
+        terms = self._terms.get(unit)
+        if terms is None or terms.policy is not unit.policy or terms.hook is not unit.all_reduce_hook:
+            terms = self._terms[unit] = ReductionTerms(unit.policy, self._comm_ctx.streams, unit.all_reduce_hook)
+        return terms
 
     # ---- buckets of one unit: while its backward still runs ----
 
@@ -403,10 +415,7 @@ class Reductions:
         # have launched the same ones, or one waits for what the others never begin.
         if reduction.awaits_all_reduce:
             return len(self._in_flight) >= self.max_inputs
-        return reduction.is_due or self._num_inputs() >= self.max_inputs
-
-    def _num_inputs(self) -> int:
-        return sum([reduction.holds_input for reduction in self._in_flight])
+        return reduction.is_due or sum([each.holds_input for each in self._in_flight]) >= self.max_inputs
 
     def _advance(self, reduction: Reduction) -> None:
         name = self._unit_of(reduction) if listeners else ""

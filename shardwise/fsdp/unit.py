@@ -68,6 +68,10 @@ def _nobody() -> None:
     return None
 
 
+def _nothing() -> tuple[int, bool]:
+    return 0, False
+
+
 class UnitBackward:
     """The backward of one unit.  Whoever reads may read the attributes; the methods alone write them.
 
@@ -230,38 +234,32 @@ SHARDED = Sharded()
 
 
 @dataclass(slots=True)  # frozen ones take three times as long to make, and a step makes them
-class GatherSource:
-    """The shards that something was gathered from.
+class Gathering:
+    """All-gather launched; the full parameters may not be read yet.
 
     Attributes:
-        version: a number that changes when they are written to.
+        version: a number that changes when the shards that are gathered from are written to.
         pass_number: the forward or backward in which they were seen to have it; None: outside of any.
     """
 
     version: int
     pass_number: int | None
-
-
-@dataclass(slots=True)
-class Gathering:
-    """All-gather launched; the full parameters may not be read yet."""
-
-    source: GatherSource
     handles: tuple[Handle | None, ...]
 
 
 @dataclass(slots=True)
 class Unsharded:
-    """The full parameters are registered."""
+    """The full parameters are registered; attributes as of :class:`Gathering`."""
 
-    source: GatherSource
+    version: int
+    pass_number: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Subsharded:
     """Resharded to a smaller mesh after forward; the parameters on that mesh are registered."""
 
-    source: GatherSource
+    version: int
 
 
 UnitState = Sharded | Gathering | Unsharded | Subsharded
@@ -438,20 +436,23 @@ class Unit:
         self.groups = [group for group in self.groups if group.params]
         self.number_parameters()
 
-    def _enter(self, new: UnitState) -> None:
-        if (type(self.state), type(new)) not in LEGAL_MOVES:
+    def _enter(self, new: UnitState, op: Op | None = None, measure: Callable[[], tuple[int, bool]] = _nothing) -> None:
+        kind = type(new)
+        if (type(self.state), kind) not in LEGAL_MOVES:
             check_move(self.name, self.state, new)
         self.state = new
-        self.is_full = type(new) is Unsharded
+        self.is_full = kind is Unsharded
+        if op is not None:
+            self.note(op, measure)
 
-    def note(self, op: Op, measure: Callable[[], tuple[int, bool]] = lambda: (0, False)) -> None:
-        """Tell whoever listens what this unit has just done; ``measure``: the bytes, and the place, of the call."""
+    def note(self, op: Op, measure: Callable[[], tuple[int, bool]] = _nothing) -> None:
+        """Note what this unit has just done, for all listeners; ``measure``: the bytes, and the place, of the call."""
         log = self.log
         log.num_calls += 1
         log.recent.append((op, self.name))
         track = log.track
-        track.count += 1
-        remember((now(), thread(), track.name, track.count, op, self.name))
+        track.count = count = track.count + 1
+        remember((now(), thread(), track.name, count, op, self.name))
         if hearers:
             tell(op, self.name)
         if log.instruments:
@@ -470,23 +471,22 @@ class Unit:
 
         ``pass_number``: number of the forward or backward that runs, in which nobody changes shards; None: outside of any.
         """
-        state = self.state
+        state, groups = self.state, self.groups
+        is_sharded = type(state) is Sharded
         if isinstance(state, (Gathering, Unsharded)):
             if self._is_from_now(state, pass_number):
                 return
             if isinstance(state, Gathering):
                 self.discard()
-        version = self._version()
-        from_sub = isinstance(state, Subsharded) and state.source.version == version
+        version = self._version(is_sharded and pass_number is not None)
+        from_sub = isinstance(state, Subsharded) and state.version == version
         is_written = False
-        for group in self.groups:
+        for group in groups:
             if pass_number is None and not from_sub:
                 group.ensure_packed()
             is_written |= group.is_written
             group.is_written = False
-        if (
-            pass_number is None or is_written or not isinstance(state, Sharded)
-        ):  # what is gathered may just have been changed
+        if pass_number is None or is_written or not is_sharded:  # what is gathered may just have been changed
             host = self.host_ref()
             if host is not None:
                 host.before_gather()
@@ -495,47 +495,45 @@ class Unit:
         if listeners:
             begin(self.log.track.name, "unshard", self.name)
         try:
-            if len(self.groups) == 1:
-                launched = (self.groups[0].gather(from_sub),)
+            if len(groups) == 1:
+                launched = (groups[0].gather(from_sub),)
             else:
-                launched = tuple([group.gather(from_sub) for group in self.groups])
+                launched = tuple([group.gather(from_sub) for group in groups])
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
             raise self._explained(error) from error
-        self._enter(Gathering(GatherSource(version, pass_number), launched))
-        self.note(Op.UNSHARD, lambda: self.gather_staging)
+        self._enter(Gathering(version, pass_number, launched), Op.UNSHARD, lambda: self.gather_staging)
         if listeners:
             end("unshard", self.name, self.gather_staging[0])
 
     def wait(self, pass_number: int | None = None) -> None:
         """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
-        if isinstance(self.state, Unsharded) and self._is_from_now(self.state, pass_number):
-            return
-        self.unshard(pass_number)
         state = self.state
+        if type(state) is not Gathering or pass_number is None or state.pass_number != pass_number:
+            if isinstance(state, Unsharded) and self._is_from_now(state, pass_number):
+                return
+            self.unshard(pass_number)
+            state = self.state
         assert isinstance(state, Gathering)
         if listeners:
             begin(self.log.track.name, "wait", self.name)
         try:
-            for handles in state.handles:
-                if handles is not None:
-                    handles.wait()
+            for handle in state.handles:
+                if handle is not None:
+                    handle.wait()
         except RuntimeError as error:
             raise self._explained(error) from error
-        if pass_number is not None and state.source.pass_number != pass_number:
+        backward = self.backward
+        if pass_number is not None and state.pass_number != pass_number:
             self.writes.check_copies(self.name, self.groups)
         num_trainable = num_params = 0
         for group in self.groups:
-            num_trainable += group.register_full(self.backward.hook)
+            num_trainable += group.register_full(backward.hook)
             num_params += len(group.params)
-        if (num_trainable, num_params) != self.backward.counted:
-            self.backward.expect(num_trainable, num_params)
-        source = state.source
-        self._enter(
-            Unsharded(source if source.pass_number == pass_number else GatherSource(source.version, pass_number))
-        )
-        self.note(Op.WAIT, lambda: (self.full_bytes, False))
+        if (num_trainable, num_params) != backward.counted:
+            backward.expect(num_trainable, num_params)
+        self._enter(Unsharded(state.version, pass_number), Op.WAIT, lambda: (self.full_bytes, False))
         if listeners:
             end("wait", self.name, self.full_bytes)
 
@@ -560,11 +558,9 @@ class Unit:
                 self.writes.take(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-        self._enter(SHARDED)
-        if was_full:
-            self.note(Op.RESHARD, lambda: (self.full_bytes, False))
-            if listeners:
-                end("reshard", self.name, self.full_bytes)
+        self._enter(SHARDED, Op.RESHARD if was_full else None, lambda: (self.full_bytes, False))
+        if was_full and listeners:
+            end("reshard", self.name, self.full_bytes)
         return True
 
     def discard(self) -> None:
@@ -598,11 +594,17 @@ class Unit:
         if type(self.state) is not Sharded:
             self._enter(Sharded())
 
+    @property
+    def num_packs(self) -> int:
+        """How often its parameters were put together, over all groups."""
+        return sum([group.num_packs for group in self.groups])
+
     # ---- use in a forward ----
 
     def wait_with_tied(self, pass_number: int | None) -> None:
         """Make the full parameters readable that its modules use."""
-        for member in (self, *self.tied_units):
+        self.wait(pass_number)
+        for member in self.tied_units:
             member.wait(pass_number)
 
     def begin_forward(self, pass_number: int | None) -> None:
@@ -656,19 +658,18 @@ class Unit:
             return self.reshard(in_pass=True)
         if self.writes.find(self.groups):
             return False
-        source = self.state.source
+        version = self.state.version
         for group in self.groups:
             group.cut_to_sub(self.policy.keeps_full_memory)
-        self._enter(Subsharded(source))
-        self.note(Op.RESHARD, lambda: (self.full_bytes, False))
+        self._enter(Subsharded(version), Op.RESHARD, lambda: (self.full_bytes, False))
         return True
 
     # ---- changes made by others ----
 
-    def _version(self) -> int:
+    def _version(self, in_pass: bool = False) -> int:
         version = self.num_commits << 40
         for group in self.groups:
-            version += group.version()
+            version += group.version(in_pass)
         return version
 
     def _is_from_now(self, state: Gathering | Unsharded, pass_number: int | None) -> bool:
@@ -676,18 +677,18 @@ class Unit:
 
         Raises: StateError if shards were written to in a way that torch does not count.
         """
-        if pass_number is not None and state.source.pass_number == pass_number:
-            return True
         if pass_number is None:
             self.take_writes()
-        if state.source.version != self._version():
+        elif state.pass_number == pass_number:
+            return True
+        if state.version != self._version(pass_number is not None):
             return False
         if isinstance(state, Unsharded) and pass_number is not None:
             self.writes.check_copies(self.name, self.groups)
             num_trainable = sum(group.mark_in_use(self.backward.hook) for group in self.groups)
             if num_trainable != self.backward.counted[0]:
                 self.backward.expect(num_trainable, self.backward.counted[1])
-            self.state = Unsharded(GatherSource(state.source.version, pass_number))
+            self.state = Unsharded(state.version, pass_number)
         return True
 
     def take_writes(self, see: Callable[[Unit, Written], None] | None = None) -> None:

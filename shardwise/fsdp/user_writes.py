@@ -118,6 +118,7 @@ class UserWrites:
         for group in groups:
             take = _taker(group)
             for bucket in () if group.packing is None else group.packing.buckets:
+                bucket.note_registered()
                 for param in bucket.params:
                     mark_kept(param, take)
 
@@ -172,11 +173,12 @@ def _add_written(group: ParamGroup, found: Written) -> None:
         if not (buffer.is_shared or bucket.has_touched):
             fulls, versions, addresses = bucket.registered
             if (
-                {*map(type, fulls)} == _ORDINARY
+                {*map(type, fulls)} <= _ORDINARY
                 and [*map(_VERSION, fulls)] == versions
                 and [*map(torch.Tensor.data_ptr, fulls)] == addresses
             ):
                 continue  # nothing can have been written: asked of all of them at once, since that is quick
+        bucket.note_registered()
         for param in bucket.params:
             full = param.full
             if full is None or full is param.sharded:
@@ -197,6 +199,8 @@ def _look_for_touched(group: ParamGroup, looks_at_all: bool) -> None:
     packing = group.packing
     if packing is None or not group.is_collective or not group.place.on.has_values:
         return
+    for bucket in packing.buckets:
+        bucket.note_registered()
     for param in (param for bucket in packing.buckets for param in bucket.params):
         full = param.full
         if not (looks_at_all or param.is_touchy) or full is None or param.inner_spec is not None:
@@ -221,6 +225,9 @@ def _bring_back(group: ParamGroup, param: ShardedParam) -> None:
         # ``.data`` was assigned to: back to the memory that is gathered into.
         torch_private.set_data(full, group.packing.make_full(param, group.pool).detach())
         param.full_address = full.data_ptr()
+    for bucket in group.main_buckets:
+        if param in bucket.params:
+            bucket.note_brought_back(param)
 
 
 def _taker(group: ParamGroup) -> Callable[[ShardedParam], None]:

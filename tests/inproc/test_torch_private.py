@@ -162,9 +162,15 @@ def test_holders_of_a_tensor_beside_python_are_counted() -> None:
     assert private.tensor_use_count(gradient) == 0
     parameter.grad = gradient
     assert private.tensor_use_count(names[0]) == 1
-    assert private.use_counts([parameter, gradient], [gradient.untyped_storage()]) == [0, 1, 1]
+    assert private.use_counter([parameter, gradient], [gradient.untyped_storage()])() == [1, 2, 2]
     parameter.grad = None
     assert private.tensor_use_count(gradient) == 0
+
+
+def test_chunks_of_tensors_are_rows_of_one() -> None:
+    first, second, rows = torch.arange(4.0).view(4, 1), torch.arange(8.0).view(4, 2), torch.empty(2, 6)
+    private.chunk_cat([first, second], 0, 2, out=rows)
+    assert rows.tolist() == [[0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]]
 
 
 def test_data_is_reached_past_a_property_of_that_name() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import StateError
-from shardwise.fsdp.unit import LEGAL_MOVES, Gathering, GatherSource, Sharded, Subsharded, Unsharded, check_move
+from shardwise.fsdp.unit import LEGAL_MOVES, Gathering, Sharded, Subsharded, Unsharded, check_move
 from shardwise.observe import Call, Op
 from shardwise.plan.schedule import (
     ExecutionOrder,
@@ -173,8 +173,7 @@ def test_the_same_facts_give_the_same_calls() -> None:
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product((Sharded, Gathering, Unsharded, Subsharded), repeat=2)))
 def test_only_the_moves_in_the_table_are_legal(old: type, new: type) -> None:
-    source = GatherSource(0, None)
-    make = {Sharded: (), Gathering: (source, ()), Unsharded: (source,), Subsharded: (source,)}
+    make = {Sharded: (), Gathering: (0, None, ()), Unsharded: (0, None), Subsharded: (0,)}
     states = [kind(*make[kind]) for kind in (old, new)]
     if (old, new) in LEGAL_MOVES:
         check_move("blocks.0", *states)
