@@ -1,1 +1,1 @@
-"""What ranks agree on, and what each of them knows when one fails: the store of the job, agreement, liveness, records."""
+"""Agreement between ranks and reports of failures: the job's store, agreement, liveness, records."""

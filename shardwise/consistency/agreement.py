@@ -1,8 +1,8 @@
-"""Agreement among the ranks of one group, and their failure reports, over the store: no collective is needed.
+"""Agreement among the ranks of one group, and their failure reports, over the store; no collective is needed.
 
-Ranks talk through the key-value store that the process group was made with.  A rank that failed can so tell the others
-why while their collectives still wait for it, and ranks that wait can say for whom.  Nothing here runs in a step
-that goes well.
+Ranks communicate through the key-value store of the process group.  So a rank that failed can report why while the
+collectives of other ranks still wait for it, and waiting ranks can report for whom they wait.  A step without errors
+runs none of this.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from shardwise.observe import EVERYBODY, WAITS, Track, note, note_group
 from shardwise.torch_private import default_store, is_gloo, process_group_store
 from shardwise.waiting import LOOK_S, wait_until
 
-# ---- What the ranks of a group post for each other in the store of the job, with one deadline and a name for who
-# does not.
-# No collective: a thread may post beside training, a rank that has failed can say why while others wait for it, and one that
-# never comes is named instead of waited for for ever.  Agreements, the mismatch check of an engine, gathers over the store
-# and the meetings of links are orders in which these are written and read.
+# ---- What the ranks of a group post for each other in the job's store, with one deadline and the names of absent
+# ranks.
+# The store needs no collective: a thread can post during training, a failed rank can report why while others wait for
+# it, and an absent rank is named instead of awaited forever. Agreements, the mismatch check of an engine, gathers over
+# the store and the setup of links differ in the order in which they write and read.
 
-GRACE_S = 3.0  # after a rank's own deadline: what others may take to reach theirs and report
-_HEED_S = 2.0  # for a rank that is late to say why
-ANSWER_S = _HEED_S + ASKING_S  # in which the rank that waits for all asks who is late for the reason
-_SOON_S = 0.05  # ranks that come within it are not late
+GRACE_S = 3.0  # after a rank's own deadline: time for the others to reach theirs and report
+_HEED_S = 2.0  # time for a late rank to report why
+ANSWER_S = _HEED_S + ASKING_S  # the rank that waits for all queries late ranks for the reason during this time
+_SOON_S = 0.05  # ranks that arrive within it are not late
 
-# How often ranks have gone back to the state before a step, by the ranks that did: what they open then is numbered from one
-# again, because some had opened more than others.  Per job.
+# How often ranks have restored the state before a step, by the set of ranks: exchanges that they open later are
+# numbered from one again, because some ranks had opened more than others. Per job.
 _generations: weakref.WeakKeyDictionary[dist.Store, dict[frozenset[int], int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class StoreExchange:
-    """One rank's view of what the ranks of one group post about one thing.
+    """One rank's view of what the ranks of one group post about one topic.
 
     Attributes:
-        members: global ranks, as errors name them.  rank: this one's place among them; methods count places.
-        timeout_s: how long a rank is waited for that does in a correct program the same at about the same time.
-        notes: the store in which ranks leave the numbers of their processes; None: nobody is known to be gone.
+        members: global ranks, as errors name them.  rank: index of this one among them; methods use indices.
+        timeout_s: how long to wait for a rank, which in a correct program does the same at about the same time.
+        notes: the store with the process ids of ranks; without it no rank is known to be gone.
     """
 
     store: JobStore
@@ -101,22 +101,24 @@ class StoreExchange:
         is_enough: Callable[[Mapping[int, str]], bool] | None = None,
         needs: Sequence[int] = (),
     ) -> str | None:
-        """Return what the first rank makes of what every rank says in round ``number`` about ``topic``; None if nothing comes.
+        """Return what the first rank makes of all ranks' texts in round ``number`` about ``topic``; None if nothing arrives.
 
-        ``judge(found)`` runs on the first rank, on what has come by its deadline, and may raise.  ``is_enough``, ``needs``: as
-        for :meth:`collect`.  The round before is deleted, so that long runs do not fill the store.
+        ``judge(found)`` runs on the first rank, on the texts that arrived by its deadline, and may raise.
+        ``is_enough``, ``needs``: as for :meth:`collect`.  The previous round is deleted, so that long runs do not fill
+        the store.
         """
         what, last = f"{topic}/{number}", f"{topic}/{number - 1}"
         self.post(what, said)
         if not self.rank:
             verdict = judge(self.collect(what, range(self.size), None, is_enough, needs))
             self.post(f"{what}/verdict", verdict)
-            self._delete(f"{last}/verdict")  # every rank has read it before it said something in this round
+            self._delete(f"{last}/verdict")  # every rank had read it before it posted in this round
         else:
-            # The first rank knows who is missing, so the others wait longer than it does.
+            # The first rank finds out who is missing, so the others wait longer than it does.
             answer = self.collect(f"{what}/verdict", [0], self.timeout_s + GRACE_S, is_enough, needs)
             if not answer and not self.gone([0]) and not (is_enough and is_enough({})) and self.collect(what, [0], 0.0):
-                # It is there: on another host, where it cannot see who is gone, or it queries late ranks for their reason.
+                # It is alive: it is on another host, from which it cannot see who is gone, or it is querying late ranks
+                # for their reason.
                 answer = self.collect(f"{what}/verdict", [0], GRACE_S if self.gone(needs) else ANSWER_S, is_enough)
             verdict = answer.get(0)
         if verdict is not None:
@@ -134,15 +136,15 @@ class StoreExchange:
         is_enough: Callable[[Mapping[int, str]], bool] | None = None,
         needs: Sequence[int] = (),
     ) -> dict[int, str]:
-        """Return what ``ranks`` post about ``what``: of fewer ranks where waiting for the others is over.
+        """Return what ``ranks`` have posted under ``what``, possibly of fewer ranks once the wait is over.
 
-        That is after ``limit_s`` seconds for all of them together (default: the timeout), as soon as the process of one that
-        is missing, or of one in ``needs``, has gone, and once ``is_enough`` says so of what has come (asked of late ranks).
-        Raises: TransportError if the store does not answer, or another user has connected; what :func:`alarm.look` raises.
-        Cost: one or two questions per rank, then one per look.
+        The wait ends after ``limit_s`` seconds for all ranks together (default: the timeout), when the process of a
+        missing rank or of one in ``needs`` is gone, and when ``is_enough`` accepts the texts that have arrived (called
+        if ranks are late). Raises: TransportError if the store does not answer, or another user has connected; what
+        :func:`alarm.look` raises. Cost: one or two store requests per rank, then one per poll.
         """
         if self.notes is not None:
-            check_peers()  # before it waits, too: the rank that it waits for may have found another user, and stopped
+            check_peers()  # also before it waits: the awaited rank may have found another user and stopped
         start, limit_s = time.monotonic(), self.timeout_s if limit_s is None else limit_s
         found: dict[int, str] = {}
         missing = list(ranks)
@@ -159,13 +161,13 @@ class StoreExchange:
             note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
             wait_until(is_over, limit_s, alarm.look, lambda: self.gone([*missing, *needs]))
         if not missing and self.notes is not None:
-            enable_keepalive(self.notes)  # all who are here have said where they are
+            enable_keepalive(self.notes)  # all ranks have posted their addresses by now
             check_peers()
-        late = [(rank, self._peek(what, rank)) for rank in missing]  # posted out of order
+        late = [(rank, self._peek(what, rank)) for rank in missing]  # they may have been posted in another order
         return found | {rank: text for rank, text in late if text is not None}
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Return ``ranks`` in words, as the job names them."""
+        """Return ``ranks`` in words, as global ranks."""
         return format_ranks([self.members[rank] for rank in ranks])
 
     def absent(self, found: Container[int]) -> list[int]:
@@ -173,18 +175,19 @@ class StoreExchange:
         return [rank for rank in range(self.size) if rank not in found]
 
     def gone(self, ranks: Iterable[int]) -> list[int]:
-        """Return which of ``ranks`` were processes of this host that have ended, as far as it can be known."""
+        """Return which of ``ranks`` are known to be processes that have ended."""
         return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
 
     def out_of_reach(self, ranks: Iterable[int], error: str) -> list[int]:
-        """Return which of ``ranks`` are on hosts that do not answer, as ``error`` or the last words of a rank say."""
+        """Return which of ``ranks`` are on hosts that do not answer, according to ``error`` or to a rank's failure report."""
         places = {self.members[rank]: rank for rank in ranks}
         return [places[name] for name in out_of_reach(self.notes, list(places), error)]
 
     def absence(self, ranks: Sequence[int], late: str) -> str:
-        """Return what to say of ``ranks`` that have posted nothing: which are gone, if any is; else ``late``.
+        """Return a text about ``ranks`` that have posted nothing: which of them are gone, if any is, else ``late``.
 
-        Both with the last errors of these ranks: they may have followed another, or wait for it and give up a moment later.
+        Either text cites the last errors of these ranks: they may have left because of another rank, or give up a
+        moment later.
         """
         names = [self.members[rank] for rank in ranks]
         if self.notes is not None:
@@ -203,7 +206,7 @@ class StoreExchange:
 
 
 def open_exchange(group: dist.ProcessGroup, topic: str) -> StoreExchange:
-    """Return the posts of ``group`` about the next ``topic``: the n-th call on each of its ranks opens the same."""
+    """Return the exchange of ``group`` for the next ``topic``: the n-th call on each of its ranks opens the same one."""
     members = tuple(dist.get_process_group_ranks(group))
     return open_numbered_exchange(process_group_store(group), topic, members, dist.get_rank(group), patience_s(group))
 
@@ -211,7 +214,7 @@ def open_exchange(group: dist.ProcessGroup, topic: str) -> StoreExchange:
 def open_numbered_exchange(
     store: dist.Store, topic: str, members: tuple[int, ...], rank: int, timeout_s: float
 ) -> StoreExchange:
-    """Return the posts of ``members`` about the next ``topic`` in ``store``, for ranks that have no group of their own."""
+    """Return the exchange of ``members`` for the next ``topic`` in ``store``, for ranks without a group of their own."""
     notes = default_store()
     if notes is not None:
         announce(notes, dist.get_rank())
@@ -228,12 +231,12 @@ def open_numbered_exchange(
 
 
 def begin_generation(members: Iterable[int]) -> None:
-    """Number what groups of global ranks ``members`` open from one again; all of these ranks call it, between two steps."""
+    """Restart the numbers of what groups of global ranks ``members`` open; all of them call it, between two steps."""
     store = default_store()
     if store is not None:
         generations, ranks = _generations.setdefault(store, {}), frozenset(members)
         generations[ranks] = generations.get(ranks, 0) + 1
-        leave("")  # what has been said is undone
+        leave("")  # earlier reports are obsolete
 
 
 def _generation_of(members: Iterable[int]) -> int:
@@ -245,16 +248,16 @@ def _generation_of(members: Iterable[int]) -> int:
     )
 
 
-# ---- The mismatch check of an engine: plans and facts that must be the same on every rank, compared beside the collectives
-# they protect.
-# A collective that ranks enter with different ideas hangs or, worse, mixes tensors of the same size.
+# ---- The mismatch check of an engine: plans and facts that must be equal on all ranks, compared apart from the
+# collectives that they protect.
+# A collective that ranks enter with different plans hangs or, worse, mixes tensors of the same size.
 
 _RULE = "Ranks must run the same units in the same order, the same number of times."
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is: how many calls it has made, the last ones, and what it says of itself."""
+    """Where a rank is: the number of its calls, the last ones, and a note."""
 
     num_calls: int
     recent: tuple[str, ...]
@@ -272,7 +275,7 @@ class Position:
 
 
 class MismatchCheck:
-    """Posts of the ranks of one engine's collectives.  Every rank compares with the first, and that one with all."""
+    """The mismatch check of one engine.  Every rank compares itself with the first rank, and the first rank with all."""
 
     def __init__(self, exchange: StoreExchange) -> None:
         self._exchange = exchange
@@ -284,12 +287,12 @@ class MismatchCheck:
         note_group(self.topic, exchange.members)
         self._counts: Counter[str] = Counter()
         self._agreed: set[str] = set()
-        self.groups: list[dist.ProcessGroup] = []  # by which the engine talks
+        self.groups: list[dist.ProcessGroup] = []  # those that the engine uses
 
     def check_plan(self, calls: Sequence[str], position: Position) -> None:
         """Raise DesyncError on every rank unless all ranks have planned the same ``calls``.
 
-        Plans that have been agreed on before are not compared again.
+        Plans that ranks have agreed on before are not compared again.
         """
         text = json.dumps(list(calls))
         if text not in self._agreed:
@@ -308,8 +311,8 @@ class MismatchCheck:
     def check_facts(self, what: str, facts: Sequence[str], position: Position) -> None:
         """Raise DesyncError on every rank unless all ranks have the same ``facts`` about ``what``.
 
-        To be called before the first collective whose sizes follow from them: a backend given other sizes than its peers
-        may end the process, and given the same by chance mixes tensors without a word.
+        Call it before the first collective whose sizes depend on them: a backend that gets other sizes than its peers
+        may end the process, and equal sizes by chance silently mix tensors.
         """
         mine = [what, *facts]
         self._compare(
@@ -321,11 +324,11 @@ class MismatchCheck:
         )
 
     def post_writes(self, place: str, values: Sequence[str]) -> None:
-        """Leave for the others what this rank has written at ``place``; nobody waits."""
+        """Post what this rank has written at ``place``; no rank waits."""
         self._exchange.post(f"writes/{place}", json.dumps(list(values)))
 
     def check_writes(self, place: str, values: Sequence[str], position: Position) -> None:
-        """Raise DesyncError unless all ranks have left the same ``values`` at ``place``, which all of them have passed."""
+        """Raise DesyncError unless all ranks have posted the same ``values`` at ``place``, which all have passed."""
         exchange = self._exchange
         found = exchange.collect(f"writes/{place}", exchange.peers(), GRACE_S)
         for other in exchange.peers():
@@ -342,9 +345,9 @@ class MismatchCheck:
                 self._refuse(problem, position)
 
     def union(self, topic: str, mine: Sequence[str], position: Position) -> set[str]:
-        """Return what any rank gives as ``mine``, the same on every rank; all ask at the same place of their program.
+        """Return the union of all ranks' ``mine``, the same on every rank; all call it at the same place of their program.
 
-        Raises: DesyncError if a rank does not ask.
+        Raises: DesyncError if a rank does not call it.
         """
         exchange = self._exchange
         self._counts[topic] += 1
@@ -362,10 +365,10 @@ class MismatchCheck:
         return refuse([0]) if every is None else set(json.loads(every))
 
     def check_deviation(self, what: str, position: Position) -> None:
-        """Raise DesyncError unless all ranks leave their plan here, in the way that ``what`` says.
+        """Raise DesyncError unless all ranks deviate from their plan here, in the way that ``what`` describes.
 
-        To be called before the first collective that is not as planned: sizes may not fit, and a backend given other sizes
-        than its peers may overwrite memory.
+        Call it before the first unplanned collective: its sizes may differ, and a backend that gets other sizes than
+        its peers may overwrite memory.
         """
         left = "left the order of units"
         self._compare(
@@ -391,7 +394,7 @@ class MismatchCheck:
         peers = (0,) if exchange.rank else exchange.peers()
         limit_s = exchange.timeout_s + (
             GRACE_S if exchange.rank else 0.0
-        )  # the first knows who is missing, and says so
+        )  # the first rank finds out who is missing, and reports it
         found = exchange.collect(
             place, peers, limit_s, is_enough=lambda found: any(theirs != text for theirs in found.values())
         )
@@ -407,15 +410,15 @@ class MismatchCheck:
         raise DesyncError(f"{problem}\n{_RULE}")
 
     def tell(self, position: Position) -> None:
-        """Leave where this rank is, and why it goes no further, for the others to read."""
+        """Post where this rank is, and why it stops, for the others to read."""
         with suppress(TransportError):
             self._exchange.post("failure", position.to_text())
 
     def explain(self, error: BaseException, position: Position) -> DesyncError:
-        """Return an error that says where every rank was when a collective failed on this one.
+        """Return an error with the positions of all ranks when a collective failed on this one.
 
-        After a backend's own error the engine's groups are good for nothing: their connections are closed, so that nobody
-        waits in one for this rank while it asks the others.
+        After a backend's own error the engine's groups are unusable: their connections are closed, so that no rank
+        waits there for this one while it queries the others.
         """
         why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
         lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
@@ -433,15 +436,15 @@ class MismatchCheck:
         return DesyncError("\n".join(lines))
 
     def _reports(self, said: str) -> Iterator[str]:
-        """Yield where the other ranks are; of those that are gone what ``said`` does not say already.
+        """Yield the positions of the other ranks; about ranks that are gone, what ``said`` does not contain yet.
 
-        A rank that is gone, or a host that does not answer, is reason enough: the others are not waited for.  Nor is one that
-        has left by an exception: it may go on, and would wait for this rank in its next step.
+        Once a rank is gone, or a host does not answer, the cause is known, and the others are not waited for.  Neither
+        is a rank that left by an exception: it may continue, and would wait for this rank in its next step.
         """
         exchange, silent, left = self._exchange, list[int](), who_left(said)
         far = exchange.out_of_reach(exchange.peers(), said)
         is_known = bool(far or exchange.gone(exchange.peers()))
-        # Who compares with the first rank waits longer than a backend does.
+        # A rank that compares itself with the first one waits longer than a backend does.
         deadline = time.monotonic() + (LOOK_S if is_known else 2 * GRACE_S)
         for other in exchange.peers():  # one by one: others may report while one is gone
             rank = exchange.members[other]
@@ -489,16 +492,16 @@ def _listed(facts: Sequence[str]) -> str:
     return ", ".join(facts[:4]) + (f" and {len(facts) - 4} more" if len(facts) > 4 else "")
 
 
-# ---- Meetings of ranks through the store: each says something, and all hear what all have said.
-# No collective: a thread may call beside training, and a rank that has gone is named.
+# ---- Gathers over the store: each rank posts a text, and all ranks read all texts. No collective: a thread can call it
+# during training, and a rank that is gone is named.
 
 _NEAR = (
-    8  # ranks of a host are neighbours: that many on each side are looked after, so that a look costs the store little
+    8  # neighbouring ranks share a host: each checks that many on each side, so that a poll makes few store requests
 )
 
 
 class StoreGather:
-    """Calls in one order on all ranks; without posts this process meets nobody."""
+    """Gathers in one order on all ranks; without an exchange this process is the only one."""
 
     def __init__(self, exchange: StoreExchange | None) -> None:
         self._exchange = exchange
@@ -507,14 +510,14 @@ class StoreGather:
         self._track = Track(exchange.prefix if exchange is not None else "")
 
     def branch(self, name: str) -> StoreGather:
-        """Return another order of calls, for another thread; ``name`` is the same on all ranks and new."""
+        """Return another sequence of gathers, for another thread; ``name`` is the same on all ranks and new."""
         exchange = self._exchange
         return StoreGather(None if exchange is None else replace(exchange, prefix=f"{exchange.prefix}/{name}"))
 
     def call(self, said: str) -> list[str]:
-        """Return what every rank has said, in rank order, once all have.
+        """Return every rank's text, in rank order, once all have called.
 
-        Raises: TransportError on every rank that is there if one is gone or does not come in time.
+        Raises: TransportError on every live rank if a rank is gone or is not in time.
         """
         exchange = self._exchange
         if exchange is None:
@@ -543,9 +546,9 @@ def _absence(exchange: StoreExchange, ranks: list[int]) -> str:
 
 
 def open_store_gather(group: dist.ProcessGroup | None, topic: str) -> StoreGather:
-    """Return the next gather about ``topic`` of ``group`` (None: all ranks, or this process alone without any group).
+    """Return the next gather about ``topic`` of ``group`` (None: all ranks, or this process only without a process group).
 
-    Every rank opens those of one topic in the same order.  Raises: StateError outside of ``group``.
+    Every rank opens those of one topic in the same order.  Raises: StateError outside ``group``.
     """
     if group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -558,16 +561,16 @@ def open_store_gather(group: dist.ProcessGroup | None, topic: str) -> StoreGathe
     return StoreGather(open_exchange(group, topic))
 
 
-DETAIL_LIMIT = 400  # characters of one rank's fact that an error quotes
+DETAIL_LIMIT = 400  # characters of one rank's fact in an error
 
 
 @dataclass(slots=True)
 class GroupAgreement:
     """One rank's view of the agreement about one object (``topic``); all ranks must open theirs in the same order.
 
-    ``rank`` and ``size`` are those of ``group``, ``name`` is the global rank, as errors name it; ``has_peers`` is False
-    where nobody else could answer (one rank, or
-    torch's "fake" backend).  What has been agreed on is forgotten again, so that long runs do not fill the store.
+    ``rank`` and ``size`` are those of ``group``; ``name`` is the global rank, as errors name it.  ``has_peers`` is
+    False if no other rank could answer (one rank, or torch's "fake" backend).  Keys are deleted after agreement, so
+    that long runs do not fill the store.
     """
 
     group: dist.ProcessGroup
@@ -578,7 +581,8 @@ class GroupAgreement:
     name: int = field(init=False)
     num_agreements: int = field(default=0)
     num_renewals: int = field(default=0)
-    count_of_own_error: int = field(default=-1)  # of the track, when this rank last raised an error that it may catch
+    # the track's count when this rank last raised an error that the program may catch
+    count_of_own_error: int = field(default=-1)
     track: Track = field(default_factory=lambda: Track(""))
 
     def __post_init__(self) -> None:
@@ -588,9 +592,9 @@ class GroupAgreement:
     def agree(self, what: str, facts: Sequence[str] = (), error: BaseException | None = None) -> None:
         """Return once every rank has called this with the same ``what`` and ``facts``; else raise on all ranks.
 
-        ``error`` is what went wrong on this rank before the call: it is re-raised here, and the other ranks get a
-        DesyncError that names this rank and quotes it.  Cost: about four store operations.
-        Raises: DesyncError naming the ranks and the first fact that differs, or the ranks that did not come in time.
+        ``error`` is an exception of this rank before the call: it is re-raised here, and the other ranks get a
+        DesyncError that names this rank and cites it.  Cost: about four store operations. Raises: DesyncError naming
+        the ranks and the first fact that differs, or the ranks that are not in time.
         """
         try:
             if self.has_peers:
@@ -598,7 +602,7 @@ class GroupAgreement:
             if error is not None:
                 raise error
         finally:
-            del error  # the error refers to this frame: without this each would keep the other alive
+            del error  # the error references this frame: without this each would keep the other alive
 
     def gather(self, what: str, text: str) -> list[str]:
         """Return every rank's ``text``, in rank order and the same on all ranks, once all have called with this ``what``.
@@ -608,7 +612,7 @@ class GroupAgreement:
         return self._compare(what, (), None, text) if self.has_peers else [text] * self.size
 
     def renew(self) -> None:
-        """Begin again with nothing posted and no agreement made: after ranks have gone back to the state before a step."""
+        """Restart without posts and agreements, after ranks have restored the state before a step."""
         self.num_renewals += 1
         self.exchange = replace(
             self.exchange, prefix=f"{self.exchange.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}"
@@ -616,10 +620,10 @@ class GroupAgreement:
         self.num_agreements = 0
 
     def report_failure(self, text: str, may_be_caught: bool = False) -> None:
-        """Tell ranks that wait for this one why it will not take part; the first report stays.
+        """Report to ranks that wait for this one why it will not take part; only the first report counts.
 
-        ``may_be_caught``: the program may go on after this error.  If it does on all ranks, the report means nothing in
-        what comes next, so this rank ignores reports of this call from now on.
+        ``may_be_caught``: the program may catch the error and continue.  If it does on all ranks, the report is
+        obsolete in later calls, so this rank ignores reports of this call from now on.
         """
         if self.has_peers and self.failure() is None:
             self.exchange.store.set(f"{self.exchange.prefix}/failure", f"{self.track.count} {text}")
@@ -632,7 +636,7 @@ class GroupAgreement:
         return text if count and int(count) > self.count_of_own_error else None
 
     def explain(self, what: str, error: BaseException) -> DesyncError:
-        """Return the error to raise where a collective in ``what`` failed on this rank (timeout, closed connection)."""
+        """Return the error for a collective in ``what`` that failed on this rank (timeout, closed connection)."""
         try:
             return self._explain(what, error)
         except TransportError as gone:
@@ -644,11 +648,12 @@ class GroupAgreement:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         self.exchange.post("stuck", what)
         if not isinstance(error, ShardwiseError) and is_gloo(self.group):
-            with suppress(RuntimeError):  # a backend's own: nobody may wait for this rank while it asks
+            # a backend's own error: no rank may wait for this one while it queries the others
+            with suppress(RuntimeError):
                 abort_connections(self.group)
-        far = self.exchange.out_of_reach(self.exchange.peers(), str(error))  # they will not say where they are
+        far = self.exchange.out_of_reach(self.exchange.peers(), str(error))  # they cannot report their positions
         found = self._collect("stuck", LOOK_S if far else GRACE_S)
-        failure = self.failure()  # one that was reported meanwhile knows more than this rank
+        failure = self.failure()  # a report that arrived meanwhile knows more than this rank
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         absent = self.exchange.absent(found)
@@ -661,7 +666,7 @@ class GroupAgreement:
             )
         elif absent:
             others = f"{self._names(absent)} did not take part"
-            cause = "; ".join(part for part in (self._lost(absent), others, cause) if part)
+            cause = "; ".join(part for part in (self._gone_text(absent), others, cause) if part)
         status = status_in_words(self.exchange.members)
         text = (
             f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.exchange.timeout_s:g} s). "
@@ -671,8 +676,8 @@ class GroupAgreement:
         self.report_failure(f"rank {self.name} was in {text}")
         return DesyncError(text)
 
-    def _lost(self, ranks: Sequence[int]) -> str:
-        """Say which of ``ranks`` were processes of this host that have ended, and what they or the others said last."""
+    def _gone_text(self, ranks: Sequence[int]) -> str:
+        """Return which of ``ranks`` are gone, with their last errors, or those of the others."""
         names = [self.exchange.members[rank] for rank in ranks]
         gone = [self.exchange.members[rank] for rank in self.exchange.gone(ranks)]
         return (
@@ -752,14 +757,14 @@ class GroupAgreement:
         return self.failure() is not None
 
     def _collect(self, what: str, limit_s: float) -> dict[int, str]:
-        """Return what has come once a rank has reported a failure, too, or one of any rank is gone."""
+        """Collect ``what``; stop once a rank has reported a failure or is gone."""
         return self.exchange.collect(what, range(self.size), limit_s, self._has_failure, range(self.size))
 
 
 def open_agreement(group: dist.ProcessGroup | None, topic: str) -> GroupAgreement:
-    """Return the agreement about the next object about ``topic`` in ``group``: the n-th call on each rank opens the same.
+    """Return the agreement about the next object about ``topic`` in ``group``: the n-th call on each rank opens the same one.
 
-    None stands for the default group.  Raises: StateError without a process group, or outside of ``group``.
+    None stands for the default group.  Raises: StateError without a process group, or outside ``group``.
     """
     group = group if group is not None else dist.group.WORLD
     if group is None:
@@ -772,7 +777,7 @@ def open_agreement(group: dist.ProcessGroup | None, topic: str) -> GroupAgreemen
 
 
 def first_difference(facts: dict[int, list[str]]) -> str:
-    """Say which fact, the first in order, differs between the ranks, and what each rank has.
+    """Return the first fact in order that differs between the ranks, with the value of each rank.
 
     Example:
         >>> first_difference({0: ["2 tensors", "(3,)"], 1: ["2 tensors", "(4,)"]})

@@ -1,4 +1,4 @@
-"""What the records of all ranks say together: who is missing, who failed first, where ranks part, who waits for whom.  Pure."""
+"""Combine the records of all ranks: who is missing, who failed first, where ranks diverge, who waits for whom.  Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardwise.consistency.recorder import Event, Reason, Record, Stack, own_lin
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import ERROR, WAITS, Op
 
-_GAP_S = 30.0  # between reasons to write: what was before is another trouble, which has passed
-_MOVED = 16  # events between two reasons, which say the same: ranks that fail tidy up, and ask each other
-_BEFORE_S = 1.0  # an error comes before what is written because of it
+_GAP_S = 30.0  # between two writes: an earlier write belongs to a trouble that has passed
+_MOVED = 16  # events between two writes for the same trouble: ranks that fail clean up and query each other
+_BEFORE_S = 1.0  # how long before its writes an error may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,9 @@ class Parting:
     """The first event of a track at which ranks differ.
 
     Attributes:
-        count: of the event on the track.  found: what each rank did there.  before: the last event that they had in common.
-        time_s: when the first rank came there.
+        count: of the event on the track.  found: the event of each rank.  before: the last event that they had in
+            common.
+        time_s: when the first rank got there.
     """
 
     track: str
@@ -35,11 +36,11 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """Ranks that have come less far on a track than others, up to where all agree.
+    """Ranks that have made fewer events on a track than others; up to there all agree.
 
     Attributes:
-        ranks: those that are behind.  count: how far they came.  most: how far the others came.
-        last: their last event on the track.  next: what the others did then.  time_s: when they made the last.
+        ranks: the ranks that are behind.  count: their number of events.  most: that of the others.
+        last: their last event on the track.  next: the others' next event.  time_s: time of the last event.
     """
 
     track: str
@@ -53,11 +54,11 @@ class Behind:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A rank whose last event on its main thread says that it waits.
+    """A rank whose last event on its main thread is a wait.
 
     Attributes:
         whom: ranks that it waits for; empty if it waits for all.
-        where: what it waits at.  since_s: seconds, up to when it wrote.
+        where: what it waits at.  since_s: seconds until it wrote.
     """
 
     rank: int
@@ -68,7 +69,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first thing that went wrong on a rank."""
+    """The first error of a rank."""
 
     rank: int
     time_s: float
@@ -77,16 +78,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that can be said.
+    """The result of :func:`diagnose`.
 
     Attributes:
         ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
-        failures: of the ranks, the earliest first; those that name another rank that failed come after.
+        failures: first errors, the earliest first; those that name another failed rank come last.
         partings, behind: per track, the earliest first.
-        blamed: ranks that others wait for and that wait for nobody themselves.
-        stacks: per rank, where its main thread was when it wrote first because of its last trouble.
-        ends: the same when it wrote last.
-        cut: ranks whose record is cut off.
+        blamed: ranks that others wait for and that do not wait themselves.
+        stacks: per rank, where its main thread was at the first write for its last trouble.
+        ends: the same at its last write.
+        cut: ranks whose record is truncated.
     """
 
     ranks: tuple[int, ...]
@@ -104,7 +105,7 @@ class Diagnosis:
 
 
 def diagnose(records: Sequence[Record]) -> Diagnosis:
-    """Return what ``records``, of one job, say together; some may be missing or cut off.
+    """Return what ``records``, of one job, show together; some may be missing or truncated.
 
     Of several records of one rank the newest counts.
     """
@@ -137,7 +138,7 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
 
 
 def _is_because_of_others(failure: Failure, failures: Sequence[Failure]) -> bool:
-    """Return True if ``failure`` names another rank that has failed: its clock may say that it was first."""
+    """Return True if ``failure`` names another rank that has failed: a skewed clock may show it as the first."""
     named = {int(number) for number in re.findall(r"\brank (\d+)", failure.text)}
     return any(each.rank in named for each in failures if each.rank != failure.rank)
 
@@ -145,7 +146,7 @@ def _is_because_of_others(failure: Failure, failures: Sequence[Failure]) -> bool
 def first_parting(track: str, events: Mapping[int, Sequence[Event]]) -> Parting | None:
     """Return the first event, by its count, at which two ranks that have it differ; None if there is none.
 
-    Ranks remember different parts of a track: compared is what two of them remember.
+    Ranks remember different parts of a track; only what two of them remember is compared.
     """
     by_count: dict[int, dict[int, Event]] = {}
     for rank, each in events.items():
@@ -191,14 +192,14 @@ def _behind(track: str, events: Mapping[int, Sequence[Event]]) -> Behind | None:
 
 
 def _waiting(rank: int, record: Record, by_rank: Mapping[int, Record]) -> Waiting | None:
-    """Return what the main thread of ``rank`` waited for when it wrote first; errors come after that."""
+    """Return what the main thread of ``rank`` waited for at the first write; its errors are later."""
     written_s = _began_s(record)
     events = [e for e in record.events if e.thread == record.main_thread and e.time_s <= written_s and e.place != ERROR]
     if not events or not events[-1].place.startswith(WAITS):
         return None
     wait = events[-1]
     first = wait
-    for event in reversed(events):  # a wait may be looked at again and again
+    for event in reversed(events):  # one wait may make several events
         if event.place != wait.place or event.what != wait.what:
             break
         first = event
@@ -213,7 +214,7 @@ def _whom(text: str, record: Record, by_rank: Mapping[int, Record]) -> tuple[int
         return ()
     if kind == "rank":
         return (int(number),)
-    if kind == "process":  # of this host
+    if kind == "process":  # a process of this host
         found = [rank for rank, each in by_rank.items() if each.pid == int(number) and each.host == record.host]
         absent = [rank for rank in range(record.num_ranks) if rank not in by_rank]
         return tuple(found) or (tuple(absent) if len(absent) == 1 else ())
@@ -229,12 +230,12 @@ def _blamed(waiting: Sequence[Waiting], ranks: Sequence[int]) -> tuple[int, ...]
 def _failure(rank: int, record: Record) -> Failure | None:
     since_s = _began_s(record) - _BEFORE_S
     errors = [Failure(rank, e.time_s, e.what) for e in record.events if e.place == ERROR and e.time_s >= since_s]
-    told = [
+    reported = [
         Failure(rank, each.time_s, each.text)
         for each in record.reasons
         if each.time_s >= since_s and not _is_question(each.text)
     ]
-    return min([*errors, *told], key=lambda each: each.time_s, default=None)
+    return min([*errors, *reported], key=lambda each: each.time_s, default=None)
 
 
 def _is_question(text: str) -> bool:
@@ -242,7 +243,7 @@ def _is_question(text: str) -> bool:
 
 
 def _main_stacks(record: Record) -> list[Stack]:
-    """Return where the main thread was whenever the rank wrote because of its last trouble."""
+    """Return the stacks of the main thread at all writes for the last trouble."""
     since_s = _began_s(record)
     return [stack for stack in record.stacks if stack.thread == record.main_thread and stack.time_s >= since_s]
 
@@ -258,29 +259,30 @@ def _began_s(record: Record) -> float:
     return began_s
 
 
-# ---- The records of all ranks as dumps of torch's FlightRecorder, for the analyzer that torch brings.  Pure.
-# FlightRecorder sees the calls of torch's process groups, and takes no records of others: what goes through shared memory, or
-# as messages of ours, is not in it.  Our own events know every collective, whatever carries it.
+# ---- The records of all ranks as dumps of torch's FlightRecorder, for torch's analyzer. Pure.
+# FlightRecorder records calls of torch's process groups only: transfers through shared memory and our own messages are
+# not in it. Our events include every collective, whatever transports it.
 #
-# Source: ``torch.distributed.flight_recorder`` of torch 2.13, which reads these files; the format is that of version 2.10.
+# Source: ``torch.distributed.flight_recorder`` of torch 2.13, which reads these files; the format is that of version
+# 2.10.
 
-PREFIX = "shardwise_rank_"  # of the files, before the number of the rank
+PREFIX = "shardwise_rank_"  # of file names, before the rank
 _VERSION = "2.10"
-_BY = "gloo"  # the analyzer takes names of backends alone; an event does not say what has carried it
-_GATHER, _SCATTER, _SUM, _MEET = "all_gather_v", "reduce_scatter_v", "all_reduce", "barrier"  # v: of uneven parts
+_BY = "gloo"  # the analyzer accepts names of backends only; an event does not record its transport
+_GATHER, _SCATTER, _SUM, _MEET = "all_gather_v", "reduce_scatter_v", "all_reduce", "barrier"  # v: with uneven parts
 _OF_UNITS = (Op.UNSHARD.value, Op.REDUCE.value)
 _LAUNCHED = {"all-gather": _GATHER, "reduction": _SCATTER}  # waited for later, by what they are about
-_MEETINGS = {"agreement": _MEET, "meeting": _GATHER}  # who comes stays until all have come
+_MEETINGS = {"agreement": _MEET, "meeting": _GATHER}  # a rank that enters stays until all have entered
 _OTHERS = _LAUNCHED | _MEETINGS
 _ENDS = {Op.WAIT.value: Op.UNSHARD.value, Op.COMMIT.value: Op.REDUCE.value}
-_REPLICAS = "replicas"  # what a sum of whole gradients is said to be of
+_REPLICAS = "replicas"  # the subject of a sum of full gradients
 
-_Act: TypeAlias = "tuple[str, str, str]"  # a track, a place, and what an event there is about
+_Act: TypeAlias = "tuple[str, str, str]"  # a track, a place, and the subject of an event there
 
 
 @dataclass(frozen=True, slots=True)
 class _Track:
-    """A sequence of events of several ranks, from where on all of these that have a record remember it."""
+    """A sequence of events of several ranks, from where all of their records have it."""
 
     name: str
     ranks: tuple[int, ...]
@@ -292,11 +294,11 @@ class _Track:
 
 
 def to_dumps(records: Sequence[Record]) -> dict[int, dict[str, object]]:
-    """Return for each rank with a record what FlightRecorder would have dumped of the collectives on our tracks.
+    """Return, for each rank with a record, FlightRecorder's dump of the collectives on our tracks.
 
-    A track stands for a process group, counts on it are sequence numbers: ranks that did something else at a count, or have
-    not come to it, are those that the analyzer says are missing there.  Sizes and types of elements stay empty: events do not
-    know them, and the analyzer compares what it is given.
+    A track becomes a process group, and counts on it become sequence numbers: the analyzer reports ranks that did
+    something else at a count, or have not reached it, as missing there.  Sizes and dtypes are empty: events do not
+    record them, and the analyzer compares what it gets.
     """
     by_rank = newest(records)
     tracks = _dumped_tracks(by_rank)
@@ -337,8 +339,8 @@ def _dump(rank: int, record: Record, tracks: Mapping[str, _Track], named: Mappin
 
 
 def _entry(number: int, event: Event, ended_s: float | None, name: str) -> dict[str, object]:
-    # The analyzer looks for an entry of the same sequence number, group and description on every other rank, and compares names
-    # alone after that: of two units that ranks gather at one count it must not make one collective.
+    # The analyzer looks for an entry of the same sequence number, group and description on every other rank, and then
+    # compares names only. The description must differ for two units that ranks gather at one count.
     about = (event.what or "(root)") if event.place in _OF_UNITS else event.text
     began_ns = int(event.time_s * 1e9)
     return {
@@ -366,7 +368,7 @@ def _entry(number: int, event: Event, ended_s: float | None, name: str) -> dict[
 
 
 def _dumped_tracks(by_rank: Mapping[int, Record]) -> dict[str, _Track]:
-    """Return the tracks of several ranks; without a known group these are the ranks that have been seen on it."""
+    """Return the tracks of several ranks; without a known group, of the ranks with events on it."""
     groups: dict[str, set[int]] = {}
     first: dict[int, dict[str, int]] = {}
     for rank, record in by_rank.items():
@@ -378,7 +380,7 @@ def _dumped_tracks(by_rank: Mapping[int, Record]) -> dict[str, _Track]:
     found: dict[str, _Track] = {}
     for name, ranks in sorted(groups.items()):
         counts = [first[rank][name] for rank in ranks if rank in first and name in first[rank]]
-        # A rank may have made its events and forgotten them all since, or before it began to remember.
+        # A rank may have forgotten its events since, or made them before it began to record.
         began = [
             by_rank[rank].events[0].time_s
             for rank in ranks
@@ -390,11 +392,11 @@ def _dumped_tracks(by_rank: Mapping[int, Record]) -> dict[str, _Track]:
 
 
 def _collectives(record: Record) -> Iterator[tuple[Event, float | None]]:
-    """Yield what became a collective, oldest first, with the time at which it is known to have ended."""
-    ended: dict[int, float] = {}  # by the place of the event in the record
+    """Yield the events that are collectives, oldest first, with the time by which each is known to have ended."""
+    ended: dict[int, float] = {}  # by index of the event in the record
     of_units: dict[tuple[str, str, str], list[int]] = {}
     launched: dict[str, list[int]] = {}
-    standing: dict[int, list[int]] = {}  # what a thread is in, or waits for
+    standing: dict[int, list[int]] = {}  # by thread: collectives that it is in, or waits for
     waiting: set[int] = set()
     for place, event in enumerate(record.events):
         here = standing.setdefault(event.thread, [])
@@ -415,7 +417,7 @@ def _collectives(record: Record) -> Iterator[tuple[Event, float | None]]:
         elif event.track and event.place in _MEETINGS:
             here.append(place)
     for thread, places in standing.items():
-        if thread not in waiting:  # a wait is an event: without one it is over
+        if thread not in waiting:  # a wait makes an event: without one the collective is over
             ended |= {place: record.events[place].time_s for place in places}
     for place, event in enumerate(record.events):
         if event.track and (event.place in _OF_UNITS or event.place in _OTHERS):
@@ -423,9 +425,9 @@ def _collectives(record: Record) -> Iterator[tuple[Event, float | None]]:
 
 
 def _named(by_rank: Mapping[int, Record]) -> dict[_Act, str]:
-    """Return as which collective units have done what; the same for all ranks, and not what moved nothing anywhere.
+    """Return which collective each act of a unit was, the same for all ranks; acts that moved nothing anywhere are omitted.
 
-    That a unit has gathered or reduced says its track; as what, the events of the same thread right before.
+    A unit's event on its track shows that it gathered or reduced; the preceding events of the same thread show how.
     """
     found: dict[_Act, set[str]] = {}
     reduced: dict[str, set[str]] = {}
@@ -452,7 +454,7 @@ def _named(by_rank: Mapping[int, Record]) -> dict[_Act, str]:
     return named
 
 
-# ---- A diagnosis in plain words: what happened, where, since when, and what to look at next.  Pure.
+# ---- A diagnosis in words: what happened, where, since when, and what to look at next. Pure.
 
 _MOST_LISTED, _MOST_PLACES = 8, 16
 
@@ -514,7 +516,7 @@ def _describe_failure(failure: Failure, is_first: bool) -> str:
 
 
 def _places(diagnosis: Diagnosis, rank: int) -> str:
-    """Say where the main thread was in the program, and where later, if it was elsewhere: it may hang after its error."""
+    """Return where the main thread was in the program, and where it was later if that differs: it may hang after its error."""
     first, last = diagnosis.stacks[rank], diagnosis.ends[rank]
     where, later = own_line(first.frames), own_line(last.frames)
     seconds = last.time_s - first.time_s
@@ -523,7 +525,7 @@ def _places(diagnosis: Diagnosis, rank: int) -> str:
 
 def _wait(waiting: Waiting) -> str:
     whom = format_ranks(waiting.whom) if waiting.whom else "all ranks"
-    where = re.sub(r"^shardwise/\S+", "its word in the store", waiting.where)
+    where = re.sub(r"^shardwise/\S+", "its message in the store", waiting.where)
     return f"rank {waiting.rank} waited for {whom} for {waiting.since_s:.1f} s at {where or 'a collective'}"
 
 
@@ -535,7 +537,7 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
     raised = [each for each in diagnosis.failures if not each.text.startswith(("DesyncError", "TransportError"))]
     for parting in diagnosis.partings[:1]:
         odd = _odd(parting.found)
-        if raised and raised[0].rank in odd:  # it parted from the others because it was leaving
+        if raised and raised[0].rank in odd:  # it diverged because it was exiting
             break
         yield (
             f"what {format_ranks(odd)} did otherwise before event {parting.count} of {parting.track}: code that depends on "
@@ -553,7 +555,7 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _odd(found: Mapping[int, str]) -> tuple[int, ...]:
-    """Return the ranks that are fewest with what they did."""
+    """Return the smallest set of ranks that did the same."""
     return tuple(min(ranks_by_text(sorted(found.items())).values(), key=lambda ranks: (len(ranks), -ranks[0])))
 
 

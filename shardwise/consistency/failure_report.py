@@ -1,8 +1,8 @@
-"""Reports who waits for whom: in one line after 30 seconds of waiting, and in the error at the end of the wait.
+"""Report who waits for whom: in one line after 30 seconds of waiting, and in the error at the end of the wait.
 
-A rank that waits in a collective cannot report, and the cause is on another rank.  So a thread of each process posts where the
-program is to the store of the job every few seconds: the line of user code, the call that it makes, and how many forwards and
-backwards have begun.  Nothing of this runs on the program's own thread, except when there is an error.
+A rank that waits in a collective cannot report, and the cause is on another rank.  So a thread of each process posts
+the position of the program to the job's store every few seconds: the line of user code, the call that it makes, and the
+number of forwards and backwards.  None of this runs on the program's own thread, except after an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.consistency.liveness import (
     host_timeout_s,
     is_elsewhere,
     is_gone,
-    say_left,
+    mark_left,
     tells_of_lost_host,
 )
 from shardwise.consistency.process_groups import abort_all_connections
@@ -42,46 +42,48 @@ from shardwise.observe import ERROR, WAITS, Entry, entries, explainers, groups_o
 from shardwise.torch_private import are_threads, default_store, timeout_s_of
 from shardwise.waiting import LOOK_S, wait_until
 
-# ---- The last error that each rank has made: whoever finds a rank gone, or waits for it in vain, can cite the first
-# cause.
-# A rank that hears of a fault leaves, too, and the next one finds that one gone: without its words the blame would be on who
-# followed.  Written when an error is made, into the store of the job; read only where something has failed.
+# ---- The last error of each rank, so that a rank that finds another one gone, or waits for it in vain, can cite the
+# first cause.
+# A rank that is notified of a fault exits too, and the next one finds it gone: without the report of the first, the
+# follower would be blamed. Reports are written to the job's store when an error is created, and read only after a
+# failure.
 
 _MOST_TEXT = 600
 _CITATION = re.compile(r"; the last error of ranks? (\d+(?:, \d+)*): ")
 _LEFT = re.compile(r"rank (\d+) raised an exception (?:while|in backward)")
 ASKING_S = 4.0
-ASKS = " (asks the others)"  # at the end of words that may change
-_busy = threading.local()  # an error that is made while words are left has none of its own
+ASKS = " (asks the others)"  # at the end of a report that may still change
+_busy = threading.local()  # set while a report is written: errors of that write are not reported
 _ADVICE = re.compile(r" ?Look at the end of its log(; ask: shardwise diagnose \S+)?")
-UNTOLD = "it reported no exception: killed, or its program ended"
+NO_REPORT = "it reported no exception: killed, or its program ended"
 
 
 def leave(text: str) -> None:
-    """Let the others read ``text``, the reason why this rank may come no more; an empty one takes it back.  Never raises."""
+    """Report ``text``, why this rank may not continue, to the other ranks; an empty one withdraws the report.  Never raises."""
     store = store_of_job()
     if store is None or SILENCE in text or getattr(_busy, "is_on", False):
         return
     _busy.is_on = True
     try:
         put(store, dist.get_rank(), text)
-    except (TransportError, ValueError):  # it is said aloud, at least
+    except (TransportError, ValueError):  # the error itself still shows it
         return
     finally:
         _busy.is_on = False
 
 
 def look_next() -> str:
-    """Return the advice that messages about a lost rank end with."""
+    """Return the advice that ends messages about a lost rank."""
     place = place_of_records()
     return "Look at the end of its log" + (f"; ask: shardwise diagnose {place}" if place is not None else "")
 
 
 def in_short(error: BaseException) -> str:
-    """Return the first line of ``error``, of a backend's own without the line of its source and its advice.
+    """Return the first line of ``error``; of a backend's error, without its source line and advice.
 
     Example:
-        >>> in_short(RuntimeError("[/a/pair.cc:553] Connection closed by peer. This is typically caused by a crash. GLHF!"))
+        >>> in_short(RuntimeError("[/a/pair.cc:553] Connection closed by peer. This is typically caused by a crash.
+        GLHF!"))
         'Connection closed by peer'
     """
     first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -89,36 +91,36 @@ def in_short(error: BaseException) -> str:
 
 
 def put(store: dist.Store, rank: int, text: str) -> None:
-    """Leave ``text`` as the words of global ``rank``.  Raises: TransportError if the store does not answer."""
-    said = _ADVICE.sub("", text.removesuffix(ASKS))[:_MOST_TEXT]  # advice is for the first who reads it
+    """Store ``text`` as the report of global ``rank``.  Raises: TransportError if the store does not answer."""
+    said = _ADVICE.sub("", text.removesuffix(ASKS))[:_MOST_TEXT]  # advice is only for the first reader
     line = " | ".join(each.strip() for each in said.splitlines())
     JobStore(store, BRIEF_S).set(_report_key(rank), line + ASKS * text.endswith(ASKS))
 
 
 def store_of_job() -> dist.Store | None:
-    """Return the store that the default group was made with, None if there is none."""
+    """Return the store of the default group, None if there is none."""
     return default_store() if dist.is_available() and dist.is_initialized() else None
 
 
 def report_of(store: dist.Store | None, rank: int, patience_s: float = 0.0) -> str:
-    """Return what global ``rank`` has left, an empty text if nothing or if that cannot be known.
+    """Return the report of global ``rank``, or an empty text if there is none or it cannot be read.
 
-    ``patience_s``: for one that is asking the others for the reason, because it will know more.
+    ``patience_s``: how long to wait for a rank that is querying others, since it will know more.
     """
     text = ""
 
-    def has_asked() -> bool:
+    def is_final() -> bool:
         nonlocal text
         text = JobStore(store, BRIEF_S).peek(_report_key(rank)) or "" if store is not None else ""
         return not text.endswith(ASKS)
 
-    with suppress(TransportError):  # the store may itself be the reason
-        wait_until(has_asked, patience_s)
+    with suppress(TransportError):  # the store may be the cause
+        wait_until(is_final, patience_s)
     return text.removesuffix(ASKS)
 
 
 def has_reported_all(store: dist.Store, rank: int) -> bool:
-    """Return True if global ``rank`` has left words and does not ask the others any more, or if no words can come."""
+    """Return True if the report of global ``rank`` is final, or if none can arrive."""
     with suppress(TransportError):
         text = JobStore(store, BRIEF_S).peek(_report_key(rank)) or ""
         return bool(text) and not text.endswith(ASKS)
@@ -126,17 +128,18 @@ def has_reported_all(store: dist.Store, rank: int) -> bool:
 
 
 def cited(store: dist.Store | None, ranks: Sequence[int], patience_s: float = ASKING_S) -> str:
-    """Return the words of global ``ranks`` as a message goes on with them: "; the last error of rank 3: ..."."""
+    """Return the reports of global ``ranks`` as the end of a message: "; the last error of rank 3: ..."."""
     end = time.monotonic() + patience_s
     found = {rank: report_of(store, rank, end - time.monotonic()) for rank in ranks[:8]}
     return cited_texts({rank: text for rank, text in found.items() if text})
 
 
 def cited_texts(found: Mapping[int, str]) -> str:
-    """Return what ranks have left as a message goes on with it: each rank's own reason once, also of ranks that they cite.
+    """Return reports as the end of a message: each rank's own reason once, also those of ranks that they cite.
 
     Example:
-        >>> cited_texts({1: "DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7; rank 1 waited for it."})
+        >>> cited_texts({1: "DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7; rank 1 waited for
+        it."})
         '; the last error of rank 1: DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7'
         >>> cited_texts({1: "Timed out; the last error of rank 2: Timed out", 2: "Timed out"})
         '; the last error of ranks 1, 2: Timed out'
@@ -147,21 +150,21 @@ def cited_texts(found: Mapping[int, str]) -> str:
         own, *rest = _CITATION.split(text)
         reasons[rank] = _own_reason(own)
         for names, said in zip(rest[::2], rest[1::2], strict=True):
-            for name in map(int, names.split(", ")):  # the longest: what is quoted twice may be cut
+            for name in map(int, names.split(", ")):  # use the longest: a citation within a citation may be truncated
                 quoted[name] = max(quoted.get(name, ""), _own_reason(said), key=len)
     ranks_of = ranks_by_text((reasons | quoted | reasons).items())  # a rank knows its own reason best
     return "".join(f"; the last error of {format_ranks(ranks)}: {reason}" for reason, ranks in ranks_of.items())
 
 
 def _own_reason(text: str) -> str:
-    """Return ``text`` without what a rank says of others: where they were, and that it has waited for them."""
+    """Return ``text`` without what a rank reports of others: their positions, and that it has waited for them."""
     lines = [line for line in text.split(" | ") if not re.match(r"rank \d+ was at |Ranks must run ", line)]
     short = re.sub(r", after [^()]*(?= \()", "", "; ".join(lines))
     return re.sub(r"; rank \d+ waited for (it|them)\.?", "", short).rstrip(" .;|")
 
 
 def who_left(error: str) -> set[int]:
-    """Return the global ranks of which ``error`` says that they have left by an exception of their own: they may go on.
+    """Return the global ranks that left by their own exception according to ``error``; they may continue.
 
     Example:
         >>> who_left("rank 1 raised an exception while rank 0 was at the end of a forward")
@@ -171,47 +174,47 @@ def who_left(error: str) -> set[int]:
 
 
 def out_of_reach(store: dist.Store | None, ranks: Sequence[int], error: str) -> list[int]:
-    """Return which of global ``ranks`` no word can come from: those on other hosts, once one is known not to answer.
+    """Return which of global ``ranks`` cannot report: those on other hosts, once one host is known not to answer.
 
-    ``error`` may say so, this rank's own, or what another has left: who follows it has another error.
+    ``error``, of this rank, or the report of another shows that a host does not answer.
     """
     if store is None:
         return []
-    heard = tells_of_lost_host(error) or any(tells_of_lost_host(report_of(store, rank)) for rank in ranks)
-    return [rank for rank in ranks if is_elsewhere(store, rank)] if heard else []
+    is_known = tells_of_lost_host(error) or any(tells_of_lost_host(report_of(store, rank)) for rank in ranks)
+    return [rank for rank in ranks if is_elsewhere(store, rank)] if is_known else []
 
 
 def out_of_reach_in_words(ranks: Sequence[int]) -> str:
-    """Say of ``ranks`` that their host does not answer."""
+    """Return a text about ``ranks`` whose host does not answer."""
     after = f" for {host_timeout_s():g} s" if host_timeout_s() else ""
     return (
         f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} on another host, from which no answer has come{after}: "
         "it is switched off or stands still, or the cable to it is cut. Look at that host and at the network between; "
-        "shardwise.set_host_timeout says how long is waited"
+        "shardwise.set_host_timeout sets how long ranks wait"
     )
 
 
 def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
-    """Say that the processes of global ``ranks`` have ended, and what they have left.
+    """Return a text about global ``ranks`` whose processes have ended, with their reports.
 
     Example:
         >>> gone_in_words(None, [3])
         'rank 3 is gone (it reported no exception: killed, or its program ended)'
     """
     text = f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
-    found = cited(store, ranks, patience_s=0.0)  # they will say no more
-    return text + (found or f" ({UNTOLD})")
+    found = cited(store, ranks, patience_s=0.0)  # their reports are final
+    return text + (found or f" ({NO_REPORT})")
 
 
 def _report_key(rank: int) -> str:
     return f"shardwise/last words/{rank}"
 
 
-# ---- Whom a rank waited for when a backend's collective failed: its own text says a port, or nothing.
+# ---- The ranks that a failed collective of a backend waited for: the backend's own text names a port, or nothing.
 
 
 def name_partners(error: RuntimeError, group: dist.ProcessGroup) -> None:
-    """Raise a backend's ``error`` with the ranks of ``group`` that it was about; return if these are all ranks of the job."""
+    """Raise a backend's ``error`` with the other ranks of ``group``; return if these are all ranks of the job."""
     if isinstance(error, ShardwiseError) or not dist.is_initialized():
         return
     ranks = dist.get_process_group_ranks(group)
@@ -220,24 +223,24 @@ def name_partners(error: RuntimeError, group: dist.ProcessGroup) -> None:
         raise RuntimeError(f"{in_short(error)} (in a group with {others})") from error
 
 
-# ---- How a process leaves its job by an error: nobody waits for it, and the store that it keeps stays until the
-# others have read.
-# The end of a process closes its connections, and so wakes whoever waits for it in a collective.  A process that keeps the
-# store of the job may not end before the others: they ask there for the reason.  So connections are closed first, by hand; else
-# it would wait for ranks that wait for it.
+# ---- Exit after an error: no rank waits for this process, and if it hosts the store, it stays until the others have
+# read.
+# A process that ends closes its connections, which wakes ranks that wait for it in a collective. The process that hosts
+# the job's store must not end before the others, which read the reason there. So connections are closed explicitly
+# first; otherwise it would wait for ranks that wait for it.
 
-_MOST_ASKED = 64
-_STAY_S = 6.0  # for the others to have ended, too
-_LINGER_S = 2.0  # for those that have said why they failed, and live on
+_MOST_REQUESTED = 64
+_STAY_S = 6.0  # seconds for the others to end, too
+_LINGER_S = 2.0  # seconds for those that have reported their failure and live on
 
-exit_hooks: list[Callable[[], None]] = []  # called when this process leaves; appended to where they are defined
-# Of this process: the store of its job, and whether an error has left the program (with the process that it was in).
+exit_hooks: list[Callable[[], None]] = []  # called when this process exits after an error; modules append their hooks
+# Of this process: the store of its job, and whether an error has ended the program (with the process it was in).
 _stores: dict[int, dist.Store] = {}
 _is_leaving: list[int] = []
 
 
 def watch_end(store: dist.Store) -> None:
-    """Call :func:`leave_job` at the end of this process, whose job has ``store``."""
+    """Call :func:`leave_job` at the exit of this process, whose job has ``store``."""
     pid = os.getpid()
     if pid not in _stores:
         Finalize(None, leave_job, exitpriority=100)
@@ -245,16 +248,16 @@ def watch_end(store: dist.Store) -> None:
 
 
 def will_leave(store: dist.Store) -> None:
-    """Take note that an error has left the program of this process."""
+    """Record that an error has ended the program of this process."""
     watch_end(store)
     _is_leaving.append(os.getpid())
 
 
 def leave_job() -> None:
-    """Let nobody wait for this process, whose program has ended by an error; does nothing after any other end.
+    """After an error has ended the program, make sure that no rank waits for this process; else do nothing.
 
-    Who keeps the store of the job stays until the others have ended or said why they fail, at most 6 s: who asks for the reason
-    asks there.  Those of a host that does not answer will not.
+    The process that hosts the job's store stays until the others have ended or reported why they fail, at most 6 s,
+    since they read the reason there.  It does not wait for ranks on a host that does not answer.
     """
     store, error = _stores.pop(os.getpid(), None), getattr(sys, "last_value", None)
     if store is None or not dist.is_initialized() or (os.getpid() not in _is_leaving and error is None):
@@ -263,12 +266,12 @@ def leave_job() -> None:
         leave(f"{type(error).__name__}: {in_short(error)}")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     with suppress(TransportError):
-        say_left(store, rank)
+        mark_left(store, rank)
     for exit_hook in exit_hooks:
         exit_hook()
     abort_all_connections(range(num_ranks))
     if keeps_store(store):
-        others = [other for other in range(num_ranks) if other != rank][:_MOST_ASKED]
+        others = [other for other in range(num_ranks) if other != rank][:_MOST_REQUESTED]
         far = out_of_reach(store, others, str(error))
         _stay_for([other for other in others if other not in far], store)
 
@@ -282,7 +285,7 @@ def _stay_for(others: list[int], store: dist.Store) -> None:
     wait_until(lambda: all(may_leave(rank) for rank in others), _STAY_S)
 
 
-# ---- Where a rank is, and a sentence about several ranks: who waits for whom, at which line of user code.  Pure.
+# ---- The position of a rank, and a sentence about several ranks: who waits for whom, at which line of user code. Pure.
 
 _DISTRIBUTED = "/torch/distributed/"
 _WRAPPERS = (" checked", " outside")  # functions around those that user code calls
@@ -290,16 +293,16 @@ _WRAPPERS = (" checked", " outside")  # functions around those that user code ca
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Where a rank is.
+    """The position of a rank.
 
     Attributes:
         rank: global.
-        line: "file:line" of user code; empty without any.
+        line: "file:line" of user code; empty if there is none.
         call: the function that the user's line has called, such as "save()"; empty if user code runs.
         waits_for: "rank 3" or "all ranks"; empty if it does not wait for others.
         passes: by engine, "forward" and "backward": how many of each have begun.
-        running: by engine: the one of both that runs, if one does.
-        still_s: for how long it has been there; 0 if it has moved since the last look.
+        running: by engine: which of the two runs, if one does.
+        still_s: how long it has been there; 0 if it has moved since the last check.
         raised: the class of the exception that ended the program there; empty while it runs.
     """
 
@@ -361,8 +364,9 @@ def statuses_in_words(statuses: Sequence[RankStatus]) -> str:
     Example:
         >>> first = RankStatus(0, "a.py:3", "f()", "rank 1", {"e": {"forward": 4}}, {"e": "forward"}, 30.0)
         >>> statuses_in_words([first, RankStatus(1, "a.py:9", "save()", "", {"e": {"forward": 3}}, {}, 29.0)])
-        'rank 0 is in its 4th forward (a.py:3, waits for rank 1, for 30 s); rank 1 is in save() after its 3rd forward (a.py:9, \
-for 29 s): they ran different numbers of forwards'
+        'rank 0 is in its 4th forward (a.py:3, waits for rank 1, for 30 s); rank 1 is in save() after its 3rd forward
+        (a.py:9, \
+    for 29 s): they ran different numbers of forwards'
     """
     track, kind = _difference(statuses)
     alike: dict[str, list[RankStatus]] = {}
@@ -376,7 +380,7 @@ for 29 s): they ran different numbers of forwards'
 
 
 def _difference(statuses: Sequence[RankStatus]) -> tuple[str, str]:
-    """Return the engine, and "forward" or "backward", of which waiting ranks have begun different numbers.
+    """Return the engine, and "forward" or "backward", for which waiting ranks have begun different numbers.
 
     Ranks that compute are not compared: they may just be late.
     """
@@ -410,15 +414,15 @@ def _ordinal(number: int) -> str:
     return f"{number}{'th' if number % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
-_report_s = [30.0]  # one entry, set by set_wait_report alone
-_LOOKS = 6  # within that time
-_ASKED, _NAME = "shardwise/wait/asked", "shardwise/wait/job"
+_report_s = [30.0]  # one entry, set by set_wait_report only
+_LOOKS = 6  # checks within that time
+_REQUESTED, _NAME = "shardwise/wait/asked", "shardwise/wait/job"
 kernel_waits: list[
     Callable[[], float]
-] = []  # seconds for which a kernel has not ended; appended to by collectives/streams.py
+] = []  # functions that return for how many seconds a kernel has not ended; collectives/streams.py appends them
 _RULE = "Every rank must make the same calls in the same order."
 _watches: weakref.WeakKeyDictionary[dist.Store, WaitWatch] = weakref.WeakKeyDictionary()
-_running: list[WaitWatch] = []  # the last one, set by watch_waits alone
+_running: list[WaitWatch] = []  # the last one, set by watch_waits only
 
 
 def set_wait_report(seconds: float) -> None:
@@ -439,7 +443,7 @@ def set_wait_report(seconds: float) -> None:
 
 
 def watch_waits(store: dist.Store) -> None:
-    """Start the thread that posts where this process is to ``store``, unless it runs already."""
+    """Start the thread that posts this process's status to ``store``, unless it runs already."""
     world = dist.group.WORLD
     if store in _watches or world is None or world.size() == 1 or are_threads():
         return
@@ -461,9 +465,9 @@ def _stop_at_exit() -> None:
 
 
 def status_in_words(members: Iterable[int], error: BaseException | None = None) -> str:
-    """Return a sentence about where global ranks ``members`` are, this one among them; empty if no other has posted.
+    """Return a sentence about where global ranks ``members`` are, this one included; empty if no other has posted.
 
-    ``error``: the exception that ends this process; its traceback says where the program was.
+    ``error``: the exception that ends this process; its traceback shows where the program was.
     """
     store = default_store() if dist.is_available() and dist.is_initialized() else None
     watch = _watches.get(store) if store is not None else None
@@ -498,7 +502,7 @@ class ProgramStatus:
         return found
 
     def at_error(self, frames: Sequence[str], raised: str) -> RankStatus:
-        """Return where an error at ``frames`` stopped the program; ``raised``: the exception's class if it ends it."""
+        """Return where an error at ``frames`` stopped the program; ``raised``: the exception's class if it ends the program."""
         found = status_at(self.rank, frames, self._last_event(), raised)
         is_same = self._seen == (found.line, found.call)
         return replace(found, still_s=time.monotonic() - self.since_s) if is_same else found
@@ -509,7 +513,7 @@ class ProgramStatus:
 
 
 class WaitWatch:
-    """Posts the status of this process, and reads that of others when it waits.
+    """Post the status of this process, and read the others' while it waits.
 
     Args:
         report_s: how long a wait may take before it is reported.  timeout_s: the timeout of the job's collectives.
@@ -533,7 +537,7 @@ class WaitWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Let the thread end soon, and write no more records."""
+        """Stop the thread soon, and write no more records."""
         self._stop.set()
         self._recorder.flush()
         self._recorder.close()
@@ -571,20 +575,20 @@ class WaitWatch:
         if mine.waits_for and self._reported_s != self._program.since_s:
             self._reported_s = self._program.since_s
             self._report(job, mine)
-        asked = job.peek(_ASKED) or ""
+        asked = job.peek(_REQUESTED) or ""
         if asked != self._asked and self._recorded_s != self._program.since_s:
             self._asked, self._recorded_s = asked, self._program.since_s
             self._recorder.write(f"nothing has moved for {mine.still_s:.0f} s")
 
     def _report(self, job: JobStore, mine: RankStatus) -> None:
         found = self._statuses(job, range(dist.get_world_size()), mine)
-        job.set(_ASKED, f"{mine.rank} {self._program.since_s}")
+        job.set(_REQUESTED, f"{mine.rank} {self._program.since_s}")
         if min(each.rank for each in found if each.waits_for) == mine.rank:
             more = f" For the stacks of all ranks: shardwise diagnose {place}" if (place := place_of_records()) else ""
             print(f"shardwise: {statuses_in_words(found)}. {_RULE}{more}", file=sys.stderr, flush=True)
 
     def in_words(self, members: Iterable[int], error: BaseException | None) -> str:
-        """Do as :func:`status_in_words`."""
+        """Return the text of :func:`status_in_words`."""
         ranks = list(members)
         store = self._job()
         if store is None:
@@ -592,7 +596,7 @@ class WaitWatch:
         try:
             job = JobStore(store, BRIEF_S)
             if error is not None:
-                self._stop.set()  # the stack is gone from now on
+                self._stop.set()  # the stack is unwound from now on
                 frames, raised = lines_of_trace(error.__traceback__), type(error).__name__
             else:
                 frames, raised = lines_of(sys._getframe()), ""  # pyright: ignore[reportPrivateUsage]
@@ -604,13 +608,13 @@ class WaitWatch:
         return statuses_in_words(found) if len(found) > 1 else ""
 
     def _statuses(self, job: JobStore, ranks: Sequence[int], mine: RankStatus) -> list[RankStatus]:
-        asked = sorted({*ranks[:_MOST_ASKED], mine.rank})
+        asked = sorted({*ranks[:_MOST_REQUESTED], mine.rank})
         texts = {rank: job.peek(_status_key(rank)) for rank in asked if rank != mine.rank}
         found = [status_from_text(text) for text in texts.values() if text]
         return sorted([*found, mine], key=lambda each: each.rank)
 
     def _name(self) -> str | None:
-        """Return the name of the job, which its first rank gives; None before that."""
+        """Return the name of the job, which its first rank sets; None before that."""
         store = self._job()
         with suppress(TransportError):
             return None if store is None else JobStore(store, BRIEF_S).peek(_NAME)
@@ -621,32 +625,33 @@ def _status_key(rank: int) -> str:
     return f"shardwise/wait/status/{rank}"
 
 
-# ---- Backends' raw errors in words: which rank is gone, or may have been left by an exception.
+# ---- Explanations of backends' raw errors: which rank is gone, or may have left by an exception.
 
 _T = TypeVar("_T")
 _OF_BACKEND = re.compile(r"^\[\S+\.(cc|cpp|hpp):\d+\]|^Connection (closed|reset)|^Wait timeout")
-_SAY_S = 3.0  # for ranks to fail after this one, and to say so
+_SAY_S = 3.0  # time for ranks to fail after this one, and to report it
 
 
 def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], mine: int) -> _T:
-    """Return ``act()``, a collective of global ranks ``members``, of which this process is ``mine``.
+    """Return ``act()``, a collective of global ranks ``members``; this process is ``mine``.
 
     Args:
         what: begins the message: "whole matrices cannot go to their owners or back".
-    Raises: what ``act`` raises if that says itself what happened (an error of ours, of memory); in place of any other
-        RuntimeError a TransportError that names the ranks whose processes are gone, or all that it may be.
+    Raises: what ``act`` raises if that explains itself (an error of shardwise, or of memory); instead of any other
+    RuntimeError,
+        a TransportError that names the ranks whose processes are gone, or all candidates.
     """
     try:
         return act()
     except (ShardwiseError, torch.OutOfMemoryError):
-        raise  # it says what happened
+        raise  # it explains itself
     except RuntimeError as error:
         others, store = tuple(rank for rank in members if rank != mine), store_of_job()
         if store is None:
             who = f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
         else:
             leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
-            abort_all_connections(members)  # nobody may wait for this rank while it asks
+            abort_all_connections(members)  # no rank may wait for this one while it queries the others
             status = status_in_words(members)
             who = found_among(others, store, str(error)) + (f"; {status}" if status else "")
         raise TransportError(
@@ -656,18 +661,18 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
 
 
 def concerns_others(error: RuntimeError) -> bool:
-    """Return True for an error of a backend, or of ours about another rank; False for one of this rank alone."""
+    """Return True for a backend's error, or one of shardwise about another rank; False for one of this rank only."""
     return not isinstance(error, (ShardwiseError, torch.OutOfMemoryError)) or isinstance(error, TransportError)
 
 
 def _explain(error: BaseException) -> str:
-    """Return which ranks a backend's own ``error`` may be of; leave for them what any error says that none of ours is."""
+    """Return which ranks a backend's own ``error`` may be about; report any error to them that is not shardwise's."""
     store = store_of_job()
     if store is None or isinstance(error, SystemExit):
         return ""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     found, status = "", status_in_words(range(dist.get_world_size()), error)
-    if not isinstance(error, ShardwiseError):  # which has been left, and names whom it is of
+    if not isinstance(error, ShardwiseError):  # those are reported already, and name their ranks
         said = f"{type(error).__name__}: {in_short(error)}"
         leave(said)
         if _is_of_backend(error):
@@ -679,18 +684,18 @@ def _explain(error: BaseException) -> str:
 
 
 def _is_of_backend(error: BaseException) -> bool:
-    """Return True if ``error`` is of a collective or the store; False for the program's own, of which others know nothing."""
+    """Return True if ``error`` is of a collective or the store; False for the program's own, which others do not know."""
     frames = lines_of_trace(error.__traceback__)
     is_called = isinstance(error, RuntimeError) and any("/torch/distributed/" in frame for frame in frames)
     return is_called or isinstance(error, dist.DistError) or _OF_BACKEND.search(str(error)) is not None
 
 
 def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> str:
-    """Say which of ``others`` are gone, else which say nothing although all whose collective has failed do.
+    """Return which of ``others`` are gone, else which report nothing although all ranks in a failed collective do.
 
-    ``error``: why this rank asks; a host that does not answer is not waited for.
+    ``error``: why this rank asks; it does not wait for a host that does not answer.
     """
-    others, begin = others[:_MOST_ASKED], time.monotonic()
+    others, begin = others[:_MOST_REQUESTED], time.monotonic()
 
     def reason() -> str:
         try:
@@ -706,7 +711,7 @@ def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> st
         if lost:
             return out_of_reach_in_words(lost)
         if not silent:
-            return f"all ranks have failed{cited(store, others, patience_s=0.0)}"  # each would wait for all
+            return f"all ranks have failed{cited(store, others, patience_s=0.0)}"  # each waits for all
         if waited >= _SAY_S:
             return f"{format_ranks(silent)} reported nothing: stopped, in another call, or it caught its exception"
         return ""
@@ -714,6 +719,6 @@ def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> st
     return wait_until(reason, alarm=alarm.look)
 
 
-# From the first import on: errors of this process are there for the others to read, and a backend's own says who is gone.
+# Registered at import: errors of this process are reported to other ranks, and a backend's own error is explained.
 observers.append(leave)
 explainers.append(_explain)

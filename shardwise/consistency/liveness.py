@@ -1,4 +1,4 @@
-"""Whether another rank's process is there: a rank that is gone is named at once, one that is late is waited for."""
+"""Whether another rank's process is alive: a rank that is gone is named at once, and a late one is waited for."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ from shardwise.consistency.store import BRIEF_S, JobStore
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.waiting import wait_until
 
-# ---- Connections to other hosts: the kernel is asked to find out soon that a host is gone, or the cable to it cut.
-# TCP gives up on a silent peer after a quarter of an hour, and only while there is something to send.  Backends leave it at
-# that: a rank that waits for one on another host waits for the timeout of its group.  Connections of this process that lead to
-# hosts of the job (none else: a user's own stay as they are) are told to probe a peer that is silent and to break after
-# five seconds (:func:`set_host_timeout`) without an answer; a process that is late, or stopped, still answers: its kernel does.
+# ---- TCP keepalive: the kernel finds out soon that another host is gone, or the cable to it is cut.
+# By default TCP gives up on a silent peer after a quarter of an hour, and only while there is data to send. Backends do
+# not change that, so a rank would wait for one on another host until the timeout of its group. Connections of this
+# process to hosts of the job (only those: a user's own stay unchanged) are set to probe a silent peer and to break
+# after five seconds (:func:`set_host_timeout`) without an answer. A process that is late, or stopped, still answers,
+# because its kernel does.
 
-_limit_s = [5.0]  # one entry, set by set_host_timeout alone
+_limit_s = [5.0]  # one entry, set by set_host_timeout only
 _ADDRESSES = "shardwise/addresses"
 _SIOCGIFADDR = 0x8915
-_IDLE_S = 2  # before the first probe
+_IDLE_S = 2  # seconds before the first probe
 _NO_ANSWER = tuple(
     os.strerror(each) for each in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 )
 
 
 def set_host_timeout(seconds: float) -> None:
-    """Say after how long without a sign of life another host of the job counts as gone; 5 seconds at first.
+    """Set how long another host of the job may be silent before it counts as gone; the default is 5 seconds.
 
-    Call it before the first ``fully_shard``, ``replicate`` or optimizer of ours, alike on every rank.  Ranks that wait for
-    a host that was switched off, or whose cable is cut, then raise an error instead of waiting for the timeout of the
-    process group.  A rank that is late or stopped is waited for as ever.
+    Call it before the first ``fully_shard``, ``replicate`` or optimizer of shardwise, with the same value on every
+    rank.  Ranks that wait for a host that was switched off, or whose cable is cut, then raise an error instead of
+    waiting for the timeout of the process group.  A rank that is late or stopped is still waited for.
 
     Args:
-        seconds: from 3 on; 0 leaves connections as the backend has made them.
+        seconds: 3 or more; 0 leaves connections as the backend made them.
 
     Raises: ConfigError for any other number.
     """
@@ -60,16 +61,16 @@ def set_host_timeout(seconds: float) -> None:
 
 
 def post_addresses(store: JobStore, host: str) -> None:
-    """Let the ranks of other hosts know under which addresses they reach this one; ``host``: its name, once per host."""
+    """Post this host's addresses for ranks of other hosts; ``host``: its name, once per host."""
     with contextlib.suppress(TransportError, NotImplementedError):
         if store.add(f"{_ADDRESSES}/of/{host}", 1) == 1:
             store.append(_ADDRESSES, " ".join(own_addresses()) + "\n")
 
 
 def enable_keepalive(store: dist.Store) -> int:
-    """Let connections of this process to other hosts of the job break when the host does; return how many lead there.
+    """Enable keepalive on connections of this process to other hosts of the job; return the number of such connections.
 
-    To be called whenever connections may have been made; costs one question to the store and a look at each socket.
+    Call it whenever connections may have been made.  Cost: one store request and a check of each socket.
     """
     if _limit_s[0] == 0 or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return 0
@@ -78,7 +79,7 @@ def enable_keepalive(store: dist.Store) -> int:
     except TransportError:
         return 0
     if len(lines) < 2:
-        return 0  # this host alone
+        return 0  # this host only
     theirs = {address for line in lines for address in line.split()} - set(own_addresses())
     number = 0
     for each in _connections():
@@ -90,17 +91,17 @@ def enable_keepalive(store: dist.Store) -> int:
 
 
 def tells_of_lost_host(error: str) -> bool:
-    """Return True if ``error`` has the kernel's words for a host that answers nothing: switched off, or behind a cut cable."""
+    """Return True if ``error`` has the kernel's text for a host that does not answer: switched off, or behind a cut cable."""
     return any(words in error for words in _NO_ANSWER)
 
 
 def host_timeout_s() -> float:
-    """Return after how many seconds without an answer connections break; 0: when the backend has it so."""
+    """Return after how many seconds without an answer connections break; 0 if the backend decides."""
     return _limit_s[0]
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this host's interfaces, as peers see them; IPv6 of this network namespace too."""
+    """Return the addresses of this host's interfaces, as peers see them; IPv6 of this network namespace included."""
     found = [*_ipv4(), *_ipv6()]
     return [each for each in found if not each.startswith("127.") and each != "::1"]
 
@@ -133,7 +134,7 @@ def _connections() -> Iterable[socket.socket]:
 def _peer(connection: socket.socket) -> str:
     try:
         address = str(connection.getpeername()[0])
-    except OSError:  # it listens
+    except OSError:  # a listening socket
         return ""
     return address.removeprefix("::ffff:").split("%")[0]
 
@@ -150,29 +151,29 @@ def _set(connection: socket.socket) -> None:
         connection.setsockopt(level, option, value)
 
 
-# ---- The end of a process that has had process groups: the backend's threads must be done with Python by then.
+# ---- Drain the backend's threads before the interpreter exits, which avoids a SIGABRT.
 
-_PAUSE_S = 0.002  # in which the interpreter's lock is free
+_PAUSE_S = 0.002  # pauses free the interpreter's lock
 _MOST_S = 0.5
 _TASKS = Path("/proc/self/task")
 
 
 @functools.cache
 def settle_at_exit() -> None:
-    """Let this process call :func:`settle` when it ends."""
-    atexit.register(lambda: settle())  # as it is named then
+    """Call :func:`settle` at the exit of this process."""
+    atexit.register(lambda: settle())  # looked up at exit: tests replace it
 
 
 def settle(limit_s: float = _MOST_S) -> None:
-    """Wait until the other threads of this process rest, at most ``limit_s`` seconds.
+    """Wait until the other threads of this process are idle, at most ``limit_s`` seconds.
 
-    A thread of gloo lets go of a message after whoever waited for it has gone on.  If it comes late and holds the last
-    reference to a tensor, it asks for the interpreter's lock; once the interpreter ends, torch (2.13) ends the process for
-    that with SIGABRT ("terminate called without an active exception"), though all work was done.
-    ``destroy_process_group()`` joins these threads only where nobody keeps the group, as sharded models do; so two looks that
-    find nobody running must do.
+    A gloo thread releases a message after its waiter has continued.  If it is late and has the last reference to a
+    tensor, it needs the interpreter's lock; after the interpreter's end torch (2.13) then ends the process with SIGABRT
+    ("terminate called without an active exception"), although all work was done.  ``destroy_process_group()`` joins
+    these threads only if nothing references the group, but sharded models do; so this waits for two checks in a row
+    that find no running thread.
     """
-    looks = -1  # the first has no pause before it
+    looks = -1  # the first check has no pause before it
 
     def is_at_rest() -> bool:
         nonlocal looks
@@ -194,21 +195,21 @@ def _others_run() -> bool:
     return False
 
 
-_LEFT = ["left by an error"]  # in place of where a process is
+_LEFT = ["left by an error"]  # replaces a process's place in its note
 
-# Ranks that have left their note in a store: every fully_shard comes by, one note is enough.
+# Ranks that have posted their note to a store: every fully_shard calls announce, but one note is enough.
 _announced: weakref.WeakKeyDictionary[dist.Store, set[int]] = weakref.WeakKeyDictionary()
 
 
 class Liveness:
-    """Whether a process of this host is there: by a handle, because its number may come back as another's."""
+    """Whether a process of this host is alive, by a pidfd, because its pid may be reused."""
 
     def __init__(self, pid: int) -> None:
         self._fd: int | None = None
         self._poll = select.poll()
         try:
             self._fd = os.pidfd_open(pid)
-        except ProcessLookupError:  # gone already, and waited for by its parent
+        except ProcessLookupError:  # ended already, and its parent has waited for it
             return
         self._poll.register(self._fd, select.POLLIN)
 
@@ -223,7 +224,7 @@ class Liveness:
 
 _inherited: list[
     dist.ProcessGroup
-] = []  # the default group of the process that this one was forked from, if it had peers
+] = []  # the default group of the process that this one was forked from, if that had several ranks
 
 
 def _note_fork() -> None:
@@ -235,7 +236,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def refuse_forked() -> None:
-    """Raise in a process that was forked from a rank: it has the rank's connections, and none of the threads behind them.
+    """Raise in a process that was forked from a rank: it has the rank's connections, but not the threads that serve them.
 
     Raises: StateError.
     """
@@ -246,14 +247,14 @@ def refuse_forked() -> None:
         )
 
 
-_declared: list[str] = []  # the names that on_host has been given and not taken back; the last one counts
+_declared: list[str] = []  # names of the on_host contexts that are open; the last one counts
 
 
 @contextmanager
 def on_host(name: str) -> Generator[None, None, None]:
-    """Let this process count as one of another host, with others of the same ``name`` alone: several hosts on one machine.
+    """Treat this process as one of another host, together with others of the same ``name``: several hosts on one machine.
 
-    For tests and benchmarks.  To be entered before the first ``fully_shard``, ``replicate`` or optimizer.
+    For tests and benchmarks.  Enter it before the first ``fully_shard``, ``replicate`` or optimizer.
     """
     _declared.append(name)
     try:
@@ -263,7 +264,7 @@ def on_host(name: str) -> Generator[None, None, None]:
 
 
 def host_id() -> str:
-    """Return a text that is the same for all processes of one boot of one host, and for no others."""
+    """Return a text that is equal for all processes of one boot of one host, and for no others."""
     try:
         found = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -272,7 +273,7 @@ def host_id() -> str:
 
 
 def announce(store: dist.Store, rank: int) -> None:
-    """Leave process id and addresses of global rank ``rank`` in ``store``, so that others can tell whether it has gone."""
+    """Post process id and addresses of global rank ``rank`` to ``store``, so that others can tell whether it is gone."""
     ranks = _announced.setdefault(store, set())
     if rank not in ranks:
         ranks.add(rank)
@@ -282,8 +283,8 @@ def announce(store: dist.Store, rank: int) -> None:
         post_addresses(job, "/".join([host_id(), _link("net")]))
 
 
-def say_left(store: dist.Store, rank: int) -> None:
-    """Let global rank ``rank``, whose process is ending by an error or has ended, count as gone on every host.
+def mark_left(store: dist.Store, rank: int) -> None:
+    """Mark global rank ``rank``, whose process has ended or ends by an error, as gone, for all hosts.
 
     Raises: TransportError if the store does not answer.
     """
@@ -291,9 +292,9 @@ def say_left(store: dist.Store, rank: int) -> None:
 
 
 def is_gone(store: dist.Store, rank: int) -> bool:
-    """Return True if global rank ``rank`` was a process of this host that has ended, or of any that ends by an error.
+    """Return True if global rank ``rank`` was a process of this host that has ended, or is marked as gone.
 
-    False if that cannot be known.
+    False if that is not known.
     """
     try:
         text = JobStore(store, BRIEF_S).peek(_note_key(rank))
@@ -304,14 +305,14 @@ def is_gone(store: dist.Store, rank: int) -> bool:
             return True
         if space != _name_space() or Liveness(int(pid)).is_alive():
             return False
-        say_left(store, rank)  # other hosts cannot see it
+        mark_left(store, rank)  # other hosts cannot see it
         return True
     except (RuntimeError, OSError, AttributeError):  # no store, no /proc, no pidfds
         return False
 
 
 def is_elsewhere(store: dist.Store, rank: int) -> bool:
-    """Return True if global rank ``rank`` is a process of another host; False if that cannot be known."""
+    """Return True if global rank ``rank`` is a process of another host; False if that is not known."""
     try:
         text = JobStore(store, BRIEF_S).peek(_note_key(rank))
     except RuntimeError:
@@ -324,7 +325,7 @@ def _note_key(rank: int) -> str:
 
 
 def _name_space() -> list[str]:
-    """Return in which host and container a process number means something."""
+    """Return the host and the container in which a process id is valid."""
     return [host_id(), _link("pid")]
 
 

@@ -1,4 +1,4 @@
-"""Process groups and meshes that are made on the way; making one waits for its own ranks alone."""
+"""Process groups and meshes that are created on demand; only the ranks of a new group wait for each other."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from shardwise.formatting import format_ranks
 from shardwise.observe import EVERYBODY, note
 from shardwise.torch_private import is_gloo, set_timeout, timeout_s_of
 
-# ---- Checks which user owns each connection: no process of another user of this host may take the place of a rank.
-# gloo accepts any connection that sends the number of a pair of ranks, which is easy to guess, and every user can read its port
-# in the kernel's table of connections.  The same table has the user at the other end of each connection within this host.
+# ---- Connections are checked for their user: a process of another user of this host must not take the place of a rank.
+# gloo accepts any connection that sends the number of a pair of ranks, which is easy to guess, and every user can read
+# its port in the kernel's table of connections. The same table shows the user at the other end of each connection
+# within this host.
 
 _LISTENS = "0A"  # a state in the kernel's table
-_MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address in the table of IPv6
+_MAPPED = "0000000000000000FFFF0000"  # precedes an IPv4 address in the IPv6 table
 
 # The sockets of this process at the last check that passed: while they are the same, the table is not read again.
 _checked: set[str] = set()
@@ -85,41 +86,42 @@ def _table(name: str) -> Iterator[_Row]:
             yield _Row(local, remote, fields[3], int(fields[7]), fields[9])
 
 
-# ---- Waits for what gloo moves that end when a connection breaks, also where gloo's own do not.
-# When a connection breaks, gloo tells all messages in its queues.  One that it is just handing to the socket, or of which a
-# part has come, is in none of them: who waits for it, or for a collective made of it, waits as long as the timeout of the
-# group.  So who has waited for a while looks whether the connections of the group are still there.  A collective can be waited
-# for by and by.  A wait for a message cannot, since one that gives up closes all connections: a thread waits in place of the
-# caller.
+# ---- Waits for gloo transfers that end when a connection breaks, also where gloo's own waits do not.
+# When a connection breaks, gloo fails all messages in its queues. A message that it is just handing to the socket, or
+# of which a part has arrived, is in no queue: a wait for it, or for a collective that uses it, lasts until the timeout
+# of the group. So a long wait checks whether the group's connections still exist. A wait for a collective can be split
+# into short ones. A wait for a message cannot, since one that times out closes all connections: a separate thread waits
+# for the caller.
 
-FIRST = timedelta(seconds=0.5)  # before the first look
-_MOST_S = 2.0  # between two looks
-_SETTLE_S = 0.25  # for what came before the connection broke
+FIRST = timedelta(seconds=0.5)  # before the first check
+_MOST_S = 2.0  # seconds between two checks
+_SETTLE_S = 0.25  # for messages that arrived before the connection broke
 _SETTLE_AGAIN_S = 0.02
-_MOST_ASKED = 64
-_TAG = 0x5AFE  # of messages that nobody sends
+_MOST_PROBED = 64
+_TAG = 0x5AFE  # of messages that no rank sends
 
-# When each group was last asked: an answer that never comes keeps some bytes on both sides, in a run of months, too.
-_asked: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
-_ASK_AGAIN_S = 5.0
+# When each group was last probed: a receive that is never answered costs some bytes on both sides, which would add up
+# over months.
+_probed: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
+_PROBE_AGAIN_S = 5.0
 
-# Groups of this process of which a connection was found closed; none is ever opened again, except by mending.
+# Groups of this process with a connection that was found closed; only a reconnect opens it again.
 _closed: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
 
 
 def closed_to(group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks of ``group``, as the job names them, that no gloo connection of this process leads to any more.
+    """Return the global ranks of ``group`` to which no gloo connection of this process leads any more.
 
-    Asked by a receive that nobody answers: it fails at once where there is no connection, and else costs both ranks some
-    bytes: within five seconds it is not asked again, and nothing is returned.
+    It probes by a receive that no rank answers: this fails at once without a connection, and otherwise costs both ranks
+    some bytes. Within five seconds it does not probe again, and returns nothing.
     """
     found = _closed.get(group)
-    last = _asked.get(group)
-    if found is None and is_gloo(group) and (last is None or time.monotonic() - last > _ASK_AGAIN_S):
-        _asked[group] = time.monotonic()
-        found = [rank for rank in range(group.size()) if rank != group.rank()][:_MOST_ASKED]
+    last = _probed.get(group)
+    if found is None and is_gloo(group) and (last is None or time.monotonic() - last > _PROBE_AGAIN_S):
+        _probed[group] = time.monotonic()
+        found = [rank for rank in range(group.size()) if rank != group.rank()][:_MOST_PROBED]
         found = [rank for rank in found if not _leads_to(group, rank)]
-        with contextlib.suppress(KeyError, ValueError, RuntimeError):  # a group that was destroyed has no names
+        with contextlib.suppress(KeyError, ValueError, RuntimeError):  # a destroyed group has no global ranks
             members = dist.get_process_group_ranks(group)
             found = [members[rank] for rank in found]
         if found:
@@ -128,9 +130,9 @@ def closed_to(group: dist.ProcessGroup) -> list[int]:
 
 
 def forget_closed(group: dist.ProcessGroup) -> None:
-    """Take note that the ranks of ``group`` have been connected anew."""
+    """Record that the ranks of ``group`` are connected again."""
     _closed.pop(group, None)
-    _asked.pop(group, None)
+    _probed.pop(group, None)
 
 
 def await_collective(work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
@@ -151,14 +153,14 @@ def await_collective(work: dist.Work | None, group: dist.ProcessGroup | None) ->
 
 
 def outlast(work: dist.Work, group: dist.ProcessGroup) -> None:
-    """Go on with a wait for a collective of ``group`` that has raised: because it had a limit, or as the collective has.
+    """Continue a wait for a collective of ``group`` after a wait raised, either by its timeout or as the collective failed.
 
     Raises: as :func:`await_collective`.
     """
     pause_s = FIRST.total_seconds()
     while not work.is_completed():
         closed = closed_to(group)
-        with contextlib.suppress(RuntimeError):  # of what has failed it is raised below
+        with contextlib.suppress(RuntimeError):  # a failure of the collective is raised below
             work.wait(timedelta(seconds=_SETTLE_S if closed else pause_s))
         if closed and not work.is_completed():
             raise _broken(closed)
@@ -167,7 +169,7 @@ def outlast(work: dist.Work, group: dist.ProcessGroup) -> None:
 
 
 def wait_all(works: list[dist.Work], group: dist.ProcessGroup) -> None:
-    """Wait for messages of ``group`` and take out those that have ended: after an exception the rest is in the list.
+    """Wait for messages of ``group`` and remove those that have ended; after an exception the list has the others.
 
     Raises: RuntimeError, the backend's own, or one that names the ranks whose connection has broken meanwhile.
     """
@@ -177,13 +179,13 @@ def wait_all(works: list[dist.Work], group: dist.ProcessGroup) -> None:
     waiter: _Waiter | None = getattr(_mine, "waiter", None)
     if waiter is None or waiter.pid != os.getpid():  # a fork has no threads
         waiter = _Waiter()
-    _mine.waiter = None  # who does not come back from here leaves it to its wait
+    _mine.waiter = None  # if the wait raises, its thread stays with it
     waiter.wait(works, group)
     _mine.waiter = waiter
 
 
 _Task: TypeAlias = "tuple[list[dist.Work], threading.Lock, list[BaseException]]"
-_mine = threading.local()  # the waiter of each thread, while it has nothing to wait for
+_mine = threading.local()  # the idle waiter of each thread
 
 
 class _Waiter:
@@ -219,7 +221,7 @@ def _wait(tasks: SimpleQueue[_Task | None]) -> None:
         works, is_over, failed = each
         try:
             while works:
-                works[0].wait()  # no name for it: a frame that an exception keeps alive would keep the message, too
+                works[0].wait()  # without a name: a frame that an exception keeps alive would keep the message too
                 del works[0]
         except BaseException as error:
             failed.append(error)
@@ -240,16 +242,16 @@ def _broken(ranks: Sequence[int]) -> RuntimeError:
     return RuntimeError(f"the connection to {format_ranks(ranks)} was closed in the middle of a transfer")
 
 
-# ---- Make the ranks of a group equal: in what they hold, and in how far they have come.
+# ---- The ranks of a group get equal values, and wait for each other.
 
 _MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory
 
 
 def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes agree on all ranks.
+    """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes must be equal on all ranks.
 
-    Of wrapper subclasses the tensors within are overwritten.
-    Raises: ConfigError for a subclass that does not show them (``__tensor_flatten__``).
+    Of wrapper subclasses the inner tensors are overwritten. Raises: ConfigError for a subclass that does not define
+    ``__tensor_flatten__``.
     """
     if group.size() == 1:
         return
@@ -301,11 +303,12 @@ def all_have_come(group: dist.ProcessGroup) -> None:
         )
 
 
-# ---- Process groups whose connections are closed on purpose, so that nobody waits in them, and made anew under the
-# same object.
-# Whoever holds the group (a mesh, torch's DistributedDataParallel, user code) goes on with it: what lies under it is exchanged.
+# ---- Abort and reconnect: close a group's connections so that no rank waits in it, and connect it again under the same
+# object.
+# References to the group (in a mesh, torch's DistributedDataParallel, user code) stay valid: the backend under it is
+# replaced.
 
-_RECONNECT_TAG = 0x5AFF  # of messages that nobody sends
+_RECONNECT_TAG = 0x5AFF  # of messages that no rank sends
 _FIRST_KIND, _LAST_KIND = 8, 255  # numbers of backends that torch does not use, in one byte
 _CPU = torch.device("cpu")
 
@@ -313,7 +316,7 @@ _num_reconnected: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.We
 
 
 def groups_within(members: Collection[int]) -> list[dist.ProcessGroup]:
-    """Return this rank's gloo groups of several ranks that are all among global ranks ``members``; the same order on each."""
+    """Return this rank's gloo groups of several ranks that are all in ``members`` (global), in the same order on each rank."""
     found = [
         group
         for group in torch_private.all_groups()
@@ -327,11 +330,13 @@ def groups_within(members: Collection[int]) -> list[dist.ProcessGroup]:
 def abort_connections(group: dist.ProcessGroup) -> None:
     """Close this rank's connections in ``group``: collectives that wait for it, here and on other ranks, fail at once.
 
-    Who fails breaks off, too: so all learn it that wait for a rank which waits for this one.  Cost: a few milliseconds.
+    Ranks that fail abort too, so that all ranks notice that wait, directly or not, for this one.  Cost: a few
+    milliseconds.
     """
     backend = torch_private.backend_of(group, _CPU)
     for step in range(1, group.size()):
-        # Of a message that does not come gloo closes all pairs that are open; asked of each, since one may be closed before.
+        # gloo closes all open pairs when a message times out; one receive per peer, since some pairs may be closed
+        # already.
         with contextlib.suppress(RuntimeError):
             backend.recv([torch.empty(1, device="cpu")], (group.rank() + step) % group.size(), _RECONNECT_TAG).wait(
                 timedelta(milliseconds=1)
@@ -339,14 +344,14 @@ def abort_connections(group: dist.ProcessGroup) -> None:
 
 
 def abort_all_connections(members: Collection[int]) -> None:
-    """Close this rank's connections in all gloo groups that are within global ranks ``members``."""
+    """Close this rank's connections in all gloo groups within global ranks ``members``."""
     for group in groups_within(members) if dist.is_initialized() else ():
         with contextlib.suppress(RuntimeError):
             abort_connections(group)
 
 
 def reconnect_group(group: dist.ProcessGroup) -> None:
-    """Connect the ranks of ``group`` anew.  Collective over them; a few milliseconds, and two threads until it is destroyed.
+    """Connect the ranks of ``group`` again.  Collective; takes a few milliseconds, and two threads until it is destroyed.
 
     Raises: StateError after 248 times.
     """
@@ -358,14 +363,14 @@ def reconnect_group(group: dist.ProcessGroup) -> None:
     _num_reconnected[group] = number + 1
     torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)
     forget_closed(group)
-    all_have_come(group)  # one that breaks off at once would take those along that are still connecting
+    all_have_come(group)  # a rank that aborts at once would break others that are still connecting
 
 
 _alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a new process group of global ``ranks``, this one among them; waits for these ranks alone."""
+    """Return a new process group of global ``ranks``, this one included; only these ranks wait."""
     world = dist.group.WORLD
     limit = None if world is None else timedelta(seconds=timeout_s_of(world))
     group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
@@ -375,10 +380,10 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def patience_s(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
-    """Return how long ranks of ``group`` wait for each other: as its timeout says, or that of the job if it was given none.
+    """Return how long ranks of ``group`` wait for each other: its timeout, or that of the job if it was created without one.
 
-    A gloo group that was given none (those of ``init_device_mesh``) has torch's own half an hour, whatever the job was given;
-    it takes the job's from here on.
+    A gloo group without a timeout (those of ``init_device_mesh``) has torch's default of half an hour, whatever the
+    job's; it gets the job's from here on.
     """
     seconds, world = timeout_s_of(group, device), dist.group.WORLD
     if world is None or group is world or not is_gloo(group) or seconds != default_pg_timeout.total_seconds():
@@ -390,7 +395,7 @@ def patience_s(group: dist.ProcessGroup, device: torch.device | None = None) -> 
 
 
 def mesh_of_one(device_type: str) -> DeviceMesh:
-    """Return a mesh of this rank alone, made once per default process group."""
+    """Return a mesh of this rank only, created once per default process group."""
     world = dist.group.WORLD
     assert world is not None
     known = _alone.setdefault(world, {})

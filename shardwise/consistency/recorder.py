@@ -1,4 +1,4 @@
-"""``shardwise.record``: let a rank write down what it did last, whenever something fails."""
+"""``shardwise.record``: each rank writes a record of its last events whenever something fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise import observe
 from shardwise.safe_files import MOST_BYTES, move_file, open_input, replace_file
 from shardwise.torch_private import timeout_s_of
 
-# ---- Finds the lines of a stack that are user code, not this package, torch or the standard library.  Pure.
+# ---- Find the lines of a stack that are user code, not this package, torch or the standard library. Pure.
 
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = re.compile(r"/torch/|/lib/python3[.\d]*/(?!(site|dist)-packages/)|^<|/(threading|contextlib)\.py")
@@ -103,16 +103,16 @@ def lines_of_trace(trace: TracebackType | None) -> tuple[str, ...]:
     return (*outer[-_MOST_FRAMES:], *found[-_MOST_FRAMES:])
 
 
-# ---- What one rank has written down: its last events, why it wrote, and where its threads were.  Pure; JSON lines.
+# ---- The record of one rank: its last events, why it was written, and where its threads were. Pure; JSON lines.
 
 VERSION = 1
-MOST_RANKS = 2**20  # what is said of missing ranks takes memory for each
+MOST_RANKS = 2**20  # the report of missing ranks takes memory for each
 MOST_TEXT = 400  # characters of one text
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event; ``time_s`` in seconds since the epoch, ``track`` empty for those that are this rank's own."""
+    """One event; ``time_s`` in seconds since the epoch; ``track`` is empty for events of this rank only."""
 
     time_s: float
     thread: int
@@ -123,13 +123,13 @@ class Event:
 
     @property
     def text(self) -> str:
-        """Say what it was."""
+        """The event in words."""
         return f"{self.place} ({self.what})" if self.what else self.place
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why, and when, a rank wrote."""
+    """Why, and when, a rank wrote its record."""
 
     time_s: float
     text: str
@@ -147,13 +147,13 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """All that one rank has written.
+    """The record of one rank.
 
     Attributes:
-        rank: global; None if it was not known yet.  num_ranks: of the job; 0 if not known.
-        host, pid: of the process.  main_thread: which of its threads runs the program.
-        written_s: when it was written last.
-        groups: of tracks among the events, as far as they are known: the global ranks that make these events.
+        rank: global; None if it was unknown.  num_ranks: of the job; 0 if unknown.
+        host, pid: of the process.  main_thread: the thread that runs the program.
+        written_s: time of the last write.
+        groups: for tracks of the events, if known: the global ranks that make these events.
         is_cut: a line could not be read.
     """
 
@@ -197,7 +197,7 @@ def to_lines(record: Record) -> Iterator[str]:
 
 
 def read_record(path: Path) -> Record | None:
-    """Return the record in the file ``path``; None if there is none that can be read."""
+    """Return the record in the file ``path``; None if it cannot be read."""
     try:
         with open_input(path.parent, path.name, MOST_BYTES) as file:
             return from_lines(line.decode(errors="replace") for line in file)
@@ -206,7 +206,7 @@ def read_record(path: Path) -> Record | None:
 
 
 def from_lines(lines: Iterable[str]) -> Record | None:
-    """Return what ``lines`` say, without those that are cut off or unknown; None if not even the first can be read."""
+    """Return the record in ``lines``, without truncated or unknown lines; None if the first one cannot be read."""
     head: dict[str, Any] | None = None
     reasons: list[Reason] = []
     stacks: list[Stack] = []
@@ -261,18 +261,18 @@ def _stack(found: Any) -> Stack:
     return Stack(float(found["time_s"]), int(found["thread"]), str(found["name"]), frames)
 
 
-# ---- A thread that hears signals although the main one waits in a collective, and sees when nothing moves any more.
+# ---- A thread that gets signals while the main thread waits in a collective, and notices when nothing makes progress.
 
 _SIGNAL = signal.SIGUSR1
 _MOST_PAUSE_S, _LEAST_PAUSE_S = 5.0, 0.05
 
 
 class Watch:
-    """Calls ``signalled`` after SIGUSR1 and ``stalled(seconds)`` once when the black box has heard nothing for ``limit_s()``.
+    """Call ``signalled`` after SIGUSR1, and ``stalled(seconds)`` once there was no event for ``limit_s()``.
 
-    Python runs handlers of signals on the main thread alone, between two of its lines; one that waits in a collective never
-    gets there.  So the signal also wakes this thread, through the file that ``signal.set_wakeup_fd`` names; what was in
-    that place before goes on hearing.
+    Python runs signal handlers only on the main thread, between two of its lines; a thread that waits in a collective
+    never gets there.  So the signal also wakes this thread, through the descriptor of ``signal.set_wakeup_fd``; an
+    earlier wakeup descriptor still gets the signals.
     """
 
     def __init__(
@@ -283,25 +283,25 @@ class Watch:
         self._pid = os.getpid()
         self._next_fd = -1
         self._handler: Any = None
-        self._hears_signals = self._is_over = False
+        self._handles_signals = self._is_over = False
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
 
     def open(self) -> None:
-        """Begin; signals are heard if this is the main thread."""
+        """Start the thread; it gets signals if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.getsignal(_SIGNAL)
             signal.signal(_SIGNAL, self._handle)
             self._next_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._hears_signals = True
+            self._handles_signals = True
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and put back what was there."""
+        """End the thread, and restore the earlier handlers."""
         if os.getpid() != self._pid:
             return
-        if self._hears_signals and threading.current_thread() is threading.main_thread():
-            self._give_back()
+        if self._handles_signals and threading.current_thread() is threading.main_thread():
+            self._restore_signals()
         self._is_over = True
         with contextlib.suppress(OSError):
             os.write(self._write, b"\0")
@@ -311,9 +311,9 @@ class Watch:
             os.close(self._read)
             os.close(self._write)
 
-    def _give_back(self) -> None:
+    def _restore_signals(self) -> None:
         found = signal.set_wakeup_fd(self._next_fd, warn_on_full_buffer=False)
-        if found != self._write:  # somebody came after us: theirs stays
+        if found != self._write:  # another library has set its own since: keep it
             signal.set_wakeup_fd(found, warn_on_full_buffer=False)
         if signal.getsignal(_SIGNAL) == self._handle:
             signal.signal(_SIGNAL, self._handler if self._handler is not None else signal.SIG_DFL)
@@ -324,19 +324,19 @@ class Watch:
 
     def _run(self) -> None:
         reported = 0.0
-        ears = select.poll()  # select.select takes no descriptor above 1,023, which jobs with many files have
-        ears.register(self._read, select.POLLIN)
+        poll = select.poll()  # select.select takes no descriptor above 1,023, which jobs with many files have
+        poll.register(self._read, select.POLLIN)
         while not self._is_over:
             limit_s = self._limit_s()
-            if ears.poll(1000 * min(max(limit_s / 4, _LEAST_PAUSE_S), _MOST_PAUSE_S)):
-                self._hear()
+            if poll.poll(1000 * min(max(limit_s / 4, _LEAST_PAUSE_S), _MOST_PAUSE_S)):
+                self._on_wakeup()
             last = max(observe.last_time(), self._began)
             idle_s = time.monotonic() - last
             if idle_s >= limit_s and last != reported and not self._is_over:
                 reported = last
                 self._stalled(idle_s)
 
-    def _hear(self) -> None:
+    def _on_wakeup(self) -> None:
         try:
             numbers = os.read(self._read, 4096)
         except OSError:
@@ -350,25 +350,25 @@ class Watch:
 
 PATTERN = "rank-*.jsonl"
 BLACK_BOX = "black_box"  # the folder of records in the folder of a run
-BEFORE = "before"  # in the folder: records of the start before this one
+BEFORE = "before"  # in the folder: records of the previous start
 STALL_S = 60.0
 _MOST_REASONS, _MOST_STACKS = 16, 128
-_MOST_JOBS = 4  # whose records are kept in the temporary folder
+_MOST_JOBS = 4  # jobs whose records are kept in the temporary folder
 _OWN_FILES = ("/shardwise/consistency/recorder.py", "/shardwise/observe.py", "/shardwise/errors.py")
-_QUIET = ("ConfigError", "LayoutError")  # wrong arguments: nobody waits, and the message says all
+_QUIET = ("ConfigError", "LayoutError")  # wrong arguments: no rank waits, and the message says all
 
 
-_open: list[Recorder] = []  # those of this process that are open; changed by open() and close() alone
+_open: list[Recorder] = []  # the open recorders of this process; only open() and close() change it
 
 
 class Recorder:
-    """Writes the record of this process.  Nothing that goes wrong in writing ever reaches the program."""
+    """Write the record of this process.  A failed write never affects the program."""
 
     def __init__(self, folder: Path, stall_s: float | None) -> None:
         self.folder = folder
         self._stall_s = stall_s
         self._pid = os.getpid()
-        self._began_s = time.monotonic()  # what was before has nothing to do with this run
+        self._began_s = time.monotonic()  # earlier events do not belong to this run
         self._rank: int | None = None
         self._num_ranks = 0
         self._reasons: list[Reason] = []
@@ -387,15 +387,15 @@ class Recorder:
         self.close()
 
     def close(self) -> None:
-        """Write no more, and leave signals and hooks as they were."""
+        """Stop writing, and restore signals and hooks."""
         self._stack.close()
 
     def write(self, reason: str) -> Path | None:
-        """Write the last events, and where every thread is now; return the file, None if that could not be done."""
+        """Write the last events, and where every thread is now; return the file, None if that failed."""
         return self._write(reason, ())
 
     def place(self) -> Path | None:
-        """Return the folder; None while it is not known."""
+        """Return the folder; None while it is unknown."""
         return self.folder
 
     @property
@@ -417,28 +417,28 @@ class Recorder:
             now_s = time.time()
             self._add(now_s, reason, raised)
             return self._put(self._record(now_s))
-        except Exception:  # a full disk, a folder that is gone, an interpreter on its way out: training goes on
+        except Exception:  # a full disk, a deleted folder, an interpreter that exits: training continues
             return None
         finally:
             self._lock.release()
 
     def _add(self, now_s: float, reason: str, raised: tuple[str, ...]) -> None:
-        self._learn_rank()
+        self._update_rank()
         self._reasons = [*self._reasons, Reason(now_s, reason)][-_MOST_REASONS:]
         self._stacks = [*self._stacks, *_stacks_of_all_threads(now_s, raised)][-_MOST_STACKS:]
 
-    # ---- what triggers it ----
+    # ---- triggers ----
 
     def open(self) -> None:
-        """Begin to watch."""
-        self._learn_rank()
-        self._put_last_run_aside()
-        self._hear_errors()
+        """Start to watch."""
+        self._update_rank()
+        self._move_last_run()
+        self._observe_errors()
         watch = Watch(self._signalled, self._stalled, self._limit_s)
         self._stack.callback(watch.close)
         watch.open()
 
-    def _hear_errors(self) -> None:
+    def _observe_errors(self) -> None:
         _open.append(self)
         self._stack.callback(_open.remove, self)
         self._stack.enter_context(observe.observing(self._on_error))
@@ -461,19 +461,19 @@ class Recorder:
             return STALL_S
         return min(STALL_S, timeout_s_of(dist.group.WORLD) / 2)
 
-    # ---- what is written ----
+    # ---- contents ----
 
-    def _learn_rank(self) -> None:
+    def _update_rank(self) -> None:
         if dist.is_available() and dist.is_initialized():
             self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
 
-    def _put_last_run_aside(self) -> None:
+    def _move_last_run(self) -> None:
         if self._rank is None:
             return
         kept = self.folder / BEFORE / self._file_name()
         with contextlib.suppress(OSError):
             if kept.parent.is_dir() and not kept.parent.is_symlink():
-                kept.unlink(missing_ok=True)  # of a start before that one
+                kept.unlink(missing_ok=True)  # of an earlier start
             move_file(self.folder, self._file_name(), f"{BEFORE}/{self._file_name()}")
 
     def _file_name(self) -> str:
@@ -506,13 +506,13 @@ class Recorder:
 
 
 class DefaultRecorder(Recorder):
-    """Writes the record of a process that has not called :func:`record`, into the system's temporary folder.
+    """Write the record of a process that has not called :func:`record`, into the system's temporary folder.
 
     It handles no signals.  Folders of this user's last jobs are kept; older ones are removed.  A program may catch
-    thousands of errors, so an error that is not the program's end is written by :meth:`flush`.
+    thousands of errors, so :meth:`flush` writes an error that does not end the program.
 
     Args:
-        name: returns the name of the job; None while it is not known.
+        name: returns the name of the job; None while it is unknown.
     """
 
     def __init__(self, name: Callable[[], str | None]) -> None:
@@ -521,7 +521,7 @@ class DefaultRecorder(Recorder):
         self._is_unwritten = False  # reasons and stacks since the last write
 
     def flush(self) -> None:
-        """Write what errors have left since the last write; call it periodically, and before the process exits."""
+        """Write the errors since the last write; call it periodically, and before the process exits."""
         if self._is_unwritten and not self.is_silent and self._lock.acquire(timeout=1.0):
             try:
                 with contextlib.suppress(Exception):  # as in _write
@@ -546,7 +546,7 @@ class DefaultRecorder(Recorder):
 
     def open(self) -> None:
         """Start to record errors."""
-        self._hear_errors()
+        self._observe_errors()
 
     @property
     def is_silent(self) -> bool:
@@ -594,23 +594,24 @@ def place_of_records() -> Path | None:
 
 
 def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
-    """From here on write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
+    """Start to write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
 
-    Without this call, records are written after errors and long waits (:func:`set_wait_report`) from the first sharded model
-    or optimizer on, a few seconds later or when the process exits, to one folder per job in the system's temporary folder
-    (``shardwise-records-UID``). Those of the last four jobs are kept.
+    Without this call, records are written after errors and long waits (:func:`set_wait_report`), starting with the
+    first sharded model or optimizer, a few seconds later or when the process exits, to one folder per job in the
+    system's temporary folder (``shardwise-records-UID``). Those of the last four jobs are kept.
 
-    Written are the last few thousand events and the stack of every thread, when: an error of shardwise is raised that ranks
-    meet in; an exception is not caught; the process gets SIGUSR1 (a handler of Python's that was there is called, too);
-    nothing has moved for a while.  Each time the file is replaced.  Nothing is written while all goes well, and nothing that
-    goes wrong in writing reaches the program.
+    A record contains the last few thousand events and the stack of every thread.  It is written when an error of
+    shardwise is raised that concerns several ranks, when an exception is not caught, when the process gets SIGUSR1 (an
+    earlier Python handler is called too), and when nothing makes progress for a while.  Each write replaces the file.
+    Nothing is written without a failure, and a failed write does not affect the program.
 
     Args:
         folder: a place that outlives the job; the same for all ranks.
-        stall_s: after how long without an event to write, once until something moves again (default: 60 s, or half the
+        stall_s: seconds without an event after which to write, once until the next event (default: 60 s, or half the
             timeout of the process group if that is less).
 
-    Returns: a context manager, with ``write(reason)`` and ``close()``; leaving it by an exception writes.  SIGUSR1 is heard
+    Returns: a context manager, with ``write(reason)`` and ``close()``; an exception that leaves it is written.  SIGUSR1
+    is handled
         if this is called on the main thread.
 
     Example:
@@ -623,11 +624,11 @@ def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
 
 
 @contextlib.contextmanager
-def _excepthook(hear: Callable[[BaseException, TracebackType | None], None]) -> Generator[None, None, None]:
+def _excepthook(on_error: Callable[[BaseException, TracebackType | None], None]) -> Generator[None, None, None]:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        hear(error, trace)
+        on_error(error, trace)
         before(kind, error, trace)
 
     sys.excepthook = hook
@@ -643,7 +644,7 @@ def _describe(error: BaseException, frames: tuple[str, ...]) -> str:
 
 
 def _stacks_of_all_threads(now_s: float, raised: tuple[str, ...]) -> list[Stack]:
-    """Return where every thread is, the main one first; the calling one was at ``raised`` if that is not empty."""
+    """Return the stacks of all threads, the main one first; the calling thread was at ``raised`` if that is not empty."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  the documented way to all threads
     main, mine = threading.main_thread().ident, threading.get_ident()

@@ -1,7 +1,7 @@
-"""The key-value store of the job, with a named error where it does not answer any more.
+"""The key-value store of the job, with a named error if it stops answering.
 
-A process that is stopped keeps its connections: torch's client would wait for its answer for ever, with no limit of time.  So
-a store that another process keeps is asked on a thread of its own, and given up on by whoever waits for that thread.
+A stopped process keeps its connections open: torch's client would wait for its answer forever.  So a store that another
+process hosts is queried on a separate thread, and callers wait for that thread with a timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from shardwise.errors import TransportError
 from shardwise.torch_private import timeout_s_of
 
-# ---- Numbers by which ranks compare tensors without sending them.
+# ---- Digests and sketches, by which ranks compare tensors without sending them.
 
 CHUNK_NUMEL = 1 << 20
 SAMPLE_NUMEL = 1 << 16
@@ -67,11 +67,11 @@ def _random_signs(numel: int, noise: torch.Generator) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """What tells a tensor from another by more than yes or no.
+    """Numbers that show how far apart two tensors are.
 
     Attributes:
-        norm: of all values.  projections: their sums with random signs.
-        tolerance: how far apart, of the norm, rounding in their dtype may bring two of them.
+        norm: of all values.  projections: sums of the values with random signs.
+        tolerance: the distance, relative to the norm, that rounding in their dtype may cause.
     """
 
     norm: float
@@ -80,14 +80,15 @@ class Sketch:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Sketch:
-        """Return the sketch of ``values``, the same on every device but for rounding."""
+        """Return the sketch of ``values``; up to rounding it is the same on every device."""
         noise = torch.Generator("cpu").manual_seed(0)
         total = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
         square = 0.0
         flat = torch.view_as_real(values) if values.is_complex() else values
         for chunk in flat.detach().reshape(-1).split(_SKETCHED_NUMEL):
             numbers = chunk.to("cpu", torch.float64)
-            # All chunks share their signs, each chunk multiplied by a random sign: drawing a sign per element would dominate.
+            # All chunks share their signs, each chunk multiplied by a random sign: drawing a sign per element would
+            # dominate.
             turns = _random_signs(NUM_PROJECTIONS, noise).double()
             total += turns * (_signs()[:, : numbers.numel()].double() @ numbers)
             square += float(numbers.square().sum())
@@ -96,35 +97,35 @@ class Sketch:
 
     @property
     def told(self) -> list[object]:
-        """What to make it of again on another rank, as JSON has it."""
+        """The arguments that recreate it on another rank, as JSON values."""
         return [self.norm, list(self.projections), self.tolerance]
 
     def distance(self, other: Sketch) -> float:
-        """Return about the norm of the difference, over the larger norm; nan if that cannot be known."""
+        """Return an estimate of the norm of the difference, over the larger norm; nan if unknown."""
         squares = [(a - b) ** 2 for a, b in zip(self.projections, other.projections, strict=True)]
         return math.sqrt(sum(squares) / NUM_PROJECTIONS) / max(self.norm, other.norm, 1e-300)
 
 
-# ---- What wakes a thread that waits for other ranks once one of them has said that it will not come.
-# Whoever waits by looking again and again (at words in shared memory, at the store) calls :func:`look` between two looks.  A
-# wait inside a backend's collective ends by its connections (:mod:`shardwise.consistency.process_groups`).
+# ---- Interruption of waits, once a rank has reported that it will not arrive.
+# A loop that polls (words in shared memory, the store) calls :func:`look` between two polls. A wait inside a backend's
+# collective is interrupted through its connections (:mod:`shardwise.consistency.process_groups`).
 
-# Of this process, by thread: a checkpoint that is written beside the step waits on.  Changed by listen and leave alone.
+# Of this process, by thread: a background write of a checkpoint is not interrupted. Only listen and leave change it.
 _checks: dict[int, Callable[[], None]] = {}
 
 
 def listen(check: Callable[[], None]) -> None:
-    """Let ``check``, which raises if a rank will not come, be called while this thread waits."""
+    """Call ``check``, which raises if a rank will not arrive, whenever this thread waits."""
     _checks[threading.get_ident()] = check
 
 
 def leave() -> None:
-    """Take it away again."""
+    """Remove the check of this thread."""
     _checks.pop(threading.get_ident(), None)
 
 
 def look() -> None:
-    """Raise what the check of this thread raises; costs a look into an empty dict where there is none."""
+    """Raise what the check of this thread raises; without a check it costs one test of an empty dict."""
     if _checks:
         check = _checks.get(threading.get_ident())
         if check is not None:
@@ -137,52 +138,53 @@ BRIEF_S = 2.0  # for a store that may itself be the reason of a wait
 
 
 class JobStore:
-    """What shardwise asks of torch's stores.
+    """The operations of torch's stores that shardwise uses.
 
     Args:
-        patience_s: how long an answer may take; None: as long as the job waits for a rank, at most half a minute.
-    Raises: TransportError, from every method, if the keeper of the store has ended, is stopped or out of reach.
+        patience_s: how long an answer may take; None for as long as the job waits for a rank, at most half a minute.
+    Raises: TransportError, from every method, if the process that hosts the store has ended, is stopped or out of
+    reach.
     """
 
     def __init__(self, store: dist.Store, patience_s: float | None = None) -> None:
         self._store = store
         self._patience_s = _patience_s() if patience_s is None else patience_s
-        self._line = _line_to(store)
+        self._thread = _thread_for(store)
 
     def set(self, key: str, text: str) -> None:
-        """Put ``text`` under ``key``."""
-        self._ask(lambda: self._store.set(key, text))
+        """Store ``text`` under ``key``."""
+        self._query(lambda: self._store.set(key, text))
 
     def get(self, key: str) -> str:
-        """Return what lies under ``key``, which is there."""
-        return self._ask(lambda: self._store.get(key)).decode()
+        """Return the value of ``key``, which must exist."""
+        return self._query(lambda: self._store.get(key)).decode()
 
     def peek(self, key: str) -> str | None:
-        """Return what lies under ``key``, None if nothing does; does not wait."""
-        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+        """Return the value of ``key``, None if it does not exist; does not wait."""
+        return self._query(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return True if all ``keys`` are there."""
-        return self._ask(lambda: self._store.check(list(keys)))
+        """Return True if all ``keys`` exist."""
+        return self._query(lambda: self._store.check(list(keys)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``; return the sum."""
-        return self._ask(lambda: self._store.add(key, amount))
+        return self._query(lambda: self._store.add(key, amount))
 
     def append(self, key: str, text: str) -> None:
-        """Put ``text`` after what lies under ``key``."""
-        self._ask(lambda: cast(Any, self._store).append(key, text))  # not in the stub
+        """Append ``text`` to the value of ``key``."""
+        self._query(lambda: cast(Any, self._store).append(key, text))  # not in the stub
 
     def delete(self, key: str) -> None:
-        """Forget ``key``, where the store can."""
+        """Delete ``key`` if the store supports it."""
         try:
-            self._ask(lambda: self._store.delete_key(key))
+            self._query(lambda: self._store.delete_key(key))
         except (RuntimeError, NotImplementedError):
             return  # a few hundred bytes stay
 
-    def _ask(self, question: Callable[[], _T]) -> _T:
+    def _query(self, request: Callable[[], _T]) -> _T:
         try:
-            return question() if self._line is None else self._line.ask(question, self._patience_s)
+            return request() if self._thread is None else self._thread.query(request, self._patience_s)
         except TransportError:
             raise
         except (RuntimeError, ValueError) as error:
@@ -201,54 +203,54 @@ def _patience_s() -> float:
     return PATIENCE_S if world is None else min(PATIENCE_S, timeout_s_of(world))
 
 
-class _Line:
-    """The thread on which a store is asked; while a question waits for its answer, so do all that come after."""
+class _StoreThread:
+    """The thread that queries a store; while one request waits for its answer, later ones wait too."""
 
     def __init__(self) -> None:
-        self._questions: _Questions = SimpleQueue()
+        self._requests: _Requests = SimpleQueue()
         self._is_silent = False
         self.pid = os.getpid()
-        threading.Thread(target=_answer_all, args=(self._questions,), name="shardwise-store", daemon=True).start()
+        threading.Thread(target=_serve, args=(self._requests,), name="shardwise-store", daemon=True).start()
 
-    def ask(self, question: Callable[[], _T], limit_s: float) -> _T:
+    def query(self, request: Callable[[], _T], limit_s: float) -> _T:
         if self._is_silent:
-            raise TransportError(f"{SILENCE}: a question before has had no answer")
+            raise TransportError(f"{SILENCE}: an earlier request got no answer")
         answer: Future[_T] = Future()
-        self._questions.put((answer, question))
+        self._requests.put((answer, request))
         try:
             return answer.result(limit_s)
         except TimedOut:
             if answer.done():
-                raise  # what the store itself says
+                raise  # the store's own timeout
             self._is_silent = True
             answer.add_done_callback(lambda _: setattr(self, "_is_silent", False))
             raise TransportError(f"{SILENCE}: no answer for {limit_s:.0f} s") from None
 
     def __del__(self) -> None:
-        self._questions.put(None)
+        self._requests.put(None)
 
 
-_Questions = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+_Requests = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-def _answer_all(questions: _Questions) -> None:
-    while (each := questions.get()) is not None:
-        answer, question = each
+def _serve(requests: _Requests) -> None:
+    while (each := requests.get()) is not None:
+        answer, request = each
         try:
-            answer.set_result(question())
+            answer.set_result(request())
         except BaseException as error:
             answer.set_exception(error)
-        del each, answer, question
+        del each, answer, request
 
 
-# By address: torch makes a new Python object for the store inside another whenever it is asked for, and what a line has found
-# out must outlive that.  Lines live as long as a store that was asked on them.
-_lines: weakref.WeakValueDictionary[tuple[str, int], _Line] = weakref.WeakValueDictionary()
-_line_of: weakref.WeakKeyDictionary[dist.Store, _Line | None] = weakref.WeakKeyDictionary()
+# By address: torch creates a new Python object for the inner store at each access, and the state of a thread must
+# outlive it. Threads live as long as a store that uses them.
+_threads: weakref.WeakValueDictionary[tuple[str, int], _StoreThread] = weakref.WeakValueDictionary()
+_thread_of: weakref.WeakKeyDictionary[dist.Store, _StoreThread | None] = weakref.WeakKeyDictionary()
 
 
 def keeps_store(store: dist.Store) -> bool:
-    """Return True if ``store`` may end with this process: rank 0 keeps it, unless the launcher does."""
+    """Return True if ``store`` may end with this process: rank 0 hosts it, unless the launcher does."""
     return isinstance(_innermost(store), dist.TCPStore) and dist.get_rank() == 0
 
 
@@ -258,17 +260,17 @@ def _innermost(store: dist.Store) -> dist.Store:
     return store
 
 
-def _line_to(store: dist.Store) -> _Line | None:
-    """Return the thread that asks ``store``, None for one that no other process keeps."""
-    if store in _line_of:
-        line = _line_of[store]
-        if line is None or line.pid == os.getpid():  # a fork has no threads
-            return line
-    inner, line = _innermost(store), None
+def _thread_for(store: dist.Store) -> _StoreThread | None:
+    """Return the thread that queries ``store``, None for a store that no other process hosts."""
+    if store in _thread_of:
+        thread = _thread_of[store]
+        if thread is None or thread.pid == os.getpid():  # a fork has no threads
+            return thread
+    inner, thread = _innermost(store), None
     if isinstance(inner, dist.TCPStore):
         address = inner.host, inner.port
-        line = _lines.get(address)
-        if line is None or line.pid != os.getpid():
-            line = _lines[address] = _Line()
-    _line_of[store] = line
-    return line
+        thread = _threads.get(address)
+        if thread is None or thread.pid != os.getpid():
+            thread = _threads[address] = _StoreThread()
+    _thread_of[store] = thread
+    return thread

@@ -18,7 +18,7 @@ from shardwise import TransportError, observe
 from shardwise.collectives import streams
 from shardwise.collectives.streams import DeviceWatch, StreamProgress, raise_in
 from shardwise.consistency.failure_report import put
-from shardwise.consistency.liveness import announce, say_left
+from shardwise.consistency.liveness import announce, mark_left
 
 
 class Child:
@@ -69,7 +69,7 @@ def test_its_last_error_is_cited(store: dist.Store, child: Child) -> None:
 
 def test_ranks_that_cannot_see_it_hear_of_it(store: dist.Store) -> None:
     far = watch_of(store, rank=100, size=200)
-    say_left(store, 1)
+    mark_left(store, 1)
     assert far.reason(store, 3.0) == ""  # no neighbour
     assert watch_of(store, size=200).reason(store, 3.0)
     assert "rank 1 is gone" in far.reason(store, 3.0)

@@ -14,7 +14,7 @@ from helpers.posts import announce_as, announce_elsewhere
 
 from shardwise.consistency import failure_report
 from shardwise.consistency.failure_report import ASKS, leave_job, put, watch_end
-from shardwise.consistency.liveness import is_gone, on_host, say_left
+from shardwise.consistency.liveness import is_gone, mark_left, on_host
 from shardwise.observe import explain_end
 
 
@@ -37,7 +37,7 @@ def test_a_rank_that_ends_by_an_error_is_gone_for_every_host_while_its_process_l
     store = dist.HashStore()
     announce_as(store, 1, os.getpid())
     assert not is_gone(store, 1)
-    say_left(store, 1)
+    mark_left(store, 1)
     assert is_gone(store, 1)
 
 
@@ -78,7 +78,7 @@ def test_who_keeps_the_store_stays_until_the_others_have_ended(
     left.start()
     time.sleep(0.3)
     assert left.is_alive()
-    say_left(job, 1)
+    mark_left(job, 1)
     left.join(timeout=30)
     assert not left.is_alive()
 

@@ -99,7 +99,7 @@ def test_a_keeper_that_is_stopped_is_waited_for_no_longer_than_said(stopped: dis
     store = JobStore(dist.PrefixStore("mine", stopped), patience_s=0.2)
     with pytest.raises(TransportError, match="is stopped or cannot be reached: no answer for"):
         store.check(["key"])
-    with pytest.raises(TransportError, match="a question before has had no answer"):
+    with pytest.raises(TransportError, match="an earlier request got no answer"):
         JobStore(stopped, patience_s=600.0).add("number", 1)
 
 
@@ -110,7 +110,7 @@ def test_a_silence_is_remembered_of_a_store_inside_another_which_torch_hands_out
         with pytest.raises(TransportError, match="no answer for"):
             JobStore(job, patience_s=0.2).check(["key"])
         for store in (job, dist.PrefixStore("other", job)):
-            with pytest.raises(TransportError, match="a question before has had no answer"):
+            with pytest.raises(TransportError, match="an earlier request got no answer"):
                 JobStore(store, patience_s=600.0).check(["key"])
 
 
