@@ -32,7 +32,7 @@ by_page = of_each(PAGES)
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?<![\w./*}-])(?:[\w.*-]+/)*[\w*-]+\.(?:py|md|json|toml|c|txt)\b")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([\w-]+))?\)")
-OF_A_RUN = {"config.json", "tokenizer.json"}  # what the command writes, and no page of ours
+OF_A_RUN = {"config.json", "config.toml", "tokenizer.json"}  # what the command writes, and no page of ours
 
 
 def text_of(page: Path) -> str:

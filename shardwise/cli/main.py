@@ -15,7 +15,7 @@ from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, chec
 from shardwise.cli.info import add_info_arguments
 from shardwise.cli.plan import add_plan_arguments, run_plan
 from shardwise.cli.run import add_run_arguments, run_run
-from shardwise.cli.train import add_train_arguments, read_train_request
+from shardwise.cli.train import add_train_arguments, read_train_request, with_config_file
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.formatting import drop_output, plain, prepare_output
 from shardwise.version import __version__
@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_output()
     try:
         arguments = build_parser().parse_args(words)
+        if getattr(arguments, "config", None):
+            words = with_config_file(arguments, words)
+            arguments = build_parser().parse_args(words)
         if getattr(arguments, "private", False):
             os.umask(0o077)
         return _run(arguments, words)

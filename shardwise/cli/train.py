@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from shardwise.cli.config_file import config_words
 from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE, check_extras
 from shardwise.cli.local_ranks import (
     RestartPolicy,
@@ -45,7 +46,15 @@ from shardwise.errors import ConfigError, DesyncError, ShardwiseError, Transport
 from shardwise.formatting import format_bytes, format_ranks, plain
 from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
-from shardwise.recipes.config import DTYPES, PRESETS, SHARDS, TrainConfig, check_config, check_ranks
+from shardwise.recipes.config import (
+    DTYPES,
+    PRESETS,
+    SHARDS,
+    TrainConfig,
+    check_config,
+    check_ranks,
+    config_to_toml,
+)
 from shardwise.recipes.data import open_vocabulary
 from shardwise.recipes.memory import MemoryLimit, check_memory
 from shardwise.recipes.run_folder import (
@@ -149,7 +158,21 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB]
 _SIZES = {"preset": "model", "layers": "layers", "width": "width", "heads": "heads"}
 DEVICES = ("auto", "cpu", "cuda")
 _NOT_CONFIG = frozenset(
-    {"command", "preset", "nproc", "device", "out", "resume", "max_restarts", "min_nproc", "plan", "trace", "private"}
+    {
+        "command",
+        "preset",
+        "nproc",
+        "device",
+        "out",
+        "resume",
+        "max_restarts",
+        "min_nproc",
+        "plan",
+        "trace",
+        "private",
+        "config",
+        "print_config",
+    }
 )
 
 
@@ -157,7 +180,7 @@ _NOT_CONFIG = frozenset(
 class TrainRequest:
     """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us.
 
-    ``terms``: of restarts by our own launcher.  ``only_plans``: say what the run would hold and take, and stop.
+    ``terms``: of restarts by our own launcher.  ``only``: "plan" or "print_config": print that and stop.
     """
 
     config: TrainConfig
@@ -166,7 +189,7 @@ class TrainRequest:
     device: str
     launched_ranks: int | None
     terms: RestartPolicy
-    only_plans: bool = False
+    only: str = ""
 
 
 def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -177,9 +200,24 @@ def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
         description="Train a byte-level GPT on text, on all local cores or GPUs, or under torchrun.",
         argument_default=argparse.SUPPRESS,
     )
+    _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     _add_model_options(parser)
     _add_training_options(parser)
     _add_run_options(parser)
+
+
+def with_config_file(arguments: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Return ``words`` with the options of ``--config FILE`` before them: ranks need not read it.  Raises: ConfigError."""
+    given = vars(arguments)
+    if given.get("config") is None:
+        return list(words)
+    parser = argparse.ArgumentParser()
+    _add_options(parser)
+    actions = [action for action in parser._actions if action.option_strings]  # pyright: ignore[reportPrivateUsage]
+    return ["train", *config_words(Path(given["config"]), actions, given), *words[1:], "--config="]
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -275,6 +313,12 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="read options from this .toml, .yaml or .json file; options given beside it win",
+    )
+    group.add_argument("--print-config", action="store_true", help="print all options as TOML, and stop")
     group.add_argument("--out", metavar="FOLDER", help="run folder, new or empty (default: runs/<time>)")
     group.add_argument("--resume", metavar="RUN", help="continue this run folder from its last checkpoint")
     group.add_argument(
@@ -321,9 +365,11 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     nproc = given.get("nproc")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
-    return TrainRequest(
-        config, start, nproc, given.get("device", "auto"), launched_ranks, terms, given.get("plan", False)
-    )
+    return TrainRequest(config, start, nproc, given.get("device", "auto"), launched_ranks, terms, _only(given))
+
+
+def _only(given: Mapping[str, Any]) -> str:
+    return "print_config" if given.get("print_config") else "plan" if given.get("plan") else ""
 
 
 def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> RestartPolicy:
@@ -547,8 +593,12 @@ def _end_with(launcher: int) -> None:
 
 def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     """Check what can be checked in one process, then train; return the exit code.  Raises: ConfigError."""
-    check_extras(("rich", "tensorboard", "matplotlib"))
     device_type = choose_device(request.device)
+    if request.only == "print_config":
+        nproc = request.nproc or request.launched_ranks or default_nproc(device_type)
+        print(config_to_toml(request.config, nproc, device_type), end="")
+        return 0
+    check_extras(("rich", "tensorboard", "matplotlib"))
     if request.launched_ranks is not None:
         if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
@@ -564,7 +614,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
             f"--nproc {nproc}: this host has {torch.cuda.device_count()} GPU(s), and every rank needs one of its own. "
             f"Use --nproc {torch.cuda.device_count()}, or --device cpu."
         )
-    if request.only_plans:
+    if request.only == "plan":
         from shardwise.cli.plan import plan_training
 
         check_ranks(request.config, nproc)

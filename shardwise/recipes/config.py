@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -196,6 +198,25 @@ def check_ranks(config: TrainConfig, num_ranks: int) -> None:
 def config_to_json(config: TrainConfig) -> dict[str, object]:
     """Return plain values that ``config_from_json`` reads back."""
     return dataclasses.asdict(config)
+
+
+def config_to_toml(config: TrainConfig, num_ranks: int, device_type: str) -> str:
+    """Return the options of ``shardwise train`` that repeat a run; paths are absolute, and options that are off left out."""
+    values = dataclasses.asdict(config)
+    sizes = values.pop("model")
+    if config.model_from is not None:  # it has its own
+        sizes = {"context": sizes["context"]}
+    values = sizes | values | {"nproc": num_ranks, "device": device_type}
+    for name, path in (("data", config.data), ("tokenizer", config.tokenizer), ("init", config.init)):
+        values[name] = None if path is None else os.path.abspath(path)
+    lines = (f"{name.replace('_', '-')} = {_to_toml(value)}\n" for name, value in values.items() if value is not None)
+    return "# shardwise train --config THIS_FILE --out FOLDER repeats the run\n" + "".join(lines)
+
+
+def _to_toml(value: object) -> str:
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def config_from_json(values: Mapping[str, object]) -> TrainConfig:

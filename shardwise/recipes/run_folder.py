@@ -1,7 +1,7 @@
 """The run folder: what is in it, how one is started, how one is resumed, and how it stays whole.
 
-config.json, metrics.jsonl, text/ (the cached text), tokenizer.json, checkpoints/, tensorboard/, report.png.  Only rank 0 writes
-here (checkpoints apart).  Everything that can be refused is refused before the first byte is written.
+config.json, config.toml, metrics.jsonl, text/ (the cached text), tokenizer.json, checkpoints/, tensorboard/, report.png.
+Only rank 0 writes here (checkpoints apart).  Everything that can be refused is refused before the first byte is written.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from shardwise.recipes.config import (
     check_config,
     config_from_json,
     config_to_json,
+    config_to_toml,
     typed,
 )
 from shardwise.recipes.data import (
@@ -353,6 +354,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 CONFIG = "config.json"
+CONFIG_FILE = "config.toml"  # the options, for --config
 _LOCK = ".lock"
 _FOLDERS = ("checkpoints", "text", "tensorboard", f"{BLACK_BOX}/{BEFORE}")  # of a run: none of them is a link
 _BEGUN_BY = "begun_by"  # the job that may resume it without being asked to
@@ -637,8 +639,8 @@ def new_folder(out: Path | None) -> Path:
     raise ConfigError(f"{stem} and 98 names like it exist already. Name a folder with --out.")
 
 
-def write_config(run: TrainRun, num_ranks: int, num_parameters: int, version: str) -> None:
-    """Write config.json whole: readers see the old one or the new one."""
+def write_config(run: TrainRun, num_ranks: int, device_type: str, num_parameters: int, version: str) -> None:
+    """Write config.json and config.toml whole: readers see the old one or the new one."""
     known = read_json(run.folder, CONFIG)
     values = {
         "shardwise": version,
@@ -648,6 +650,8 @@ def write_config(run: TrainRun, num_ranks: int, num_parameters: int, version: st
         _BEGUN_BY: known.get(_BEGUN_BY),
     }
     _write_values(run.folder, run.config, values)
+    text = config_to_toml(run.config, num_ranks, device_type)
+    replace_file(run.folder, CONFIG_FILE, text.encode(errors="backslashreplace"))
 
 
 def _write_values(folder: Path, config: TrainConfig, values: Mapping[str, object]) -> None:

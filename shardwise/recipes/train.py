@@ -407,7 +407,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
             stack.enter_context(record(run.folder / BLACK_BOX))
         run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
-            write_config(run, ranks.num_ranks, trainer.num_parameters, __version__)
+            write_config(run, ranks.num_ranks, ranks.device.type, trainer.num_parameters, __version__)
         run_log = _open_run_log(run, stack, start.step_file) if ranks.is_first else RunLog()
         _say_start(trainer, run_log)
         if start.restart is not None:

@@ -40,7 +40,7 @@ def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended])
     assert ended.code == 0, ended.err
     assert ended.err == ""
     names = {path.name for path in run.iterdir()}
-    assert names >= {"config.json", "metrics.jsonl", "report.png", "checkpoints", "tensorboard", "text"}
+    assert names >= {"config.json", "config.toml", "metrics.jsonl", "report.png", "checkpoints", "tensorboard", "text"}
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [f"step-000000{n}" for n in (10, 15, 20)]
     assert list((run / "tensorboard").glob("events.*"))
     config = json.loads((run / "config.json").read_text())
@@ -50,6 +50,14 @@ def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended])
     assert losses["validation"][-1] < 0.8 * config["text"]["unigram_nats"] < losses["validation"][0]
     assert "tokens/s" in ended.out
     assert "optimizer state" in ended.out
+
+
+def test_the_config_file_of_a_run_repeats_it(trained: tuple[Path, Ended], tmp_path: Path) -> None:
+    run = tmp_path / "again"
+    ended = run_command([*COMMAND[:4], "--config", str(trained[0] / "config.toml"), "--out", str(run)])
+    assert (ended.code, ended.err) == (0, "")
+    assert "on 2 cpu rank(s)" in ended.out
+    assert _losses(run) == _losses(trained[0])
 
 
 def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
