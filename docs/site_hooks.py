@@ -1,10 +1,12 @@
-"""What `make docs` does to pages on their way to the site: links out of this folder, and the picture of the packages.
+"""What `make docs` does to pages on their way to the site: links out of this folder, pages of examples, flowcharts.
 
 The pages themselves stay as they read in the repository.
 """
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import runpy
 from html import escape
@@ -14,6 +16,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+EDIT = "edit/main/docs/"
+MOVED = {"doors.html": "apis.html", "faults.html": "hangs.html", "reference/doors.html": "apis.html"}  # old -> new
 MERMAID = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
 NODE = re.compile(r'^\s*(\w+)\["<b>(.*?)</b><br/>(.*?)"\]$', re.MULTILINE)
 ARROW = re.compile(r"^\s*(\w+) --> (\w+)$", re.MULTILINE)
@@ -21,35 +25,66 @@ WIDE, HIGH, ACROSS, DOWN, LANE = 176, 44, 24, 46, 10  # of a box, of the gaps be
 
 
 def on_config(config: Any) -> Any:
-    """List every page of docs/design under Decisions, by its first heading."""
+    """Add to the navigation the examples and the decisions; with an address of the repository, links to edit pages.
+
+    Builds of ``mike`` get its list of versions: it is looked for on the server, so there is none on the disk.
+    """
     pages = sorted((ROOT / "docs" / "design").glob("*.md"))
     decisions = [{page.read_text().partition("\n")[0].lstrip("# "): f"design/{page.name}"} for page in pages]
-    inside = next(part["Inside"] for part in config["nav"] if "Inside" in part)
-    inside.append({"Decisions": decisions})
+    sections = {name: part for entry in config["nav"] for name, part in entry.items()}
+    sections["For contributors"].append({"Decisions": decisions})
+    examples = [{title_of(path): f"examples/{path.stem}.md"} for path in sorted((ROOT / "examples").glob("*.py"))]
+    sections["Tutorials"].append({"Examples": examples})
+    if config["repo_url"]:
+        config["edit_uri"] = EDIT
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config["extra"]["version"] = {"provider": "mike"}
     return config
 
 
+def title_of(example: Path) -> str:
+    """Return what stands before the first comma, colon or semicolon of the docstring."""
+    return re.split("[:;,]", _docstring(example))[0]
+
+
+def _docstring(example: Path) -> str:
+    return ast.get_docstring(ast.parse(example.read_text())) or ""
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """Add the page that lies beside the README."""
+    """Add the page that lies beside the README, and a page for each example: its docstring, then its code."""
     text = (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        about, _, commands = _docstring(path).partition("\n\n")
+        code = path.read_text().split('"""', 2)[2].strip()
+        blocks = [f"# {title_of(path)}", about, f"```bash\n{commands}\n```", f"`examples/{path.name}`:"]
+        content = "\n\n".join([*blocks, f"```python\n{code}\n```\n"])
+        files.append(File.generated(config, f"examples/{path.stem}.md", content=content))
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Turn links to files beside the README into pages of the site, and flowcharts into pictures."""
-    up = "../" * page.file.src_uri.count("/")
+    source = page.file.src_uri
+    up = "../" * source.count("/")
     markdown = markdown.replace(f"]({up}../CONTRIBUTING.md", f"]({up}contributing.md")
     markdown = markdown.replace(f"]({up}../README.md", f"]({up}index.md")
-    if page.file.src_uri == "errors.md":
+    markdown = re.sub(rf"\]\({re.escape(up)}\.\./examples/(\w+)\.py\)", rf"]({up}examples/\1.md)", markdown)
+    if source == "errors.md":
         markdown += "\n".join(runpy.run_path(str(ROOT / "docs" / "list_messages.py"))["as_markdown"]())
+    origin = "CONTRIBUTING.md" if source == "contributing.md" else source.replace(".md", ".py")
+    if page.file.generated_by is not None and config["repo_url"]:
+        page.edit_url = f"{config['repo_url'].rstrip('/')}/{EDIT.removesuffix('docs/')}{origin}"
     return MERMAID.sub(lambda found: draw(found[1]), markdown)
 
 
 def on_post_build(config: Any) -> None:
-    """Take out the places on the net from which the theme would fetch scripts for old browsers and for flowcharts."""
+    """Take out the places on the net from which the theme would fetch scripts, and lead old addresses to new ones."""
     for script in (Path(config["site_dir"]) / "assets" / "javascripts").glob("*.js"):
         script.write_text(re.sub(r"https://unpkg\.com/[\w@./-]*", "absent.js", script.read_text()))
+    for old, new in MOVED.items():
+        (Path(config["site_dir"]) / old).write_text(f'<meta http-equiv="refresh" content="0; url={new}">')
 
 
 def draw(chart: str) -> str:

@@ -32,7 +32,8 @@ by_page = of_each(PAGES)
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?<![\w./*}-])(?:[\w.*-]+/)*[\w*-]+\.(?:py|md|json|toml|c|txt)\b")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([\w-]+))?\)")
-OF_A_RUN = {"config.json", "config.toml", "tokenizer.json"}  # what the command writes, and no page of ours
+# What the command writes, and no page of ours.
+OF_A_RUN = {"bench_SHAPE_wW_BACKEND.json", "config.json", "config.toml", "plan.json", "tokenizer.json"}
 
 
 def text_of(page: Path) -> str:
@@ -179,6 +180,13 @@ def test_arguments_of_a_docstring_are_each_a_name_and_a_description() -> None:
                     assert re.match(r"[*\w, ]+: \S", entry), f"{path.relative_to(ROOT)}: {entry}"
 
 
+def test_what_users_read_is_not_long() -> None:
+    user_part = (ROOT / "mkdocs.yml").read_text().partition("  - For contributors:")[0]
+    pages = re.findall(r": ([\w/]+\.md)$", user_part, flags=re.MULTILINE)
+    words = {name: len(re.findall(r"\S*\w\S*", (ROOT / "docs" / name).read_text())) for name in pages}
+    assert sum(words.values()) <= 25_000, f"shorten a page: {words}"
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
@@ -209,7 +217,7 @@ def texts_of(tree: ast.AST) -> Iterator[str]:
 
 
 SECTION = re.compile(r"^## ([\w' ]+)$(.*?)(?=^## |\Z)", flags=re.MULTILINE | re.DOTALL)
-EXPLAINED = re.compile(r"^\| `([^|]*)` \| [^|]+ \| [^|]+ \|$", flags=re.MULTILINE)
+EXPLAINED = re.compile(r"^\| `([^|]*)` \| [^|]+ \|$", flags=re.MULTILINE)  # the second cell: cause and what to do
 
 
 def messages_in(text: str) -> list[str]:
@@ -273,3 +281,13 @@ def test_the_pictures_show_the_results() -> None:
     for name in ("speed", "memory"):
         drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
         assert drawn == drawing[name](), "the results have changed; run: python benchmarks/pictures.py"
+
+
+def test_pictures_of_concepts_are_what_their_file_draws() -> None:
+    for path, draw in runpy.run_path(str(ROOT / "docs" / "draw_concepts.py"))["drawings"]():
+        assert path.read_text() == draw(), "run: python docs/draw_concepts.py"
+
+
+def test_the_page_of_options_is_the_parsers() -> None:
+    options = runpy.run_path(str(ROOT / "docs" / "list_options.py"))
+    assert options["PAGE"].read_text() == options["page"](), "an option has changed; run: python docs/list_options.py"

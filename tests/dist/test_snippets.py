@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import on_ranks
-from helpers.snippets import EXAMPLES_OF_CLIENTS, ROOT, main_of_example, python_of, read, run_page
+from helpers.snippets import EXAMPLES_OF_CLIENTS, PAGES_OF_CLIENTS, ROOT, main_of_example, python_of, read, run_page
 
 from shardwise.testing import WorkerPool
 
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if any(snippet.is_run and python_of(snippet) is not None for snippet in read(page))
+    if page not in PAGES_OF_CLIENTS and any(snippet.is_run and python_of(snippet) is not None for snippet in read(page))
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

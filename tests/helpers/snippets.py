@@ -21,6 +21,7 @@ from shardwise import fully_shard, set_default_transport
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXAMPLES_OF_CLIENTS = ("qlora", "with_accelerate", "with_lightning")  # need packages that `make clients` alone installs
+PAGES_OF_CLIENTS = (ROOT / "docs" / "tutorials" / "lora.md",)  # the same for pages
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
 
 
@@ -150,7 +151,7 @@ def run_page(page: Path, folder: Path) -> int:
     names: dict[str, Any] = {
         "Block": Block,
         "MyTransformer": MyTransformer,
-        "my_batches_of_this_rank": my_batches(),
+        "batches": my_batches(),
         "train": train,
         "rank": dist.get_rank(),
     }
