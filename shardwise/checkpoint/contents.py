@@ -1,4 +1,4 @@
-"""Tensors as a rank holds them: which windows of the whole, on which memory; and what a save collects of them."""
+"""A rank's tensors: which windows of the full tensor it has, and where; and the contents of a save."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.optim.slices import local_of, slices_of
 from shardwise.zero.state_dict import StateSlice
 
-# ---- State that is no tensor, as JSON: exactly the types that JSON and a few marks can carry, never a pickle.
+# ---- Values that are not tensors, as JSON: exactly the types that JSON and a few markers can represent, never a
+# pickle.
 
 _MARK = "$"
 _MOST_DEEP = 64
-_MOST_BITS = 4096  # of a whole number: Python refuses to read numbers of thousands of digits
+_MOST_BITS = 4096  # of a whole number: Python refuses to parse numbers of thousands of digits
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 SMALL_NUMEL = 16  # a tensor among the options of a param group is a number or two
 
@@ -47,10 +48,10 @@ Give = Callable[[str], torch.Tensor]
 
 
 def encode(value: Any, name: str, take: Take | None = None, depth: int = 0) -> Any:
-    """Return ``value`` as JSON; ``name`` is its place, for errors and for the tensors within.
+    """Return ``value`` as JSON; ``name`` is its path, for errors and for the tensors inside.
 
-    ``take``: is given each tensor with its name.  Without it, tensors of a few elements are written as values.
-    Raises: ConfigError naming the place of what cannot be carried.
+    ``take``: gets each tensor with its name.  Without it, tensors of a few elements are encoded as values. Raises:
+    ConfigError with the path of a value that cannot be encoded.
     """
     if depth > _MOST_DEEP:
         raise ConfigError(f"{name}: nested more than {_MOST_DEEP} deep, or within itself; save a flatter state dict")
@@ -109,9 +110,9 @@ def join_to(name: str, key: str) -> str:
 
 
 def decode(value: Any, name: str, give: Give | None = None, depth: int = 0) -> Any:
-    """Return what :func:`encode` was given; ``give`` returns the tensor of a name.
+    """Return the value that :func:`encode` has encoded; ``give`` returns the tensor of a name.
 
-    Raises: CheckpointError naming the place of what is no encoded value.
+    Raises: CheckpointError with the path of what is not an encoded value.
     """
     if depth > _MOST_DEEP:
         raise CheckpointError(f"{name[:80]}: nested deeper than any value that is saved")
@@ -131,7 +132,7 @@ def decode(value: Any, name: str, give: Give | None = None, depth: int = 0) -> A
 
 
 def groups_of(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return the param groups of an optimizer that ``value`` is.  Raises: CheckpointError if it is something else."""
+    """Return ``value`` as the param groups of an optimizer.  Raises: CheckpointError if it is something else."""
     groups = cast(list[Any], value) if isinstance(value, list) else [value]
     for group in groups:
         fields = cast(dict[str, Any], group) if isinstance(group, dict) else {}
@@ -166,12 +167,12 @@ def _marked(fields: dict[str, Any], name: str, give: Give | None, depth: int) ->
     raise ValueError(f"kind {kind!r}")
 
 
-# ---- What a load needs of a checkpoint: windows of tensors, to be read into new memory, and values.
+# ---- The requests of a load: windows of tensors to read into new memory, and values.
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A window of a tensor and the new memory that it is read into."""
+    """A window of a tensor, and the new memory to read it into."""
 
     name: str
     record: TensorRecord
@@ -180,7 +181,7 @@ class Request:
 
 
 class LoadRequests:
-    """Collects the requests of one load; memory is taken when something is asked for, and filled later.
+    """Collects the requests of one load; a request allocates memory, which is filled later.
 
     Attributes:
         missing: requested names that the checkpoint does not have.
@@ -211,14 +212,14 @@ class LoadRequests:
         return targets
 
     def into(self, name: str, record: TensorRecord, windows: Sequence[Window], targets: Sequence[torch.Tensor]) -> None:
-        """Ask for windows of a tensor that is there, to be read into ``targets``."""
+        """Request windows of an existing tensor, to be read into ``targets``."""
         self._used |= {name}
         self.requests += [
             Request(name, record, window, target) for window, target in zip(windows, targets, strict=True)
         ]
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return new memory for a whole tensor that is there."""
+        """Return new memory for an existing full tensor."""
         record = self.manifest.record_of(name)
         if record is None:
             raise CheckpointError(f"{name}: a value refers to this tensor, and the checkpoint has none of that name")
@@ -227,17 +228,17 @@ class LoadRequests:
         return found[0]
 
     def value(self, name: str, give: Give | None = None) -> Any:
-        """Return a value that is there; ``give`` returns new memory for tensors in it (default: whole)."""
+        """Return an existing value; ``give`` returns new memory for its tensors (default: full tensors)."""
         self._used.add(name)
         return decode(self.manifest.values[name], name, give or self.whole)
 
     def entries(self) -> list[str]:
-        """Return the names of the entries of the state that was saved."""
+        """Return the names of the entries of the saved state."""
         parts = [split(name) for name in (*self.manifest.tensors, *self.manifest.values, *self.manifest.ties)]
         return sorted({each[2] if each[0] == "rank" and len(each) > 2 else each[0] for each in parts})
 
     def names_under(self, prefix: str) -> list[str]:
-        """Return the names of tensors and values that are ``prefix``, a slash and one more part."""
+        """Return the names of tensors and values one level below ``prefix``."""
         if self._by_prefix is None:
             self._by_prefix = {}
             for name in (*self.manifest.tensors, *self.manifest.values):
@@ -245,43 +246,43 @@ class LoadRequests:
         return self._by_prefix.get(prefix, [])
 
     def unexpected(self, prefixes: Sequence[str]) -> list[str]:
-        """Return what the checkpoint has under ``prefixes`` and nobody asked for."""
+        """Return the names under ``prefixes`` that no request has used."""
         found = (*self.manifest.tensors, *self.manifest.ties, *self.manifest.values)
         starts = tuple(f"{prefix}/" for prefix in prefixes)
         return [n for n in found if (n in prefixes or n.startswith(starts)) and n not in self._used]
 
     @property
     def is_whole(self) -> bool:
-        """True if every tensor was asked for, but for state that is each rank's own."""
+        """True if every tensor was requested, except each rank's own state."""
         return all(name in self._used or name.startswith("rank/") for name in self.manifest.tensors)
 
-    def leave(self, prefix: str) -> None:
-        """Count all under ``prefix`` as asked for: it is known and not wanted."""
+    def skip(self, prefix: str) -> None:
+        """Mark all names under ``prefix`` as used: they are known but not wanted."""
         every = (*self.manifest.tensors, *self.manifest.values)
         self._used |= {name for name in every if name == prefix or name.startswith(f"{prefix}/")}
 
     def use(self, name: str) -> None:
-        """Count a name as asked for, without reading it on this rank."""
+        """Mark a name as used, without reading it on this rank."""
         self._used.add(name)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """Memory of this rank that holds a window of a tensor: ``tensor`` has the window's sizes."""
+    """This rank's memory of a window of a tensor; ``tensor`` has the window's sizes."""
 
     window: Window
     tensor: torch.Tensor
 
 
-# Finding the window of a DTensor takes torch 100 us, and state has that of its parameter.
+# torch takes 100 us to compute the window of a DTensor, and optimizer state has the window of its parameter.
 Windows = dict[tuple[int, object, tuple[int, ...]], Window]
 
 
 def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) -> list[LocalPart]:
-    """Return what this rank holds of ``tensor``, on the live memory.
+    """Return this rank's parts of ``tensor``, on the live memory.
 
-    ``windows``: of DTensors that were found before, by mesh, placements and shape; it is added to.
-    Raises: ConfigError for partial sums, tensors without memory, and tensors in a form of their own.
+    ``windows``: known windows of DTensors, by mesh, placements and shape; new ones are added. Raises: ConfigError for
+    partial sums, tensors without memory, and tensor subclasses.
     """
     found = _parts(name, tensor, {} if windows is None else windows)
     for part in found:
@@ -290,7 +291,7 @@ def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) ->
 
 
 def windows_of(name: str, tensor: torch.Tensor) -> list[Window]:
-    """Return which windows of ``tensor`` this rank holds, in whatever form: state beside it may be plain."""
+    """Return this rank's windows of ``tensor``, even of a tensor subclass, whose state may be plain."""
     return [part.window for part in _parts(name, tensor, {})]
 
 
@@ -334,7 +335,7 @@ def check_plain(name: str, local: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
-    """What a rank held of a tensor when it was saved last: one window.  ``mesh``, ``placements`` None: no DTensor."""
+    """This rank's part of a tensor at the last save: one window.  ``mesh``, ``placements`` are None unless it is a DTensor."""
 
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...] | None
@@ -342,7 +343,7 @@ class KnownTensor:
     held: Held
 
     def is_like(self, tensor: torch.Tensor) -> bool:
-        """Return True if this rank holds the same of ``tensor``, which may be another one of the same name."""
+        """Return True if this rank has the same part of ``tensor``, which may be another tensor of that name."""
         if isinstance(tensor, DTensor):
             is_placed = self.mesh is tensor.device_mesh and self.placements == tensor.placements
         else:
@@ -355,14 +356,15 @@ Known = dict[str, KnownTensor]
 
 @dataclass(slots=True)
 class Contents:
-    """What this rank has to say of the state.
+    """This rank's part of the state.
 
     Attributes:
         held, parts: per tensor, in parallel.
         ties: further names of tensors.
-        buffers: names of plain buffers of modules that no broadcast keeps equal on all ranks.
-        values: what is no tensor, encoded; ranks may lack values, but those that have one agree.
-        known: by name, what was found before of tensors that stay as they are; it is added to, and outlives this.
+        buffers: names of plain module buffers that no broadcast makes equal on all ranks.
+        values: encoded values; a rank may lack some, but ranks must agree on those that they have.
+        known: by name, parts of earlier saves of tensors that have not changed; it is extended, and outlives this
+            object.
     """
 
     held: dict[str, Held] = field(default_factory=dict[str, Held])
@@ -374,7 +376,7 @@ class Contents:
     _windows: Windows = field(default_factory=Windows)
 
     def add_tensor(self, name: str, tensor: torch.Tensor, is_lowest: bool = False) -> None:
-        """Take a tensor under a new name; ``is_lowest``: see :class:`~shardwise.checkpoint.format.Held`."""
+        """Add a tensor under a new name; ``is_lowest``: see :class:`~shardwise.checkpoint.format.Held`."""
         self._check_new(name)
         known = self.known.get(name)
         if known is not None and known.is_like(tensor):
@@ -393,7 +395,7 @@ class Contents:
             self.known[name] = KnownTensor(None, None, tensor.dtype, held)
 
     def add_value(self, name: str, value: Any) -> None:
-        """Take an encoded value under a new name."""
+        """Add an encoded value under a new name."""
         self._check_new(name)
         self.values[name] = value
 
@@ -417,7 +419,7 @@ def like(model: torch.Tensor, locals_: list[torch.Tensor], dtype: torch.dtype) -
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """Return where this rank's memory of ``tensor`` is."""
+    """Return the device of this rank's memory of ``tensor``."""
     local = torch_private.local_of(tensor)
     if isinstance(local, ShardedTensor):
         shards = local.local_shards()
@@ -426,7 +428,7 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def merged(values_of_ranks: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of all ranks as one.  Raises: ConfigError naming a value that ranks do not agree about."""
+    """Return the union of all ranks' values.  Raises: ConfigError with a value that ranks do not agree on."""
     found: dict[str, tuple[int, Any]] = {}
     for rank, values in enumerate(values_of_ranks):
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Checkpoints out of what other tools wrote: DCP folders and safetensors files; nothing in them runs."""
+"""Make checkpoints from what other tools wrote: DCP folders and safetensors files; nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.fsdp.module import FSDPModule
 from shardwise.safe_files import create_file, read_bytes, replace_file
 
-# ---- Two checkpoints beside each other: which tensors and values differ, and by how much.
+# ---- Comparison of two checkpoints: which tensors and values differ, and by how much.
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that is not the same to the bit in both.
+    """A tensor that is not bitwise equal in both.
 
     Attributes:
-        num_different: elements with other bits (with other values where dtypes differ); None where shapes differ.
+        num_different: elements with different bits (with different values if dtypes differ); None if shapes differ.
         most: largest absolute difference; nan if one of the two is nan.  largest: largest absolute value in the first.
     """
 
@@ -65,7 +65,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A value that is no tensor; None where it is missing."""
+    """A value that differs; None if it is missing."""
 
     name: str
     first: object | None
@@ -74,7 +74,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """How many elements differ, by how much at most, and the largest absolute value of the first."""
+    """The number of elements that differ, the largest difference, and the largest absolute value of the first."""
 
     number: int = 0
     most: float = 0.0
@@ -85,16 +85,16 @@ class _Gap:
 
 
 def names_in(manifest: Manifest) -> set[str]:
-    """Return the names of all tensors, those that share another one's memory too."""
+    """Return the names of all tensors, tied names included."""
     return {*manifest.tensors, *manifest.ties}
 
 
 def compare_tensors(
     files: Files, first: tuple[Path, Manifest], second: tuple[Path, Manifest], seen: Callable[[int], None]
 ) -> Iterator[TensorDifference]:
-    """Compare the tensors that are in both, in the order of their names.
+    """Compare the tensors that both have, in the order of their names.
 
-    ``seen`` is told the bytes of the first one that were compared.  Memory: a few windows of
+    ``seen`` gets the bytes of the first checkpoint as they are compared.  Memory: a few windows of
     :func:`~shardwise.checkpoint.load.stream`.  Raises: DamagedCheckpointError.
     """
     common = sorted(names_in(first[1]) & names_in(second[1]))
@@ -154,7 +154,7 @@ def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> _Gap:
         number = int((left != right).sum())
     if not number:
         return _Gap(largest=float(left.abs().max()))
-    gap = torch.where(left == right, 0.0, (left - right).abs())  # two infinities of one sign are no gap
+    gap = torch.where(left == right, 0.0, (left - right).abs())  # two infinities of one sign are equal
     return _Gap(number, float(gap.max()), float(left.abs().max()))
 
 
@@ -174,28 +174,28 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-# ---- Checkpoints for other tools: Hugging Face's layout, and one file of ``torch.save``; a tensor at a time.
+# ---- Exports for other tools: Hugging Face's layout, and one file of ``torch.save``; one tensor at a time.
 
-Progress = Callable[[int], None]  # is told bytes as they are written
+Progress = Callable[[int], None]  # gets bytes as they are written
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """A checkpoint to be read tensor by tensor."""
+    """A checkpoint that is read tensor by tensor."""
 
     files: Files
     path: Path
     manifest: Manifest
 
     def read(self, name: str, record: TensorRecord, target: torch.Tensor) -> None:
-        """Fill ``target`` with a whole tensor, verified."""
+        """Read a full tensor into ``target``, verified."""
         read_requests(self.files, self.path, self.manifest, [Request(name, record, whole(record.shape), target)])
 
 
 def open_source(folder: str | Path, step: int | None = None) -> CheckpointSource:
     """Return the checkpoint at ``folder``, or the newest one in it (or that of ``step``).
 
-    Raises: CheckpointError if there is none, DamagedCheckpointError if its manifest is not the one that was written.
+    Raises: CheckpointError if there is none, DamagedCheckpointError if its manifest has changed since it was written.
     """
     files, path = Files(), Path(folder).absolute()
     if MANIFEST not in files.names(path):
@@ -319,11 +319,11 @@ def _write_file(
 def export_torch(
     folder: str | Path, to: str | Path, *, step: int | None = None, progress: Progress | None = None
 ) -> Path:
-    """Write a whole checkpoint as one file of ``torch.save``: a dict with the state dicts of plain objects by name.
+    """Write a full checkpoint as one file of ``torch.save``: a dict with the state dicts of plain objects by name.
 
-    Optimizers are in the form of ``torch.optim``, parameters by their numbers.  Tensors lie in a temporary file beside
-    ``to`` until they are written, so memory does not grow with them.  Not collective.
-    Raises: CheckpointError, DamagedCheckpointError.
+    Optimizers have the form of ``torch.optim``, with parameter indices.  Tensors are in a temporary file next to ``to``
+    until they are written, so memory does not grow with them.  Not collective. Raises: CheckpointError,
+    DamagedCheckpointError.
 
     Example:
         >>> path = export_torch("run", "all.pt")  # doctest: +SKIP
@@ -440,7 +440,7 @@ def _read_dcp(path: Path, place: Path) -> tuple[dict[str, torch.Tensor], dict[st
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is intended
             dcp.load(state, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]
@@ -449,7 +449,7 @@ def _read_dcp(path: Path, place: Path) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def _named(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> _FoundState:
-    """Return the state of model and optimizer under our names.  Raises: ConfigError for keys of another form."""
+    """Return the state of model and optimizer under our names.  Raises: ConfigError for unknown keys."""
     found, groups = _FoundState(), dict[str, dict[str, Any]]()
     params = sorted((key.removeprefix("model.") for key in tensors if key.startswith("model.")), key=len, reverse=True)
     for key, value in (*tensors.items(), *values.items()):
@@ -478,8 +478,8 @@ def _named(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> _F
 
 
 def _cut(text: str, params: Iterable[str], key: str) -> tuple[str, str]:
-    """Return the name of the parameter with which ``text`` begins, and what comes after."""
-    for fqn in params:  # the longest first: a name may begin another
+    """Return the name of the parameter with which ``text`` begins, and the rest."""
+    for fqn in params:  # the longest first: a name may be a prefix of another
         if text.startswith(f"{fqn}."):
             return fqn, text[len(fqn) + 1 :]
     raise ConfigError(f"{key!r} names no parameter of the model that is saved beside it")
@@ -508,7 +508,7 @@ def _write(found: _FoundState, folder: Path, step: int) -> Path:
         )
         for each in range(number + 1)
     }
-    # No rank's own state is there: a number of ranks that nobody has says so to those who load it.
+    # There is no per-rank state: zero ranks tell that to those who load it.
     return write_manifest(files, folder, make_manifest(save, writes, records, 0, ({}, found.values)))
 
 

@@ -1,6 +1,6 @@
-"""For callers of ``torch.distributed.checkpoint`` (DCP): its saves committed and verified, its own folders read safely.
+"""For callers of ``torch.distributed.checkpoint`` (DCP): committed and verified saves, and safe reads of DCP's own folders.
 
-A trainer that calls ``dcp.save`` and ``dcp.load`` passes one more argument, ``storage_writer=DcpWriter(path)`` and
+A trainer that calls ``dcp.save`` and ``dcp.load`` passes one more argument, ``storage_writer=DcpWriter(path)`` or
 ``storage_reader=DcpReader(path)``.
 """
 
@@ -73,10 +73,10 @@ from shardwise.checkpoint.save import SaveId, make_manifest, write_part
 from shardwise.errors import CheckpointError
 from shardwise.safe_files import MOST_BYTES, opened, read_bytes
 
-# ---- The ``.metadata`` of a DCP folder, which is a pickle: looked through before it is read, and checked after.
+# ---- The ``.metadata`` of a DCP folder, which is a pickle: it is scanned before it is unpickled, and checked after.
 
 NAME = ".metadata"
-_MOST_DEEP = 32  # DCP's own nests eight deep; Python hashes deep tuples on the stack of the process
+_MOST_DEEP = 32  # DCP's own nests eight deep; Python hashes deep tuples on the process's stack
 _DCP = "torch.distributed.checkpoint.metadata"
 _STATEFUL = {
     **dict.fromkeys(
@@ -96,20 +96,20 @@ _CLASSES = {
     "OrderedDict": "collections",
 }
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "Path")
-_MADE = "made by "  # before the class of an object, where the text of a global is the class alone
+_MADE = "made by "  # precedes the class of an object; the text of a global is the class only
 _HAVE_STATE = {f"{_MADE}{module} {name}" for name, module in _STATEFUL.items()}
-_INTO = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")  # change what is on the stack
+_INTO = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")  # opcodes that change a value on the stack
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return DCP's metadata of a folder.  Nothing in it runs; memory is a small multiple of its files.
+    """Return DCP's metadata of a folder.  Nothing in it is executed; memory is a small multiple of its files.
 
-    Raises: CheckpointError if it is anything but what DCP writes, or names what is not in the folder.
+    Raises: CheckpointError if it is anything but what DCP writes, or refers to files outside the folder.
     """
     what = f"{folder / NAME}: not the metadata of a DCP checkpoint"
     try:
         data = read_bytes(folder, NAME, MOST_BYTES)
-        _look_through(data)
+        _scan(data)
         found = _MetadataUnpickler(io.BytesIO(data)).load()
         if not isinstance(found, Metadata):
             raise CheckpointError(f"{folder / NAME}: holds a {type(found).__name__}, expected DCP's Metadata")
@@ -117,23 +117,23 @@ def read_metadata(folder: Path) -> Metadata:
         _check_tensors(found)
     except CheckpointError:
         raise
-    except Exception as error:  # an unpickler raises what it likes
+    except Exception as error:  # an unpickler can raise anything
         raise CheckpointError(f"{what}: {error}") from error
     found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
     return found
 
 
 class _Item(NamedTuple):
-    """What a pickle has on its stack: how deep it nests; the text that it is, or the class that it or its maker is."""
+    """A value on a pickle's stack: its nesting depth, and its text or its class."""
 
     depth: int = 0
     text: str = ""
 
 
-def _look_through(data: bytes) -> None:
-    """Refuse a pickle that nests deep, jumps in its memo, or sets attributes on anything but objects of DCP's classes.
+def _scan(data: bytes) -> None:
+    """Refuse a pickle that nests deeply, jumps in its memo, or sets attributes on objects of classes other than DCP's.
 
-    Raises: UnpicklingError; ValueError and IndexError for what is no pickle.
+    Raises: UnpicklingError; ValueError and IndexError for what is not a pickle.
     """
     stack: list[_Item] = []
     marks: list[int] = []
@@ -191,7 +191,7 @@ def _check_storage(folder: Path, found: Metadata) -> None:
 
 
 def _check_tensors(found: Metadata) -> None:
-    """Refuse other types, and tensors that hold more than the files do."""
+    """Refuse other types, and tensors with more bytes than the files."""
     held: dict[str, int] = {}
     for index, info in cast(Mapping[MetadataIndex, Any], found.storage_data or {}).items():
         compressed = 1024 if getattr(info, "transform_descriptors", None) else 1
@@ -226,12 +226,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP's metadata does not")
 
 
-_PLANNER = "$planner"  # the value under which what DCP's planner wants back is kept
+_PLANNER = "$planner"  # the key of the data that DCP's planner wants back
 
 
 @dataclass(frozen=True, slots=True)
 class _DcpPlace:
-    """Which save a rank's plan belongs to, and the number of its file."""
+    """The save that a rank's plan belongs to, and the number of its file."""
 
     save_id: str
     number: int
@@ -239,7 +239,7 @@ class _DcpPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank tells of one item: of a tensor the part, of anything else the encoded value."""
+    """A rank's report of one item: the part of a tensor, or the encoded value of anything else."""
 
     write: Write | None
     value: Any
@@ -247,7 +247,7 @@ class _Written:
 
 
 class _AtPath:
-    """A folder of this machine, which DCP may name later."""
+    """A folder of this machine, which DCP may change later."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path).absolute()
@@ -265,7 +265,7 @@ class _AtPath:
 
 
 class DcpWriter(_AtPath, StorageWriter):
-    """Writes what ``dcp.save`` is given as one committed, checksummed checkpoint at ``path``; nothing is pickled.
+    """Write what ``dcp.save`` gets as one committed checkpoint with checksums at ``path``; nothing is pickled.
 
     Example:
         >>> dcp.save(state, storage_writer=DcpWriter("run/step-00000100"))  # doctest: +SKIP
@@ -283,7 +283,7 @@ class DcpWriter(_AtPath, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the save; on the coordinator."""
+        """Begin the save, on the coordinator."""
         self._save_id = secrets.token_hex(16)
         folder = self._path.parent
         self._files.make_folder(folder)
@@ -319,11 +319,11 @@ class DcpWriter(_AtPath, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit; on the coordinator, when all ranks have written."""
+        """Commit, on the coordinator, after all ranks have written."""
         written = [cast(_Written, result.storage_data) for rank in results for result in rank]
         names = [result.index.fqn for rank in results for result in rank]
         files = {each.write.rank: each.file for each in written if each.file is not None and each.write is not None}
-        writes = [each.write for each in written if each.write is not None]  # of each rank in the order of its file
+        writes = [each.write for each in written if each.write is not None]  # of each rank, in the order of its file
         values = {name: each.value for name, each in zip(names, written, strict=True) if each.write is None}
         if isinstance(metadata.planner_data, Mapping):
             values[_PLANNER] = encode(dict(cast(Mapping[str, Any], metadata.planner_data)), _PLANNER)
@@ -344,14 +344,14 @@ class DcpWriter(_AtPath, StorageWriter):
 
 
 class DcpReader(_AtPath, StorageReader):
-    """Reads what :class:`DcpWriter` wrote, every block verified; a rank's tensors change when all it needs is read.
+    """Read what :class:`DcpWriter` wrote and verify every block; a rank's tensors change only after everything is read.
 
     Example:
         >>> dcp.load(state, storage_reader=DcpReader("run/step-00000100"))  # doctest: +SKIP
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the manifest says.  Raises: DamagedCheckpointError."""
+        """Return the manifest as DCP's metadata.  Raises: DamagedCheckpointError."""
         manifest = read_manifest(self._files, self._path)
         state: dict[str, Any] = {name: BytesStorageMetadata() for name in manifest.values if name != _PLANNER}
         for name, tensor in manifest.tensors.items():
@@ -379,14 +379,15 @@ class DcpReader(_AtPath, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and verify what the plan asks for, then hand it over."""
+        """Read and verify what the plan requests, then deliver it."""
         manifest = read_manifest(self._files, self._path)
         requests = [(item, _request(item, manifest)) for item in plan.items if item.type == LoadItemType.TENSOR]
         read_requests(self._files, self._path, manifest, [request for _, request in requests])
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 name = item.storage_index.fqn
-                # DCP's planner unpickles what it is given: these bytes were pickled here, of a value read as JSON.
+                # DCP's planner unpickles what it gets: these bytes are pickled here, from a value that was read as
+                # JSON.
                 buffer = io.BytesIO()
                 torch.save(decode(manifest.values[name], name), buffer)
                 buffer.seek(0)
@@ -401,23 +402,23 @@ class DcpReader(_AtPath, StorageReader):
 
 
 class TorchDcpReader(FileSystemReader):
-    """Reads torch's own DCP folders and lets nothing in them run: metadata may name DCP's classes alone.
+    """Read torch's own DCP folders without executing anything in them: metadata may refer to DCP's classes only.
 
     Example:
         >>> dcp.load(state, storage_reader=TorchDcpReader("old/step-100"))  # doctest: +SKIP
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata.  Raises: CheckpointError if it names anything but what DCP writes."""
+        """Return the metadata.  Raises: CheckpointError if it contains anything but what DCP writes."""
         return read_metadata(Path(self.path))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for; what is no tensor may hold plain values alone."""
+        """Read what the plan requests; objects other than tensors may only be plain values."""
         return super().read_data(plan, cast(LoadPlanner, _PlainValues(planner)))
 
 
 class _PlainValues:
-    """A planner whose bytes were looked at first: DCP's own unpickles whatever is in them."""
+    """A planner whose bytes are checked first: DCP's own unpickles whatever they contain."""
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner

@@ -1,4 +1,4 @@
-"""The small file layer: everything that a checkpoint does to a disk, so that a fake can stand for one."""
+"""The file layer: everything that a checkpoint does to a disk, so that tests can replace it."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from shardwise.consistency.liveness import host_id
 from shardwise.errors import CheckpointError, DamagedCheckpointError, UnsafeFileError
 from shardwise.safe_files import create_file, opened, parse_object, read_text
 
-# ---- One job per folder: a lock file that names the job, and can be taken over when its process has ended.
+# ---- One job per folder: a lock file names the job, and can be taken over once its process has ended.
 
 
 def take(folder: Path) -> None:
-    """Take the lock of ``folder`` for this process; it may hold it already.
+    """Acquire the lock of ``folder`` for this process, which may have it already.
 
-    Raises: CheckpointError naming the job that holds it.  A process of this host that has ended holds nothing; of one on
-    another host that cannot be known.
+    Raises: CheckpointError with the job that has it.  The lock of an ended process of this host is stale; whether a
+    process on another host has ended is unknown.
     """
     path = folder / LOCK
     mine = note_of(os.getpid())
@@ -63,7 +63,7 @@ def take(folder: Path) -> None:
     try:
         for _ in range(8):
             try:
-                os.link(fresh, path)  # made whole: nobody reads half a note
+                os.link(fresh, path)  # a link is atomic: no process reads half a note
                 return
             except FileExistsError:
                 pass
@@ -87,7 +87,7 @@ def take(folder: Path) -> None:
 
 
 def give_back(folder: Path) -> None:
-    """Give the lock back if this process holds it."""
+    """Release the lock if this process has it."""
     _, found = _read(folder / LOCK)
     if found and found == {**found, **note_of(os.getpid())}:
         with suppress(OSError):
@@ -99,12 +99,12 @@ def _read(path: Path) -> tuple[str, dict[str, object]]:
     try:
         text = read_text(path.parent, path.name, 4096)
         return text, parse_object(text, str(path))
-    except OSError:  # it is gone, or is no note of a job
+    except OSError:  # it is gone, or is not a note of a job
         return text, {}
 
 
 def _set_aside(path: Path, text: str) -> None:
-    """Remove a stale lock, unless somebody was faster and it is theirs now."""
+    """Remove a stale lock, unless another process has replaced it meanwhile."""
     aside = path.with_name(f"{LOCK}-{uuid.uuid4().hex}")
     with suppress(OSError):
         os.rename(path, aside)
@@ -116,12 +116,12 @@ def _set_aside(path: Path, text: str) -> None:
 
 
 def note_of(pid: int) -> dict[str, object]:
-    """Return what tells a process of this host from all others, also later ones of its number."""
+    """Return what distinguishes a process of this host from all others, also from later ones with its pid."""
     return {"host": host_id(), "pid": pid, "started": _start_of(pid)}
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process of this host began, None if there is none or it has ended."""
+    """Return the start time of a process of this host; None if it does not exist or has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -129,21 +129,21 @@ def _start_of(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-_MOST_HOLLOW = 1024  # times: file systems that compress leave fewer blocks than bytes, but not so few
+_MOST_HOLLOW = 1024  # times: file systems with compression use fewer blocks than bytes, but not that few
 Buffer = bytes | bytearray | memoryview
 
 
 class Files:
-    """The files of this machine.  ``root``: a folder within which no link leads to another folder.
+    """The files of this machine.  ``root``: a folder inside which no link leads to another folder.
 
-    Errors are those of the operating system.  Tests have one in memory with the same methods.
+    Errors are those of the operating system.  Tests have an in-memory class with the same methods.
     """
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it that are missing."""
+        """Create a folder and its missing parents."""
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> Output:
@@ -151,7 +151,7 @@ class Files:
         return Output(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def open(self, path: Path) -> Input:
-        """Return a regular file, not through a link.  Raises: DamagedCheckpointError if it is something else."""
+        """Open a regular file, not through a link.  Raises: DamagedCheckpointError if it is something else."""
         folder, name = path.parent, path.name
         if self._root is not None and path.is_relative_to(self._root):
             folder, name = self._root, str(path.relative_to(self._root))
@@ -173,7 +173,7 @@ class Files:
         return Input(path, fd, status.st_size)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the names in a folder would outlive the machine."""
+        """Return once the names in a folder would survive a crash of the machine."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -181,18 +181,18 @@ class Files:
             os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name; a file of that name is replaced at once."""
+        """Rename a file or folder; a file of the new name is replaced atomically."""
         os.rename(old, new)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all in it; nothing happens if it is not there."""
+        """Remove a file, or a folder with its contents, if it exists."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
 
     def names(self, path: Path) -> list[str]:
-        """Return what is in a folder, sorted; nothing if the folder is not there."""
+        """Return the names in a folder, sorted; nothing if the folder does not exist."""
         try:
             return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -212,7 +212,7 @@ class Output:
             view = view[os.write(self._fd, view[: 2**30]) :]
 
     def sync(self) -> None:
-        """Return when what was written would outlive the machine."""
+        """Return once the written bytes would survive a crash of the machine."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -221,13 +221,13 @@ class Output:
 
 
 class Input:
-    """A file that is being read; ``num_bytes`` when it was opened."""
+    """A file that is being read; ``num_bytes``: its size when it was opened."""
 
     def __init__(self, path: Path, fd: int, num_bytes: int) -> None:
         self._path, self._fd, self.num_bytes = path, fd, num_bytes
 
     def read_into(self, begin: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``begin`` on.  Raises: DamagedCheckpointError if the file ends before."""
+        """Fill ``buffer`` with the bytes from ``begin`` on.  Raises: DamagedCheckpointError if the file ends earlier."""
         done = 0
         while done < len(buffer):
             try:
@@ -245,7 +245,7 @@ class Input:
 
 @contextmanager
 def reading(files: Files, path: Path) -> Generator[Input]:
-    """Open a file for the time of a ``with``."""
+    """Open a file inside a ``with``."""
     file = files.open(path)
     try:
         yield file
@@ -264,7 +264,7 @@ def read_all(files: Files, path: Path, most_bytes: int = 2**34) -> bytes:
 
 
 def write_all(files: Files, path: Path, data: Buffer) -> None:
-    """Write a new file, and return when it would outlive the machine."""
+    """Write a new file; return once it would survive a crash of the machine."""
     file = files.create(path)
     try:
         file.write(data)
@@ -273,12 +273,11 @@ def write_all(files: Files, path: Path, data: Buffer) -> None:
         file.close()
 
 
-# ---- Reading: exactly the blocks that hold what is asked for, each compared with its sum before anybody sees its
-# bytes.
+# ---- Reading: exactly the blocks that are needed, each compared with its checksum before its bytes are used.
 
 
 def read_manifest(files: Files, checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint.  Raises: DamagedCheckpointError if it is not the one that was written."""
+    """Return the manifest of a checkpoint.  Raises: DamagedCheckpointError if it has changed since it was written."""
     path = checkpoint / MANIFEST
     return from_bytes(read_all(files, path), str(path))
 
@@ -293,16 +292,16 @@ def read_header(read_into: Callable[[int, memoryview], object], num_bytes: int, 
 
 
 class VerifiedFile:
-    """A file of which every byte that is handed out lies in a block that was compared with its sum.
+    """A file that delivers bytes only from blocks that match their checksums.
 
-    Raises: DamagedCheckpointError naming the file, the block and what was being read.
+    Raises: DamagedCheckpointError with the file, the block and what was being read.
     """
 
     def __init__(self, files: Files, path: Path, record: FileRecord) -> None:
         self._path, self._record = path, record
         self._file = files.open(path)
         self.num_bytes_read = 0
-        self._scratch, self._held = bytearray(0), -1
+        self._scratch, self._loaded = bytearray(0), -1
         if self._file.num_bytes != record.num_bytes:
             found = self._file.num_bytes
             self.close()
@@ -313,7 +312,7 @@ class VerifiedFile:
         self._file.close()
 
     def read_into(self, begin: int, out: memoryview, what: str) -> None:
-        """Fill ``out`` with the bytes from ``begin`` on; whole blocks go straight to their place."""
+        """Fill ``out`` with the bytes from ``begin`` on; whole blocks are read in place."""
         size = self._record.block_bytes
         done = 0
         while done < len(out):
@@ -323,37 +322,37 @@ class VerifiedFile:
                 self._read(number, out[done : done + length], what)
                 done += length
                 continue
-            self._hold(number, length, what)
+            self._load_block(number, length, what)
             count = min(length - start, len(out) - done)
             out[done : done + count] = memoryview(self._scratch)[start : start + count]
             done += count
 
     def check(self, number: int, what: str) -> None:
-        """Compare one block with its sum."""
+        """Compare one block with its checksum."""
         size = self._record.block_bytes
-        self._hold(number, min(size, self._record.num_bytes - number * size), what)
+        self._load_block(number, min(size, self._record.num_bytes - number * size), what)
 
     def header(self, save_id: str) -> Header:
-        """Return the header.  Raises: DamagedCheckpointError too if the file belongs to another save."""
+        """Return the header.  Raises: DamagedCheckpointError, also if the file belongs to another save."""
         record = self._record
         if record.num_bytes < LENGTH_BYTES:
             raise DamagedCheckpointError(f"{self._path}: {record.num_bytes} bytes are no header")
         found = None
-        with suppress(DamagedCheckpointError):  # the sums will say where
+        with suppress(DamagedCheckpointError):  # the checksums show where
             found = read_header(self._file.read_into, record.num_bytes, self._path).metadata.get(SAVE_KEY)
-        if found is not None and found != save_id:  # the sums would only say that it is another file
+        if found is not None and found != save_id:  # checksums would only show that it is another file
             raise DamagedCheckpointError(
                 f"{self._path}: belongs to save {found[:40]}, expected {save_id}: files of two saves mix"
             )
         return read_header(partial(self.read_into, what="the header"), record.num_bytes, self._path)
 
-    def _hold(self, number: int, length: int, what: str) -> None:
-        if self._held != number:
-            self._held = -1
+    def _load_block(self, number: int, length: int, what: str) -> None:
+        if self._loaded != number:
+            self._loaded = -1
             if len(self._scratch) != length:
                 self._scratch = bytearray(length)
             self._read(number, memoryview(self._scratch), what)
-            self._held = number
+            self._loaded = number
 
     def _read(self, number: int, out: memoryview, what: str) -> None:
         self._file.read_into(number * self._record.block_bytes, out)
@@ -378,8 +377,8 @@ class _ReadStep:
 def read_requests(files: Files, checkpoint: Path, manifest: Manifest, requests: Iterable[Request]) -> int:
     """Fill the targets of ``requests``; return how many bytes were read.
 
-    Memory: one block beside the targets, and rows up to a block where targets are not contiguous.
-    Raises: DamagedCheckpointError naming file, block and tensor.
+    Memory: one block besides the targets, and up to a block of rows for targets that are not contiguous. Raises:
+    DamagedCheckpointError with file, block and tensor.
     """
     by_file: dict[int, list[_ReadStep]] = {}
     for request in requests:
@@ -422,7 +421,7 @@ def _carry_out(step: _ReadStep, file: VerifiedFile) -> None:
 
 
 def _cut(tensor: torch.Tensor, window: Window, of: Window) -> torch.Tensor:
-    """Return the view of ``tensor``, which holds the window ``of``, that is ``window``."""
+    """Return the view ``window`` of ``tensor``, which has the window ``of``."""
     for dim, (start, size, first) in enumerate(zip(window.offsets, window.sizes, of.offsets, strict=True)):
         if size != tensor.size(dim):
             tensor = tensor.narrow(dim, start - first, size)
@@ -430,9 +429,9 @@ def _cut(tensor: torch.Tensor, window: Window, of: Window) -> torch.Tensor:
 
 
 def verify(files: Files, checkpoint: Path, progress: Callable[[int], object] = lambda num_bytes: None) -> list[str]:
-    """Compare every block of every file with its sum, and the headers with the manifest; return what is wrong.
+    """Compare every block of every file with its checksum, and the headers with the manifest; return the defects.
 
-    ``progress``: is told bytes as they are compared.
+    ``progress``: gets bytes as they are compared.
     """
     try:
         manifest = read_manifest(files, checkpoint)
@@ -477,7 +476,7 @@ def _verify_file(file: VerifiedFile, manifest: Manifest, number: int, progress: 
     return found
 
 
-# ---- A folder of checkpoints: which there are, which is newest, and which may go.
+# ---- A folder of checkpoints: which ones exist, which is newest, and which may be removed.
 
 _DCP = ".metadata"
 
@@ -491,21 +490,22 @@ class Checkpoint:
 
 
 def list_checkpoints(files: Files, folder: Path) -> list[Checkpoint]:
-    """Return the committed checkpoints of ``folder``, oldest first, damaged ones too; what is half written is none."""
+    """Return the committed checkpoints of ``folder``, oldest first, including damaged ones; partial ones do not count."""
     by_step: dict[int, Checkpoint] = {}
-    for name in files.names(folder):  # sorted: a name that begins with a dot comes first, and gives way
+    for name in files.names(folder):  # sorted: names that begin with a dot come first, so later names replace them
         step = step_of(name)
         if step is None:
             continue
         inside = files.names(folder / name)
-        # Folders get such a name when they are whole: without its manifest one is damaged.  Those of DCP have .metadata.
+        # Folders get such a name once they are complete, so one without a manifest is damaged. DCP's folders have
+        # .metadata.
         if MANIFEST in inside or (not name.startswith(REPLACED) and _DCP not in inside):
             by_step[step] = Checkpoint(folder / name, step)
     return [by_step[step] for step in sorted(by_step)]
 
 
 def clean(files: Files, folder: Path) -> None:
-    """Remove what saves that died left behind.  Only for who holds the folder's lock."""
+    """Remove the remains of saves that died.  The caller must have the folder's lock."""
     there = files.names(folder)
     for name in there:
         final = name.removeprefix(REPLACED)
@@ -517,7 +517,7 @@ def clean(files: Files, folder: Path) -> None:
 
 
 def commit(files: Files, pending: Path, final: Path) -> Path:
-    """Give a folder that is written and synced the name ``final``, and return it; one of that name is replaced."""
+    """Rename a folder that is written and synced to ``final``, replacing one of that name; return ``final``."""
     folder = final.parent
     aside = folder / f"{REPLACED}{final.name}"
     is_there = final.name in files.names(folder)
@@ -532,20 +532,20 @@ def commit(files: Files, pending: Path, final: Path) -> Path:
 
 
 def keep_last(files: Files, folder: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` checkpoints and the last one that was verified."""
+    """Remove all but the last ``keep`` checkpoints and the last verified one."""
     verified = verified_checkpoint(files, folder)
     for checkpoint in list_checkpoints(files, folder)[:-keep]:
         if checkpoint != verified:
             aside = folder / f"{REMOVING}{checkpoint.path.name}"
             files.rename(checkpoint.path, aside)
-            files.sync_folder(folder)  # whoever finds half of it finds it under this name
+            files.sync_folder(folder)  # half of it is found under this name only
             files.remove(aside)
 
 
 def verified_checkpoint(files: Files, folder: Path) -> Checkpoint | None:
     """Return the checkpoint that was verified last, None if none is known.
 
-    Another save of its step, put there by whomever, is not the one that was verified.
+    Another save of the same step, from any source, is not the verified one.
     """
     noted = _noted(files, folder)
     if noted is None:
@@ -559,7 +559,7 @@ def verified_checkpoint(files: Files, folder: Path) -> Checkpoint | None:
 
 
 def note_verified(files: Files, checkpoint: Path, save_id: str) -> None:
-    """Remember that all of a save was as it was written; folders that cannot be written are left alone."""
+    """Record that all of a save was verified; ignore folders that cannot be written."""
     step, folder = step_of(checkpoint.name), checkpoint.parent
     if step is None or _noted(files, folder) == (step, save_id):
         return

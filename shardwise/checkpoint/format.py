@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, where, and the sums of all of it, its own included.  A value, and its JSON."""
+"""The manifest: what a checkpoint contains, where, and checksums of everything, its own included.  A value, and its JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import xxhash
 
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
-# ---- Who writes which part of which tensor, and which bytes of a part somebody needs.  Pure arithmetic.
+# ---- Which rank writes which part of which tensor, and which bytes of a part are needed. Pure arithmetic.
 
-SMALL_BYTES = 64 * 2**10  # a replicated tensor below is the lowest rank's: counters and statistics stay together
+# the lowest rank writes replicated tensors below this size: counters and statistics stay together
+SMALL_BYTES = 64 * 2**10
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -27,7 +28,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
-    """A rectangular part of a tensor: where it starts and how large it is, per dim."""
+    """A rectangular part of a tensor: offsets and sizes, per dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,7 +39,7 @@ class Window:
         return prod(self.sizes)
 
     def meet(self, other: Window) -> Window | None:
-        """Return what both cover, None if that has no elements.
+        """Return the intersection, None if it has no elements.
 
         Example:
             >>> Window((0, 0), (4, 3)).meet(Window((2, 0), (4, 3)))
@@ -53,13 +54,13 @@ class Window:
 
 
 def whole(shape: Sequence[int]) -> Window:
-    """Return the window that is all of a tensor."""
+    """Return the window that covers a tensor."""
     return Window((0,) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank holds of a tensor of ``shape``; ``is_lowest``: the lowest rank with the tensor writes it."""
+    """One rank's windows of a tensor of ``shape``; ``is_lowest``: the lowest rank that has the tensor writes it."""
 
     name: str
     dtype: str
@@ -85,14 +86,14 @@ class Write:
 
     @property
     def key(self) -> str:
-        """What the part is called in its file: the tensor's name, with the place of the part if it is not all."""
+        """The part's name in its file: the tensor's name, with the offsets if the part does not cover the tensor."""
         if self.window == whole(self.shape):
             return self.name
         return f"{self.name}@{','.join(map(str, self.window.offsets))}"
 
 
 def held_to_text(held: Iterable[Held]) -> str:
-    """Return what a rank holds as text, for the other ranks."""
+    """Return one rank's windows as text, for the other ranks."""
     rows = [[h.name, h.dtype, h.shape, [[w.offsets, w.sizes] for w in h.windows], h.is_lowest] for h in held]
     return json.dumps(rows, separators=(",", ":"))
 
@@ -107,11 +108,11 @@ def held_from_text(text: str) -> list[Held]:
 
 
 def share_out(held_by_rank: Sequence[Sequence[Held]]) -> tuple[Write, ...]:
-    """Return who writes what: each part of each tensor once, the parts that several ranks hold shared out by bytes.
+    """Return which rank writes what: each part of each tensor once; replicated parts are balanced by bytes.
 
-    The same on every rank, in the order in which files hold them: dtypes by size, so that all are aligned, then names.
-    Cost: O(n log n) in the parts of all ranks.
-    Raises: CheckpointError if ranks disagree about a tensor, or what they hold does not make it up.
+    The result is equal on every rank, in file order: dtypes by size, so that all are aligned, then names. Cost: O(n log
+    n) in the parts of all ranks. Raises: CheckpointError if ranks disagree about a tensor, or if their parts do not
+    cover it.
 
     Example:
         >>> pair = [Held("a", "F32", (2,), (whole((2,)),))]
@@ -162,7 +163,7 @@ def _check_tiles(held: Held, windows: Iterable[Window]) -> None:
 
 
 def overlapping(windows: Sequence[Window]) -> tuple[Window, Window] | None:
-    """Return two of the sorted ``windows`` that have elements in common, None if there are none."""
+    """Return two of the sorted ``windows`` that overlap, or None."""
     open_: list[Window] = []
     for window in windows:
         if window.offsets:
@@ -176,9 +177,9 @@ def overlapping(windows: Sequence[Window]) -> tuple[Window, Window] | None:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes ``begin:end`` of a part, row-major, and where their elements lie.
+    """Bytes ``begin:end`` of a part, row-major, and the window of their elements.
 
-    ``sizes`` of the hull starting at ``offsets`` of the part; the wanted ones are ``wanted``, relative to the tensor.
+    ``hull``: all elements in these bytes.  ``wanted``: the needed ones.  Both are relative to the tensor.
     """
 
     begin: int
@@ -188,15 +189,15 @@ class ByteRange:
 
     @property
     def is_exact(self) -> bool:
-        """True if all of the bytes are wanted."""
+        """True if all bytes are needed."""
         return self.hull.numel == self.wanted.numel
 
 
 def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> list[ByteRange]:
-    """Return the byte ranges of ``part`` to read for ``wanted``, a window within it, in ascending order.
+    """Return the byte ranges of ``part`` to read for ``wanted``, a window inside it, in ascending order.
 
-    Ranges hold rows of the part whole where those take up to ``most_bytes``, since files are read in blocks anyway; longer
-    rows are cut.
+    Ranges contain whole rows of the part up to ``most_bytes``, since files are read in blocks anyway; longer rows are
+    split.
 
     Example:
         >>> [(run.begin, run.end) for run in runs_of(whole((4, 3)), Window((1, 0), (2, 3)), 4, 1024)]
@@ -236,7 +237,7 @@ def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> lis
     return found
 
 
-# ---- What state is called in a checkpoint, and which names of files may stand in one.
+# ---- Names of state in a checkpoint, and the valid names of files.
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -247,11 +248,11 @@ REPLACED = ".replaced-"
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _PART = re.compile(r"part-\d{5,9}\.safetensors")
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpoint_wrapper put into names
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile and checkpoint_wrapper put these into names
 
 
 def join(*parts: str) -> str:
-    """Return one name of several parts; slashes within a part stay tellable.
+    """Return one name of several parts; slashes inside a part are escaped.
 
     Example:
         >>> join("optimizer", "state", "head/weight", "exp_avg")
@@ -261,7 +262,7 @@ def join(*parts: str) -> str:
 
 
 def split(name: str) -> list[str]:
-    """Return the parts that :func:`join` was given.
+    """Return the parts that :func:`join` has joined.
 
     Example:
         >>> split("optimizer/state/head%2Fweight/exp_avg")
@@ -271,7 +272,7 @@ def split(name: str) -> list[str]:
 
 
 def plain(fqn: str) -> str:
-    """Return the name that a parameter has in the model without wrappers.
+    """Return a parameter's name in the model without wrappers.
 
     Example:
         >>> plain("_orig_mod.blocks.0._checkpoint_wrapped_module.weight")
@@ -281,7 +282,7 @@ def plain(fqn: str) -> str:
 
 
 def step_folder(step: int) -> str:
-    """Return the name of the folder of the checkpoint after ``step`` steps.
+    """Return the folder name of the checkpoint after ``step`` steps.
 
     Example:
         >>> step_folder(1234)
@@ -293,7 +294,7 @@ def step_folder(step: int) -> str:
 def step_of(name: str) -> int | None:
     """Return the step of a folder of that name; None for other names.
 
-    A checkpoint that was to be replaced by one of the same step, which never came, counts under its own step.
+    A checkpoint that was set aside for a replacement that was never committed counts under its own step.
     """
     found = _STEP.fullmatch(name.removeprefix(REPLACED))
     return int(found[1]) if found else None
@@ -305,18 +306,18 @@ def part_file(number: int) -> str:
 
 
 def is_part_file(name: str) -> bool:
-    """Return True for names that :func:`part_file` makes: nothing else in a manifest leads to a file."""
+    """Return True for names that :func:`part_file` makes: a manifest cannot refer to other files."""
     return _PART.fullmatch(name) is not None
 
 
-# ---- Reading JSON that nobody vouches for: every field is asked for by type, and an error names the key.
+# ---- Parsing of untrusted JSON: every field's type is checked, and errors name the key.
 
 MOST_SIZE = 2**48  # of a tensor's dim, and bytes of a file
 _MOST_DIMS = 64
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``.  Raises: DamagedCheckpointError if that is none, or names a key twice."""
+    """Return the JSON object in ``data``.  Raises: DamagedCheckpointError if it is none, or has a key twice."""
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -338,7 +339,7 @@ def _no_constant(text: str) -> Any:
 
 
 def as_text(value: object, key: str) -> str:
-    """Return ``value`` if it is a string.  Raises: DamagedCheckpointError naming ``key``; so do all below."""
+    """Return ``value`` if it is a string.  Raises: DamagedCheckpointError with ``key``; so do the functions below."""
     if not isinstance(value, str):
         raise wrong(key, "a string", value)
     return value
@@ -352,7 +353,7 @@ def as_number(value: object, key: str, most: int = MOST_SIZE) -> int:
 
 
 def as_list(value: object, key: str, length: int | None = None) -> list[Any]:
-    """Return ``value`` if it is a list, of ``length`` if that is given."""
+    """Return ``value`` if it is a list, and has ``length`` if that is given."""
     if not isinstance(value, list) or (length is not None and len(cast(list[Any], value)) != length):
         raise wrong(key, "a list" + (f" of {length}" if length is not None else ""), value)
     return cast(list[Any], value)
@@ -371,7 +372,7 @@ def as_sizes(value: object, key: str) -> tuple[int, ...]:
     if len(found) > _MOST_DIMS:
         raise wrong(key, f"up to {_MOST_DIMS} dims", value)
     sizes = tuple(as_number(size, f"{key}[{dim}]") for dim, size in enumerate(found))
-    if prod(max(size, 1) for size in sizes) > MOST_SIZE:  # of an empty tensor, too: torch counts strides
+    if prod(max(size, 1) for size in sizes) > MOST_SIZE:  # even of an empty tensor: torch computes strides from it
         raise wrong(key, f"dims whose product is at most {MOST_SIZE}", value)
     return sizes
 
@@ -381,7 +382,7 @@ def wrong(key: str, expected: str, found: object) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"{key}: expected {expected}, found {str(found)[:60]!r}")
 
 
-# ---- Checksums per block of a file: made while it is written, compared for exactly the blocks that are read.
+# ---- Checksums per block of a file: computed while it is written, compared for exactly the blocks that are read.
 
 BLOCK_BYTES = 4 * 2**20
 
@@ -392,7 +393,7 @@ def sum_of(data: bytes | bytearray | memoryview) -> str:
 
 
 class BlockSums:
-    """Sums of the blocks of a stream of bytes.
+    """Checksums of the blocks of a byte stream.
 
     Example:
         >>> sums = BlockSums(4)
@@ -408,7 +409,7 @@ class BlockSums:
         self._filled = 0
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         view = memoryview(data).cast("B")
         start = 0
         while start < len(view):
@@ -420,7 +421,7 @@ class BlockSums:
             start = stop
 
     def finish(self) -> list[str]:
-        """Return the sums of all blocks; the last one may be shorter."""
+        """Return the checksums of all blocks; the last block may be shorter."""
         if self._filled:
             self._close()
         return self._sums
@@ -431,7 +432,7 @@ class BlockSums:
         self._filled = 0
 
 
-# ---- Dtypes under the names of the safetensors format, and tensors as bytes.
+# ---- Dtypes by their names in the safetensors format, and tensors as bytes.
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -450,27 +451,27 @@ _NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.uint64: "U64",
     torch.complex64: "C64",
-    torch.complex128: "C128",  # in files as pairs of F64: safetensors has no such
+    torch.complex128: "C128",  # stored as pairs of F64: safetensors lacks it
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """Return the name of ``dtype``.  Raises: ConfigError naming ``what`` for one that files cannot hold."""
+    """Return the name of ``dtype``.  Raises: ConfigError with ``what`` if files cannot contain it."""
     if dtype not in _NAMES:
         raise ConfigError(f"{what}: tensors of {dtype} cannot be saved; convert it to one of {', '.join(_DTYPES)}")
     return _NAMES[dtype]
 
 
 def dtype_of(name: object, what: str) -> torch.dtype:
-    """Return the dtype of that name.  Raises: CheckpointError naming ``what``."""
+    """Return the dtype of that name.  Raises: CheckpointError with ``what``."""
     if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"{what}: {name!r} is no dtype of this format")
     return _DTYPES[name]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, on its own memory."""
+    """Return the bytes of a contiguous CPU tensor, on its own memory."""
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
@@ -480,14 +481,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 # ---- The header of a safetensors file: eight bytes of length, JSON, then the tensors one after the other.
 
 LENGTH_BYTES = 8
-MOST_BYTES = 100_000_000  # of a header: the bound of the safetensors library
+MOST_BYTES = 100_000_000  # of a header: the limit of the safetensors library
 _META = "__metadata__"
 SAVE_KEY, STEP_KEY = "shardwise.save", "shardwise.step"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file: bytes ``begin:end`` of the file."""
+    """A tensor in a file: bytes ``begin:end`` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -497,7 +498,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds; ``data_begin``: where the tensors begin."""
+    """The header of a file; ``data_begin``: offset of the tensors."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
@@ -505,13 +506,13 @@ class Header:
 
 
 def make_header(writes: Sequence[Write], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Return the first bytes of a file with the tensors of ``writes`` in this order, and where each tensor begins."""
+    """Return the first bytes of a file with the tensors of ``writes`` in this order, and the offset of each tensor."""
     fields: dict[str, Any] = {_META: dict(metadata)}
     offset = 0
     begins: list[int] = []
     for write in writes:
         dtype, sizes = write.dtype, list(write.window.sizes)
-        if dtype == "C128":  # the format has no such: pairs of numbers
+        if dtype == "C128":  # the format lacks it: pairs of numbers
             dtype, sizes = "F64", [*sizes, 2]
         begins.append(offset)
         fields[write.key] = {"dtype": dtype, "shape": sizes, "data_offsets": [offset, offset + write.num_bytes]}
@@ -523,9 +524,9 @@ def make_header(writes: Sequence[Write], metadata: Mapping[str, str]) -> tuple[b
 
 
 def header_bytes(start: bytes, num_bytes: int, what: str) -> int:
-    """Return how many bytes of a file of ``num_bytes`` are header, from its first eight.
+    """Return the size of a file's header, given its first eight bytes; the file has ``num_bytes``.
 
-    Raises: DamagedCheckpointError naming ``what`` if it cannot be.
+    Raises: DamagedCheckpointError with ``what`` if the size is impossible.
     """
     length = int.from_bytes(start, "little")
     if len(start) != LENGTH_BYTES or length > min(MOST_BYTES, num_bytes - LENGTH_BYTES):
@@ -536,7 +537,7 @@ def header_bytes(start: bytes, num_bytes: int, what: str) -> int:
 def parse_header(data: bytes, num_bytes: int, what: str) -> Header:
     """Return the header in the first bytes ``data`` of a file of ``num_bytes``.
 
-    Raises: DamagedCheckpointError, naming ``what`` and the key, for what is no header or does not fit the file.
+    Raises: DamagedCheckpointError, with ``what`` and the key, for what is not a header or does not fit the file.
     """
     fields = parse_json(data[LENGTH_BYTES:], f"{what}: header")
     metadata = as_table(fields.pop(_META, {}), f"{what}: header.{_META}")
@@ -581,7 +582,7 @@ _SUM_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of tensors: ``sums[i]`` is that of its block ``i`` of ``block_bytes``; none in files of other tools."""
+    """A file of tensors: ``sums[i]`` is the checksum of its block ``i`` of ``block_bytes``; files of other tools have none."""
 
     name: str
     num_bytes: int
@@ -591,7 +592,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """A part of a tensor: bytes ``begin:end`` of file number ``file``, called ``key`` there."""
+    """A part of a tensor: bytes ``begin:end`` of file number ``file``, under the name ``key``."""
 
     file: int
     key: str
@@ -610,19 +611,19 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one save wrote.
+    """The contents of one save.
 
     Attributes:
         save_id: 32 hex digits, in every file of the save.
-        num_ranks: ranks that saved; only state per rank depends on it.
-        ties: names of tensors that are another one's, by name.
-        values: state that is no tensor, encoded, by name.
+        num_ranks: ranks that saved; only per-rank state depends on it.
+        ties: names of tied tensors -> name of the tensor that they share.
+        values: encoded state that is not a tensor, by name.
     """
 
     save_id: str
@@ -634,12 +635,12 @@ class Manifest:
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def record_of(self, name: str) -> TensorRecord | None:
-        """Return the tensor called ``name``, also by a name that it shares."""
+        """Return the tensor called ``name``, which may be a tied name."""
         return self.tensors.get(self.ties.get(name, name))
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON that ends with the sum over all before it."""
+    """Return the manifest as JSON that ends with the checksum of everything before it."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -671,8 +672,8 @@ def to_bytes(manifest: Manifest) -> bytes:
 def from_bytes(data: bytes, what: str = MANIFEST) -> Manifest:
     """Return the manifest in ``data``.
 
-    Memory: a small multiple of ``data``; no size in it is believed before it fits the sizes of the files.
-    Raises: DamagedCheckpointError, which names ``what`` and the key, for any other bytes than were written.
+    Memory: a small multiple of ``data``; sizes in it are checked against the sizes of the files before use. Raises:
+    DamagedCheckpointError, with ``what`` and the key, for any other bytes than were written.
     """
     tail = len(_SUM_BEGIN) + _SUM_BYTES + len(_SUM_END)
     body, end = data[:-tail], data[-tail:]
@@ -682,7 +683,7 @@ def from_bytes(data: bytes, what: str = MANIFEST) -> Manifest:
 
 
 def from_fields(fields: dict[str, Any], what: str) -> Manifest:
-    """Return the manifest with these fields.  Raises: DamagedCheckpointError naming the first key that is wrong."""
+    """Return the manifest with these fields.  Raises: DamagedCheckpointError with the first key that is wrong."""
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
         raise DamagedCheckpointError(
             f"{what}: format {str(fields.get('format'))[:40]!r} version {str(fields.get('version'))[:8]}, expected "
@@ -764,7 +765,10 @@ def _part(value: object, shape: tuple[int, ...], dtype: str, files: Sequence[Fil
 
 
 def _check_disjoint(tensors: Mapping[str, TensorRecord], files: Sequence[FileRecord], what: str) -> None:
-    """Two tensors on the same bytes would take memory beyond the files' size."""
+    """Refuse two tensors on the same bytes, which would take more memory than the files have.
+
+    Raises: DamagedCheckpointError.
+    """
     ranges = sorted(
         (part.file, part.begin, part.end) for t in tensors.values() for part in t.parts if part.end > part.begin
     )

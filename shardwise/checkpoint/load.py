@@ -50,20 +50,19 @@ from shardwise.consistency.agreement import StoreGather, open_store_gather
 from shardwise.errors import CheckpointError, DamagedCheckpointError, did_you_mean
 from shardwise.observe import note
 
-# ---- Files of other tools as a checkpoint: safetensors files with the tensors of one model, as Hugging Face has
-# them.
+# ---- Files of other tools as a checkpoint: safetensors files with the tensors of one model, in Hugging Face's layout.
 
-_BLOBS = "blobs"  # where Hugging Face's cache has the files that its snapshots link to
+_BLOBS = "blobs"  # Hugging Face's cache has the files here that its snapshots link to
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def find_foreign(files: Files, path: Path) -> tuple[Path, list[str]] | None:
-    """Return the folder and names of the safetensors files that ``path`` stands for; None if it is something else.
+    """Return the folder and names of the safetensors files that ``path`` refers to; None if it is something else.
 
-    ``path``: a file, or a folder with ``model.safetensors`` or its index.
-    Raises: DamagedCheckpointError for an index that leads out of its folder.
+    ``path``: a file, or a folder with ``model.safetensors`` or its index. Raises: DamagedCheckpointError for an index
+    that refers to files outside its folder.
     """
-    path = path.resolve()  # what the user names may be a link
+    path = path.resolve()  # the user may name a link
     if path.suffix == ".safetensors" or (path.is_file() and path.parent.name == _BLOBS):
         return path.parent, [path.name]
     names = files.names(path)
@@ -80,7 +79,7 @@ def find_foreign(files: Files, path: Path) -> tuple[Path, list[str]] | None:
 
 
 def real_name(folder: Path, name: str) -> str:
-    """Return the file that ``name`` stands for: in a snapshot of Hugging Face's cache it is a link into ``blobs``."""
+    """Return the file that ``name`` refers to: in a snapshot of Hugging Face's cache it is a link into ``blobs``."""
     place = folder / name
     target = os.path.normpath(folder / os.readlink(place)) if place.is_symlink() else ""
     places = [folder.parent / _BLOBS, folder.parent.parent / _BLOBS]
@@ -89,9 +88,10 @@ def real_name(folder: Path, name: str) -> str:
 
 
 def foreign_manifest(files: Files, folder: Path, names: list[str], prefix: str) -> Manifest:
-    """Return what is in these files, as tensors of the model called ``prefix``; there are no sums to verify them by.
+    """Return the contents of these files, as tensors of the model called ``prefix``; they have no checksums.
 
-    Raises: DamagedCheckpointError for what is no safetensors file; CheckpointError for a tensor in two of them.
+    Raises: DamagedCheckpointError for what is not a safetensors file; CheckpointError for a tensor that two of them
+    contain.
     """
     records: list[FileRecord] = []
     tensors: dict[str, TensorRecord] = {}
@@ -115,7 +115,7 @@ MOST_NUMEL = 2**24
 
 @dataclass(frozen=True, slots=True)
 class WindowOfTensor:
-    """Some rows of the tensor called ``name``, on the CPU; ``is_last``: the tensor ends with it."""
+    """Some rows of the tensor called ``name``, on the CPU; ``is_last``: these are its last rows."""
 
     name: str
     tensor: torch.Tensor
@@ -123,7 +123,7 @@ class WindowOfTensor:
 
 
 def windows_of(record: TensorRecord, most_numel: int = MOST_NUMEL) -> list[Window]:
-    """Cut a tensor into windows of whole rows: one after the other they are its bytes in order.
+    """Cut a tensor into windows of whole rows; in order, they contain its bytes in order.
 
     Each has at most ``most_numel`` elements, or one row.
     """
@@ -140,8 +140,8 @@ def stream(
 ) -> Iterator[WindowOfTensor]:
     """Read the tensors called ``names``, in this order.
 
-    Memory: twice ``most_numel`` elements, or one row.  Neighbours are read together: blocks hold many small tensors.
-    Raises: DamagedCheckpointError naming file, block and tensor.
+    Memory: twice ``most_numel`` elements, or one row.  Neighbours are read together, because blocks contain many small
+    tensors. Raises: DamagedCheckpointError with file, block and tensor.
     """
     pending: list[tuple[str, Window, bool]] = []
     numel = 0
@@ -223,13 +223,13 @@ _MOST_LISTED = 12
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded.
+    """The result of :func:`load`.
 
     Attributes:
         path: the checkpoint's folder.
         step: the checkpoint's; 0 for files of other tools, which have none.
-        missing, unexpected: names that were not there or not asked for; empty after a strict load.
-        skipped: newer checkpoints that did not verify, and what was wrong with them.
+        missing, unexpected: names that the checkpoint lacks, or that were not requested; empty after a strict load.
+        skipped: newer checkpoints that did not verify, and their defects.
         num_bytes_read: by this rank.
     """
 
@@ -243,7 +243,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """All that this rank needs, read and verified, in new memory."""
+    """Everything that this rank needs, read and verified, in new memory."""
 
     manifest: Manifest
     order: LoadRequests
@@ -299,7 +299,7 @@ def load(
 
 
 def _candidates(path: Path, step: int | None, files: Files, store_gather: StoreGather) -> list[Path]:
-    """Return the checkpoints to try, newest first: those that rank 0 sees."""
+    """Return the checkpoints to try, newest first, as rank 0 sees them."""
 
     def look() -> list[str]:
         if store_gather.rank:

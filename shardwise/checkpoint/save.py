@@ -1,4 +1,4 @@
-"""``save`` and ``finish``: state of any API into a folder, by all ranks together."""
+"""``save`` and ``finish``: write state of any API into a folder, by all ranks together."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ from shardwise.consistency.agreement import StoreGather, open_store_gather
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.observe import note
 
-# ---- What a save writes: the file of one rank, and the manifest that makes all of them a checkpoint.
+# ---- The files of a save: one per rank, and the manifest that makes them a checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
 class SaveId:
-    """Which save it is, and of which step."""
+    """A save: its id and its step."""
 
     save_id: str
     step: int
 
     @property
     def pending(self) -> str:
-        """The folder while it is being written."""
+        """The folder's name while it is being written."""
         return f"{SAVING}{self.save_id}"
 
     def metadata(self) -> dict[str, str]:
-        """Return what every file of the save says of itself."""
+        """Return the metadata in every file of the save."""
         return {"format": "pt", SAVE_KEY: self.save_id, STEP_KEY: str(self.step)}
 
 
@@ -92,7 +92,7 @@ def write_part(
         file.sync()
     finally:
         file.close()
-    files.sync_folder(path.parent)  # the name, made by this host: on a shared disk rank 0 may know less
+    files.sync_folder(path.parent)  # this host made the name: on a shared disk rank 0 may not see it
     return FileRecord(path.name, num_bytes, block_bytes, tuple(sums.finish()))
 
 
@@ -119,7 +119,7 @@ def make_manifest(
 
 
 def write_manifest(files: Files, folder: Path, manifest: Manifest) -> Path:
-    """Commit the save that is in its pending folder, by its manifest and one rename; return where it is then."""
+    """Commit the save in its pending folder, by its manifest and one rename; return its final folder."""
     save = SaveId(manifest.save_id, manifest.step)
     pending = folder / save.pending
     write_all(files, pending / MANIFEST, to_bytes(manifest))
@@ -127,13 +127,13 @@ def write_manifest(files: Files, folder: Path, manifest: Manifest) -> Path:
     return commit(files, pending, folder / step_folder(manifest.step))
 
 
-# ---- Host memory that takes the bytes of one save, and is kept for the next one.
+# ---- Host memory for the bytes of one save, kept for the next one.
 
 _ALIGNMENT = 64  # bytes between tensors
 
 
 class HostCopy:
-    """One buffer, pinned if tensors are on a GPU, and where in it each write lies: found once, while writes are the same.
+    """One buffer, pinned if tensors are on a GPU, with the place of each write, computed once as long as writes do not change.
 
     Attributes:
         buffer: None before the first copy.  Its size is that of all writes of a rank, and never shrinks.
@@ -146,9 +146,9 @@ class HostCopy:
         self._bytes: list[memoryview] = []
 
     def take(self, writes: tuple[Write, ...], contents: Contents) -> Sequence[memoryview]:
-        """Copy what ``writes`` name; return the bytes of each, on the buffer.
+        """Copy the tensors that ``writes`` name; return the bytes of each, in the buffer.
 
-        What lay there before is lost: nobody may be writing it any more.  Raises: MemoryError, RuntimeError (no memory).
+        The previous contents are lost, so no save may still write them.  Raises: MemoryError, RuntimeError (no memory).
         """
         tensors = [contents.tensor_at(write.name, write.window) for write in writes]
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
@@ -164,14 +164,14 @@ class HostCopy:
         sizes = [-(-write.num_bytes // _ALIGNMENT) * _ALIGNMENT for write in writes]
         buffer, self._writes, self._places, self._bytes = self.buffer, None, [], []
         if buffer is None or buffer.numel() < sum(sizes):
-            self.buffer = buffer = None  # never two
+            self.buffer = buffer = None  # never two buffers at once
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
             self.buffer = buffer
         offset = 0
         for write, size in zip(writes, sizes, strict=True):
             place = buffer[offset : offset + write.num_bytes]
             dtype = dtype_of(write.dtype, write.name)
-            # Of no bytes at all, a view of another dtype may not begin where the buffer ends.
+            # a view of no bytes with another dtype may not start at the end of the buffer
             sized = place.view(dtype) if write.num_bytes else torch.empty(0, dtype=dtype, device="cpu")
             self._places.append(sized.view(write.window.sizes))
             self._bytes.append(bytes_of(place))
@@ -179,7 +179,7 @@ class HostCopy:
         self._writes = writes
 
 
-# ---- What one process keeps of a folder that it saves into: the plan, host memory, and the save that is on its way.
+# ---- The saver of a folder in this process: the plan, host memory, and the save in flight.
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ Collect = Callable[[Known], Contents]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What this rank has to say of a save that nobody has agreed on: ``contents`` as ``text``, or why it has none."""
+    """This rank's part of a save before agreement: ``contents`` as ``text``, or the error that prevented them."""
 
     contents: Contents
     text: str
@@ -200,8 +200,8 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What this rank said of itself when it saved last."""
+class _Windows:
+    """This rank's windows at its last save."""
 
     held: Mapping[str, Held]
     text: str
@@ -210,7 +210,7 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Who writes what, as long as every rank holds what it held when it said ``digests``; ``mine``: what this one writes."""
+    """Which rank writes what, valid while every rank's windows have these ``digests``; ``mine``: this rank's writes."""
 
     digests: tuple[str, ...]
     writes: tuple[Write, ...]
@@ -229,7 +229,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """What the thread of a save and its caller tell each other: the save as agreed; the bytes, once copied."""
+    """The futures that the thread of a save and its caller exchange: the save as agreed; the bytes, once copied."""
 
     agreed: Future[Job]
     copied: Future[Sequence[memoryview]]
@@ -245,32 +245,33 @@ class Saver:
         self._files: Files = files or Files()
         self._plan: SavePlan | None = None
         self._known: Known = {}
-        self._said = _Said({}, "", "")
+        self._windows = _Windows({}, "", "")
         self.host = HostCopy()
         self._number = 0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._is_exit_known = False
 
-    # ---- what is called ----
+    # ---- entry points ----
 
     def save(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> Path:
-        """Write from the live tensors, while the caller waits; return the checkpoint's folder."""
+        """Write from the live tensors while the caller waits; return the checkpoint's folder."""
         job = self._agree(self._draft(collect, step, keep, buffers), self._store_gather)
         tensors = [job.contents.tensor_at(write.name, write.window) for write in job.plan.mine]
         copies = [tensor.detach().cpu().contiguous() for tensor in tensors]
         return self._write(job, lambda: [bytes_of(each) for each in copies], self._store_gather)
 
     def start(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> None:
-        """Return when the ranks have agreed and this one's bytes are copied; a thread writes them.
+        """Return once the ranks have agreed and this rank's bytes are copied; a thread writes them.
 
-        Ranks meet while the bytes are copied: into the places that the last save had, which is of use if the plan stays.
-        Raises: CheckpointError on every rank if they do not agree.  A copy that fails does so in the thread, on all ranks.
+        Ranks agree while the bytes are copied to the places of the last save, which is right if the plan does not
+        change. Raises: CheckpointError on every rank if they do not agree.  A failed copy raises in the thread, on all
+        ranks.
         """
         draft = self._draft(collect, step, keep, buffers)
         self._number += 1
         flight, store_gather = _Flight(Future(), Future()), self._store_gather.branch(str(self._number))
-        thread = threading.Thread(target=self._fly, args=(draft, flight, store_gather), name=f"shardwise-save-{step}")
+        thread = threading.Thread(target=self._run, args=(draft, flight, store_gather), name=f"shardwise-save-{step}")
         self._thread = thread
         thread.start()
         try:
@@ -281,28 +282,28 @@ class Saver:
             raise
 
     def settle(self) -> None:
-        """Return when no save is on its way, whatever became of it."""
+        """Return once no save is in flight, whatever its result."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def wait(self) -> None:
-        """Return when no save is on its way.  Raises: what the last one in the background failed of, once."""
+        """Return once no save is in flight.  Raises: the error of the last background save, once."""
         self.settle()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self, keeps_lock: bool = False) -> None:
-        """Give the host memory back, and the lock if no other group of this process saves into the folder."""
+        """Free the host memory, and the lock unless another group of this process saves into the folder."""
         self.host = HostCopy()
         if self.rank == 0 and not keeps_lock:
             give_back(self.folder)
 
     def retire(self) -> None:
-        """Keep what :meth:`wait` and :meth:`close` need alone: the group is gone, no save can follow."""
+        """Free all that :meth:`wait` and :meth:`close` do not need: the group is gone, no save can follow."""
         if self._thread is not None and self._thread.is_alive():
-            return  # its peers may be gone, too: not waited for before somebody asks
+            return  # its peers may be gone too: wait() waits for it if called
         self.host, self._plan, self._known, self._store_gather = HostCopy(), None, {}, StoreGather(None)
 
     # ---- phases ----
@@ -311,15 +312,15 @@ class Saver:
         try:
             contents = collect(self._known)
             check = BufferCheck(contents, buffers, self.rank)
-            if self._said.held != contents.held or not self._said.digest:
+            if self._windows.held != contents.held or not self._windows.digest:
                 text = held_to_text(contents.held.values())
-                self._said = _Said(contents.held, text, sum_of(text.encode()))
-        except BaseException as error:  # the others hear of it when ranks meet
+                self._windows = _Windows(contents.held, text, sum_of(text.encode()))
+        except BaseException as error:  # the others get it when ranks agree
             return Draft(Contents(), "", "", step, keep, error=error)
-        return Draft(contents, self._said.text, self._said.digest, step, keep, check)
+        return Draft(contents, self._windows.text, self._windows.digest, step, keep, check)
 
     def _agree(self, draft: Draft, store_gather: StoreGather) -> Job:
-        """Agree on the save and on who writes what; the folder to write into is there then."""
+        """Agree on the save and on the writer of each part; create the folder to write into."""
         opened: list[SaveId] = []
         try:
             return self._meet(draft, store_gather, opened)
@@ -338,17 +339,17 @@ class Saver:
             opens = self._open(draft.step, opened) if store_gather.rank == 0 else ""
             return [opens, draft.digest, draft.buffers.mark, draft.step]
 
-        said = together(store_gather, what, begin)
-        steps = [step for *_, step in said]  # threads of a rank may save in another order
+        reports = together(store_gather, what, begin)
+        steps = [step for *_, step in reports]  # threads of a rank may save in another order
         other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
             raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
-        save, digests = SaveId(said[0][0], draft.step), tuple(str(digest) for _, digest, *_ in said)
+        save, digests = SaveId(reports[0][0], draft.step), tuple(str(digest) for _, digest, *_ in reports)
         assert draft.buffers is not None
-        if len({mark for _, _, mark, _ in said}) > 1 and draft.buffers.settle(
+        if len({mark for _, _, mark, _ in reports}) > 1 and draft.buffers.settle(
             what, lambda do: together(store_gather, what, do)
         ):
-            self._plan = None  # what was copied by it has other values
+            self._plan = None  # the copy made by the plan has other values
         if self._plan is None or self._plan.digests != digests:
             self._plan = None
             texts = together(store_gather, what, lambda: draft.text)
@@ -357,13 +358,13 @@ class Saver:
         return Job(save, self._plan, draft.contents, draft.keep)
 
     def _copy(self, draft: Draft, flight: _Flight) -> None:
-        """Copy this rank's bytes, as the ranks agree or have agreed before, and hand them to the thread."""
+        """Copy this rank's bytes, by the plan of this save or of an earlier one, and pass them to the thread."""
         guess, data = self._plan, None
         try:
             if guess is not None and guess.digests[self.rank] == draft.digest:
                 data = self.host.take(guess.mine, draft.contents)
         except (MemoryError, RuntimeError):
-            data = None  # again below, where all ranks hear of it
+            data = None  # try again below, where all ranks get the error
         plan = flight.agreed.result().plan
         try:
             if data is None or plan is not guess:
@@ -371,10 +372,10 @@ class Saver:
         except (MemoryError, RuntimeError) as error:
             flight.copied.set_exception(error)
             return
-        draft.contents.parts.clear()  # what was gathered for the copy need not outlive it
+        draft.contents.parts.clear()  # what was gathered for the copy is no longer needed
         flight.copied.set_result(data)
 
-    def _fly(self, draft: Draft, flight: _Flight, store_gather: StoreGather) -> None:
+    def _run(self, draft: Draft, flight: _Flight, store_gather: StoreGather) -> None:
         try:
             job = self._agree(draft, store_gather)
         except BaseException as error:
@@ -389,7 +390,7 @@ class Saver:
     def _write(self, job: Job, data: Callable[[], Sequence[memoryview]], store_gather: StoreGather) -> Path:
         """Write this rank's file, of ``data()``, and commit with all others; return the folder of the checkpoint.
 
-        Raises: CheckpointError on every rank if one could not write; nothing of the save is left.
+        Raises: CheckpointError on every rank if one could not write; then nothing of the save remains.
         """
         pending = self.folder / job.save.pending
         note("checkpoint save", f"step {job.save.step}")
@@ -404,9 +405,9 @@ class Saver:
             return [[record.name, record.num_bytes, record.block_bytes, list(record.sums)], values, ties]
 
         try:
-            said = together(store_gather, what, write)
+            reports = together(store_gather, what, write)
             return Path(
-                together(store_gather, what, lambda: self._commit(job, said) if store_gather.rank == 0 else "")[0]
+                together(store_gather, what, lambda: self._commit(job, reports) if store_gather.rank == 0 else "")[0]
             )
         except BaseException:
             if store_gather.rank == 0:
@@ -431,29 +432,29 @@ class Saver:
         writes = share_out([held_from_text(text) for text in texts])
         self._plan = SavePlan(digests, writes, tuple(write for write in writes if write.rank == self.rank))
 
-    def _commit(self, job: Job, said: Sequence[Any]) -> str:
+    def _commit(self, job: Job, reports: Sequence[Any]) -> str:
         records = {
             rank: FileRecord(file[0], file[1], file[2], tuple(file[3]))
-            for rank, (file, _, _) in enumerate(said)
+            for rank, (file, _, _) in enumerate(reports)
             if file is not None
         }
         ties: dict[str, str] = {}
-        for _, _, found in said:
+        for _, _, found in reports:
             ties |= found
-        values: list[Mapping[str, Any]] = [found for _, found, _ in said]
-        manifest = make_manifest(job.save, job.plan.writes, records, len(said), (ties, merged(values)))
+        values: list[Mapping[str, Any]] = [found for _, found, _ in reports]
+        manifest = make_manifest(job.save, job.plan.writes, records, len(reports), (ties, merged(values)))
         path = write_manifest(self._files, self.folder, manifest)
         try:
             if job.keep is not None:
                 keep_last(self._files, self.folder, job.keep)
-        except OSError as error:  # what was to be saved is saved
+        except OSError as error:  # the save itself is complete
             logger.warning("%s: older checkpoints could not be removed: %s", self.folder, error)
         return str(path)
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptSaver:
-    """The saver of a folder and a group: a save in the background outlives its call, and the next call must find it."""
+    """The saver of a folder and a group: a background save outlives its call, and the next call must find it."""
 
     folder: Path
     saver: Saver
@@ -482,28 +483,30 @@ def save(
     group: dist.ProcessGroup | None = None,
     buffers: Buffers | None = None,
 ) -> Path | None:
-    """Save ``state`` as the checkpoint after ``step`` steps; it is there whole when all ranks have written, or not at all.
+    """Save ``state`` as the checkpoint after ``step`` steps; it becomes visible once all ranks have written, or not at all.
 
     Args:
-        folder: where checkpoints go, each into a folder ``step-NNNNNNNN``; the same on all ranks, on a disk that all see.
-        state: models, optimizers of every API, and anything with ``state_dict`` and ``load_state_dict`` or dicts of plain
-            values, by name.  The optimizer's parameters get their names from the models beside it.
+        folder: where checkpoints are written, each into a folder ``step-NNNNNNNN``; the same on all ranks, on a shared
+            disk.
+        state: models, optimizers of every API, anything with ``state_dict`` and ``load_state_dict``, or dicts of plain
+            values, by name.  Parameters of an optimizer get their names from the models in the same state.
         step: of the checkpoint, from 0 on; one of the same step is replaced.
-        keep: how many checkpoints to keep; the last one that was verified by a load stays in any case.
-        wait: False to return when this rank's part is copied to host memory; writing goes on in a thread, one save at a
-            time.  What it fails of is raised by the next :func:`save` or :func:`finish` of the folder.  The memory, as many
-            bytes as the rank writes, is kept for the next save; taking it makes the first one slower.
-        group: the ranks that hold the state (default: all; without any process group this process alone).
-        buffers: what to save of module buffers whose values differ between ranks: "rank0" (those of the lowest rank), "mean"
-            (the mean over ranks; integers: those of the lowest rank), or "per_rank" (those of every rank; :func:`load` gives
-            each its own at the same number of ranks, else all of them the lowest rank's).  None: raise CheckpointError.
+        keep: how many checkpoints to keep; the last one that a load has verified is never removed.
+        wait: False to return once this rank's part is copied to host memory; a thread writes it, one save at a time.
+            The next :func:`save` or :func:`finish` of the folder raises its errors.  The memory, as many bytes as the
+            rank writes, is kept for the next save; its allocation makes the first save slower.
+        group: the ranks that have the state (default: all; without a process group, this process only).
+        buffers: what to save of module buffers whose values differ between ranks: "rank0" (those of the lowest rank),
+            "mean" (the mean over ranks; integers: those of the lowest rank), or "per_rank" (those of every rank;
+            :func:`load` restores them at the same number of ranks, else the lowest rank's on all).  None: raise
+            CheckpointError.
 
     Returns: the checkpoint's folder, None if ``wait`` is False.
 
     Each rank writes its own shards; replicas share the writing.  Collective.  The folder is locked for this job until
-    :func:`finish` or the end of the process.
-    Raises: CheckpointError on every rank, naming the rank that failed and why; earlier checkpoints stand.  ConfigError for
-    a wrong ``step`` or ``keep``; StateError outside of ``group``.
+    :func:`finish` or the exit of the process. Raises: CheckpointError on every rank, with the rank that failed and why;
+    earlier checkpoints stay.  ConfigError for a wrong
+    ``step`` or ``keep``; StateError outside ``group``.
 
     Example:
         >>> save("run", {"model": model, "optimizer": optimizer}, step=100, keep=3)  # doctest: +SKIP
@@ -528,15 +531,15 @@ def save(
 
 
 def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
-    """Return when no save into ``folder`` is on its way; give its lock and host memory back.
+    """Return once no save into ``folder`` is in flight; release its lock and host memory.
 
     Args:
         folder: as for :func:`save`.
-        group: end the saves of this group alone; None: all that this process takes part in, of whatever groups.
+        group: finish only the saves of this group; None: all saves of this process, of any group.
 
-    To be called by every rank that saves, at any time: a rank waits for its own save, in which all take part, and meets
-    nobody else.  A folder that was never saved into is finished.
-    Raises: CheckpointError, on every rank, if the last save in the background failed; the rest is given back all the same.
+    Call it on every rank that saves, at any time: a rank waits for its own save only, and does not communicate.  A
+    folder without saves is finished. Raises: CheckpointError, on every rank, if the last background save failed;
+    everything is released all the same.
 
     Example:
         >>> finish("run")
@@ -562,19 +565,19 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
         group = dist.group.WORLD
     saver = next((kept.saver for kept in _savers if kept.folder == path and kept.is_of(group)), None)
     if saver is None:
-        _let_go_of_ended_groups()
+        _retire_ended_groups()
         saver = Saver(path, open_store_gather(group, f"checkpoint/{str(path)!a}"))
         _savers.append(_KeptSaver(path, saver, None if group is None else weakref.ref(group)))
     for kept in _savers:
         if kept.folder == path:
-            kept.saver.settle()  # one at a time, of whatever group: who begins a save clears up what is unfinished
+            kept.saver.settle()  # one save at a time, of any group: a save that begins removes what is unfinished
     return saver
 
 
-def _let_go_of_ended_groups() -> None:
-    """Nobody saves with a group that was destroyed: with it go a whole copy of the state and the group's threads.
+def _retire_ended_groups() -> None:
+    """Free the savers of destroyed groups: each has a whole copy of the state, and the group's threads.
 
-    The lock, and what a save in the background failed of, stay for :func:`finish`.
+    The lock, and the error of a background save, stay for :func:`finish`.
     """
     alive = torch_private.all_groups() if dist.is_available() else []
     for kept in _savers:

@@ -1,4 +1,4 @@
-"""The state that users hand over, as carriers."""
+"""The entries of a state, as carriers that save and load them."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ from shardwise.optim.state_dict import options_of
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 from shardwise.zero.state_dict import StateSlice
 
-# ---- Phases that end alike on all ranks: with what every rank has said, or with one error that names who failed and
-# why.
+# ---- Phases that end alike on all ranks: with every rank's result, or with one error that names the failed rank and
+# the cause.
 
 
 def together(store_gather: StoreGather, what: str, do: Callable[[], Any]) -> list[Any]:
-    """Run ``do`` and return what it returned on every rank, in rank order; its values are JSON.
+    """Run ``do``; return its results on every rank, in rank order.  They must be JSON.
 
-    Raises: the same CheckpointError on every rank if one raised anything, a DamagedCheckpointError if damage is all that
-    was found; what is no error (an interrupt) goes on as it is on its own rank.
+    Raises: the same CheckpointError on every rank if one raised anything, or DamagedCheckpointError if all errors are
+    damage.  An
+        interrupt is re-raised unchanged on its own rank.
     """
     found: Any = None
     error: BaseException | None = None
@@ -69,13 +70,13 @@ def together(store_gather: StoreGather, what: str, do: Callable[[], Any]) -> lis
     is_damage, is_own = (isinstance(error, kind) for kind in (DamagedCheckpointError, ShardwiseError))
     report = [found, None if error is None else [type(error).__name__, _text(error), is_damage, is_own]]
     try:
-        said = [json.loads(text) for text in store_gather.call(json.dumps(report))]
+        reports = [json.loads(text) for text in store_gather.call(json.dumps(report))]
     except TransportError as gone:
         rest = "" if "nothing has changed" in what else "; nothing has changed"
         raise CheckpointError(f"{what}: {gone}{rest}") from (error or gone)
-    failures = [(rank, failure) for rank, (_, failure) in enumerate(said) if failure is not None]
+    failures = [(rank, failure) for rank, (_, failure) in enumerate(reports) if failure is not None]
     if not failures:
-        return [value for value, _ in said]
+        return [value for value, _ in reports]
     if error is not None and not isinstance(error, Exception):
         raise error
     texts = ranks_by_text((rank, text if is_own else f"{kind}: {text}") for rank, (kind, text, _, is_own) in failures)
@@ -92,7 +93,7 @@ def _text(error: BaseException) -> str:
     return str(error)
 
 
-# ---- Buffers of modules: ranks compare them before a save, because a checkpoint holds one value for all ranks.
+# ---- Buffers of modules: ranks compare them before a save, because a checkpoint has one value for all ranks.
 
 Buffers = Literal["rank0", "mean", "per_rank"]
 
@@ -106,7 +107,7 @@ def check_choice(choice: object) -> None:
 
 
 def own_name(rank: int, name: str) -> str:
-    """Return the name under which the buffer ``name`` of one rank is saved.
+    """Return the name of one rank's copy of the buffer ``name`` in a checkpoint.
 
     Example:
         >>> own_name(1, "model/0.running_mean")
@@ -119,7 +120,7 @@ class BufferCheck:
     """The buffers of one rank, and what to save if they differ between ranks.
 
     Attributes:
-        mark: equal on ranks whose buffers are equal and that have made the same choice.
+        mark: equal on ranks with equal buffers and the same choice.
     """
 
     def __init__(self, contents: Contents, choice: Buffers | None, rank: int) -> None:
@@ -133,18 +134,17 @@ class BufferCheck:
         self.mark = sum_of(json.dumps([choice, self._digests]).encode())
 
     def settle(self, what: str, exchange: Callable[[Callable[[], Any]], list[Any]]) -> bool:
-        """Compare buffers with ranks whose marks differ; return True if buffers have been averaged.
+        """Compare buffers with ranks whose marks differ; return True if buffers were averaged.
 
-        ``exchange``: calls its argument and returns what that returned on every rank.
-        ``what`` begins the error.
-        Raises: CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
+        ``exchange``: calls its argument and returns the results of every rank.  ``what`` begins the error. Raises:
+        CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
         """
-        said = exchange(lambda: [self._choice, self._digests])
-        choices = [choice for choice, _ in said]
+        reports = exchange(lambda: [self._choice, self._digests])
+        choices = [choice for choice, _ in reports]
         if any(choice != choices[0] for choice in choices):
             each = ", ".join(map(repr, choices))
-            raise CheckpointError(f"{what}: buffers is {each} on ranks 0 to {len(said) - 1}, expected one for all")
-        unlike = _unlike([digests for _, digests in said])
+            raise CheckpointError(f"{what}: buffers is {each} on ranks 0 to {len(reports) - 1}, expected one for all")
+        unlike = _unlike([digests for _, digests in reports])
         if unlike and self._choice is None:
             raise CheckpointError(f"{what}: {_refusal(unlike)}")
         if unlike:
@@ -156,12 +156,12 @@ class BufferCheck:
     def _text(self, name: str) -> str:
         return base64.b64encode(bytes_of(self._contents.parts[name][0].tensor.cpu().contiguous())).decode()
 
-    def _average(self, said: Sequence[Mapping[str, str]], names: Mapping[str, Any]) -> None:
+    def _average(self, reports: Sequence[Mapping[str, str]], names: Mapping[str, Any]) -> None:
         for name in (name for name in names if name in self._digests):
             (part,) = self._contents.parts[name]
             if not part.tensor.dtype.is_floating_point and not part.tensor.dtype.is_complex:
                 continue  # counters and indices have no mean: the lowest rank's are saved
-            values = [base64.b64decode(texts[name]) for texts in said if name in texts]
+            values = [base64.b64decode(texts[name]) for texts in reports if name in texts]
             tensors = [torch.frombuffer(bytearray(value), dtype=part.tensor.dtype) for value in values]
             wide = torch.promote_types(part.tensor.dtype, torch.float64)
             mean = torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(part.tensor.dtype)
@@ -169,7 +169,7 @@ class BufferCheck:
 
 
 def _unlike(digests_of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return the buffers that differ, each with two ranks whose values are not the same."""
+    """Return the buffers that differ, each with two ranks whose values are different."""
     first: dict[str, tuple[int, str]] = {}
     found: dict[str, list[int]] = {}
     for rank, digests in enumerate(digests_of_ranks):
@@ -192,13 +192,13 @@ def _refusal(unlike: Mapping[str, list[int]]) -> str:
     )
 
 
-# ---- What a carrier is: one entry of the state a user saves, which knows its names and how to take state back.
+# ---- Carriers: each is one entry of the saved state; it names the state and restores it.
 
 Apply = Callable[[], None]
 
 
 class PerRank:
-    """Marks state that is each rank's own: ``PerRank(loader)``.  It loads at the same number of ranks alone.
+    """Mark state that differs between ranks: ``PerRank(loader)``.  It loads only at the same number of ranks.
 
     Example:
         >>> state = {"loader": PerRank(loader)}  # doctest: +SKIP
@@ -209,9 +209,9 @@ class PerRank:
 
 
 class RandomState:
-    """The state of the random generators of Python, numpy and torch on this rank, for the state to be saved.
+    """The state of the random generators of Python, numpy and torch on this rank, as an entry of the state to save.
 
-    At another number of ranks there is none to go back to: each rank gets a seed that follows from the save and its rank.
+    At another number of ranks it cannot be restored: each rank gets a seed that depends on the save and its rank.
 
     Example:
         >>> state = {"random": RandomState()}
@@ -227,7 +227,7 @@ class RandomState:
         return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go back to that state."""
+        """Restore that state."""
         random.setstate(state_dict["python"])
         kind, keys, *rest = state_dict["numpy"]
         np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
@@ -237,12 +237,12 @@ class RandomState:
 
 
 def own_state(marked: PerRank | RandomState) -> Any:
-    """Return what differs between ranks: what ``PerRank`` marks, or the generators."""
+    """Return the state that differs between ranks: what ``PerRank`` marks, or the generators."""
     return marked._inner if isinstance(marked, PerRank) else marked  # pyright: ignore[reportPrivateUsage]
 
 
 def _seed_from(save_id: str, rank: int) -> None:
-    """Seed all generators from what every rank knows and its own number."""
+    """Seed all generators from the save and this rank."""
     seed = xxhash.xxh3_64_intdigest(f"{save_id}/{rank}".encode())
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -252,8 +252,9 @@ def _seed_from(save_id: str, rank: int) -> None:
 class ObjectCarrier:
     """Anything with ``state_dict`` and ``load_state_dict``, and dicts; equal on all ranks.
 
-    As all carriers: ``put`` says what this rank holds, and may be collective.  ``ask`` asks for what this rank needs, and
-    returns what puts that into place once all of it is read and verified.  ``prefix``: of the names.
+    All carriers have ``put``, which adds this rank's part to a save and may be collective, and ``ask``, which requests
+    what this rank needs and returns a function that restores it after everything is read and verified.  ``prefix``: of
+    the names.
     """
 
     def __init__(self, prefix: str, thing: Any) -> None:
@@ -267,11 +268,11 @@ class ObjectCarrier:
             )
 
     def put(self, contents: Contents) -> None:
-        """Say what this rank holds."""
+        """Add this rank's part."""
         contents.add_value(self.prefix, encode(self._state(), self.prefix, contents.add_tensor))
 
     def ask(self, order: LoadRequests) -> Apply:
-        """Ask for what this rank needs."""
+        """Request what this rank needs."""
         if self.prefix not in order.manifest.values:
             order.missing.append(self.prefix)
             return lambda: None
@@ -293,7 +294,7 @@ class ObjectCarrier:
             return found[0] if mine is None else like(mine, [x.to(device_of(mine)) for x in found], found[0].dtype)
 
         order.value(self.prefix, give=stage)
-        # Decoded once more when all is read: what is moved to a device before that has not got its values yet.
+        # Decode again after the read: a copy on a device that was made before it would lack the values.
         return lambda: self._load(order.value(self.prefix, give=place))
 
     def _state(self) -> Any:
@@ -310,7 +311,7 @@ class ObjectCarrier:
 
 
 class PerRankCarrier:
-    """State of one rank, under the rank's number."""
+    """State of one rank, under its rank."""
 
     def __init__(self, key: str, thing: Any, rank: int, size: int, warn: Callable[[str], None]) -> None:
         self.prefix = join("rank", str(rank), key)
@@ -325,7 +326,7 @@ class PerRankCarrier:
         saved_by, save_id = order.manifest.num_ranks, order.manifest.save_id
         if saved_by == self._size:
             return ObjectCarrier(self.prefix, self._thing).ask(order)
-        order.leave(self.prefix)
+        order.skip(self.prefix)
         is_random = isinstance(self._thing, RandomState)
         what = "each rank's is derived from the save" if is_random else "it stays as it is"
         if self._rank == 0:
@@ -333,15 +334,15 @@ class PerRankCarrier:
         return (lambda: _seed_from(save_id, self._rank)) if is_random else (lambda: None)
 
 
-# ---- Optimizers as carriers: state and options under the names of parameters.
+# ---- Optimizers as carriers: state and options by parameter names.
 
 State = dict[str, dict[str, Any]]  # parameter name -> state key -> value
-# The same to be made once all is read: what is moved to a device before that has not got its values yet.
+# The same as functions to call after the read: a copy on a device that was made before it would lack the values.
 Later = dict[str, dict[str, Callable[[], Any]]]
 
 
 class OptimizerCarrier:
-    """One optimizer; ``names``: of parameters, by ``id``, from the modules that are saved with it."""
+    """One optimizer; ``names``: of parameters, by ``id``, from the modules in the same state."""
 
     def __init__(self, prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self.prefix, self._optimizer = prefix, optimizer
@@ -368,7 +369,7 @@ class OptimizerCarrier:
         later = self._ask_all(order)
         return lambda: self._load(later, groups)
 
-    # ---- what there is ----
+    # ---- saved state ----
 
     def _state(self) -> State:
         if isinstance(self._optimizer, ZeroRedundancyOptimizer):
@@ -391,10 +392,10 @@ class OptimizerCarrier:
             for group in self._optimizer.param_groups
         ]
 
-    # ---- what there will be ----
+    # ---- loaded state ----
 
     def _ask_groups(self, order: LoadRequests) -> list[dict[str, Any]]:
-        """Return the options of the own groups, from those that the checkpoint has for their parameters."""
+        """Return the options of the optimizer's groups, as the checkpoint has them for their parameters."""
         full = join(self.prefix, "groups")
         if full not in order.manifest.values:
             order.missing.append(full)
@@ -435,10 +436,10 @@ class OptimizerCarrier:
         found = {name: self._ask_state(name, param, targets, order) for name, param in self._by_name.items()}
         return {name: values for name, values in found.items() if values}
 
-    def _ask_whole(self, is_held: Sequence[bool], order: LoadRequests) -> Later:
-        """Ask for all state of the matrices of this rank; entries of those of others are empty."""
+    def _ask_whole(self, is_owned: Sequence[bool], order: LoadRequests) -> Later:
+        """Request all state of this rank's matrices; entries of other ranks' matrices are empty."""
         found: Later = {}
-        for (name, param), is_own in zip(self._by_name.items(), is_held, strict=True):
+        for (name, param), is_own in zip(self._by_name.items(), is_owned, strict=True):
             for full in order.names_under(join(self.prefix, "state", name)):
                 values = found.setdefault(name, {})
                 if not is_own:
@@ -450,7 +451,7 @@ class OptimizerCarrier:
         return found
 
     def _targets(self, optimizer: ShardedOptimizer, order: LoadRequests) -> dict[str, Sequence[torch.Tensor]]:
-        """Return new memory for state as it will lie in the optimizer, by its name in the file; on the CPU alone."""
+        """Return new memory laid out as the optimizer lays out its state, by the name in the file; on the CPU only."""
         if any(device_of(param).type != "cpu" for param in self._params):
             return {}
         dtypes: dict[str, dict[str, torch.dtype]] = {}
@@ -585,7 +586,7 @@ def _placed(param: torch.Tensor, staged: Sequence[torch.Tensor]) -> torch.Tensor
 
 
 def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return state of another shape than its parameter, of the parameter's kind: DTensors do not mix with plain ones."""
+    """Return state of another shape than its parameter, of the parameter's kind: DTensors do not mix with plain tensors."""
     if not isinstance(param, DTensor) or not value.dim():
         return _on_device(value, device_of(param))
     mesh = param.device_mesh
@@ -594,7 +595,7 @@ def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(own: Any, found: Any) -> bool:
-    """Return True if an option of a checkpoint may stand where the optimizer has ``own``: numbers for numbers."""
+    """Return True if an option of a checkpoint can replace the optimizer's ``own``: numbers replace numbers."""
     if isinstance(own, int | float | torch.Tensor):
         return found is None or isinstance(found, int | float | torch.Tensor)
     if isinstance(own, tuple | list):
@@ -623,17 +624,17 @@ def _shares_buffers(module: nn.Module) -> bool:
 
 
 class ModuleCarrier:
-    """Parameters and buffers of a module, under the names that they have in the model without wrappers.
+    """Parameters and buffers of a module, by their names in the model without wrappers.
 
     Attributes:
-        names: of each parameter, by ``id``: what optimizers call them.
+        names: of each parameter, by ``id``, as optimizers use them.
     """
 
     def __init__(self, prefix: str, module: nn.Module, rank: int, size: int) -> None:
         self.prefix, self._rank, self._size = prefix, rank, size
         self._given = module
         self._module = module.module if isinstance(module, DistributedDataParallel) else module
-        # With the live tensors: two names of one tensor are one tensor.  Sharded modules are resharded by asking.
+        # With the live tensors, so that tied names give one object. The call reshards sharded modules.
         self._state: dict[str, Any] = self._module.state_dict(keep_vars=True)
         self._keys: dict[str, str] = {}
         for key in self._state:
@@ -705,14 +706,14 @@ class ModuleCarrier:
                 )
 
         def apply() -> None:
-            for key, value, staged in placed:  # not before they are read: on a GPU this copies
+            for key, value, staged in placed:  # only after the read: on a GPU this copies
                 others[key] = like(value, [each.to(device_of(value)) for each in staged], staged[0].dtype)
             self._apply(copies, others)
 
         return apply
 
     def _own(self, name: str, order: LoadRequests) -> str:
-        """Return the name of this rank's own copy of buffer ``name`` if each rank has saved its own; else ``name``."""
+        """Return the name of this rank's own copy of buffer ``name`` if the checkpoint has one per rank; else ``name``."""
         own = own_name(self._rank, name)
         if order.manifest.num_ranks != self._size or order.manifest.record_of(own) is None:
             return name
@@ -765,7 +766,7 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
 
 
 def contents_of(state: Mapping[str, Any], rank: int, size: int, known: Known) -> Contents:
-    """Return what this rank holds of ``state``; collective where an optimizer's state is with owners of matrices.
+    """Return this rank's part of ``state``; collective if an optimizer's state is on the owners of matrices.
 
     ``known``: see :func:`~shardwise.checkpoint.contents.parts_of`.  Raises: ConfigError for what cannot be saved.
     """
@@ -776,7 +777,7 @@ def contents_of(state: Mapping[str, Any], rank: int, size: int, known: Known) ->
 
 
 def _names_for(optimizer: Optimizer, modules: Mapping[str, ModuleCarrier]) -> dict[int, str]:
-    """Return what an optimizer calls its parameters: their names, after that of the module if it has those of several."""
+    """Return the optimizer's names for its parameters; with a module prefix if they belong to several modules."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     found: dict[int, tuple[str, str]] = {}
     for key, module in modules.items():

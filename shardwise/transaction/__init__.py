@@ -1,1 +1,1 @@
-"""A step that happens on all ranks or on none: agreement, the state before it, and the way back."""
+"""A step that happens on all ranks or on none: agreement, copies of the state before it, and undo."""

@@ -1,4 +1,4 @@
-"""An optimizer as it was before its step: parameters, state that was there, options.  Copied when its step begins."""
+"""Copies of an optimizer's parameters, state and options from before its step; taken when the step begins."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from shardwise.fsdp.unit import Unit
 from shardwise.optim.slices import copied
 from shardwise.plan.schedule import UnitPolicy
 
-# ---- What a step changes in units beside tensors, kept and put back; and engines made anew after a step that has
-# failed.
-# Ranks that were stopped at different places know different things of each other: plans, numbers of exchanges, passes of links.
-# All of that belongs to an engine, so after a failure it is made again as at the first forward.
+# ---- What a step changes in units besides tensors, saved and restored; engines are recreated after a failed step.
+# Ranks that stopped at different places know different things about each other: plans, numbers of exchanges, passes of
+# links. All of that belongs to the engine, so after a failure it is created again as at the first forward.
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A unit as it was: gradients of earlier backwards, which nobody changes in place, and what it had learnt of backward."""
+    """A unit before the step: gradients of earlier backwards, which never change in place, and facts on backward."""
 
     unit: Unit
     held: Gradients
@@ -56,14 +55,14 @@ class KeptUnits:
         self._marks: list[Callable[[], None]] = []
 
     def keep(self) -> int:
-        """Remember how they are now; return the bytes copied for that.
+        """Save their state; return the bytes copied.
 
-        Raises: StateError if gradients of a backward are on their way.
+        Raises: StateError if gradients of a backward are pending.
         """
         for engine in self._engines():
             if engine.is_in_step or engine.reductions.has_deferred or engine.manual.awaits_completion:
                 raise StateError(
-                    "a transaction begins between steps, with no gradients on their way: found a forward or backward that "
+                    "a transaction begins between steps, without pending gradients: found a forward or backward that "
                     "has not ended, one with set_is_last_backward(False), or one that waits for finalize_backward(). Begin "
                     "the transaction before it"
                 )
@@ -74,8 +73,8 @@ class KeptUnits:
         self._marks = [each.mark() for each in coded]
         return sum(each.residual_bytes for each in coded)
 
-    def put_back(self) -> None:
-        """Bring every unit to its shards, forget the step, and let engines be made anew.  Nobody waits for this rank."""
+    def restore(self) -> None:
+        """Reshard every unit, forget the step, and let engines be recreated.  Does not communicate."""
         for engine in self._engines():
             engine.forget_step()
             engine.is_last_backward = self._is_last.get(id(engine), True)
@@ -86,10 +85,10 @@ class KeptUnits:
             was.unit.backward.counts, was.unit.backward.ended_late = was.counts, was.ended_late
             for group, number in zip(was.unit.groups, was.num_replica_sums, strict=True):
                 group.num_replica_sums = number
-        for put_back in self._marks:
-            put_back()
+        for restore in self._marks:
+            restore()
         for attachment in self._attachments:
-            attachment.is_root = None  # the next forward makes the engine
+            attachment.is_root = None  # the next forward creates the engine
 
     def _engines(self) -> list[Engine]:
         found = {id(engine): engine for each in self._attachments if (engine := _engine(each)) is not None}
@@ -108,18 +107,18 @@ def _unit_as_it_is(unit: Unit) -> _Unit:
     return _Unit(unit, held, partial, unsynced, unit.policy, backward.counts, backward.ended_late, sums)
 
 
-# ---- Copies of tensors as they were, put back in place: whoever holds a tensor sees the old values again.
+# ---- Copies of tensors, restored in place: every reference to a tensor sees the old values again.
 
 
 class Copies:
-    """Copies of some tensors, in memory that is used again for tensors of the same shapes, as those of the next step are."""
+    """Copies of some tensors, in memory that is reused for tensors of the same shapes, as in the next step."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
     def take(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Copy ``tensors``, in place of those of last time; return the bytes.  DTensors: what this rank holds of them."""
+        """Copy ``tensors``, replacing the last copies; return the bytes.  Of a DTensor, copy the local tensor."""
         found = torch_private.locals_of(tensors)
         with torch.no_grad():
             if _are_alike(found, self._copies) and _are_plain(found):
@@ -129,14 +128,14 @@ class Copies:
         self._tensors = found
         return sum(tensor.numel() * tensor.element_size() for tensor in found)
 
-    def put_back(self) -> None:
-        """Write the copies to the tensors they were taken of."""
+    def restore(self) -> None:
+        """Write the copies back to their tensors."""
         with torch.no_grad():
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.detach().copy_(copy)
 
-    def let_go(self) -> None:
-        """Hold the tensors no longer; keep the memory of the copies."""
+    def release(self) -> None:
+        """Drop the references to the tensors; keep the memory of the copies."""
         self._tensors = []
 
 
@@ -152,13 +151,13 @@ def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def holders_of(param: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of this rank that hold ``param`` and its gradient: itself, or the shards of a ShardedTensor."""
+    """Return this rank's tensors that have ``param`` and its gradient: itself, or the shards of a ShardedTensor."""
     return [shard.tensor for shard in param.local_shards()] if isinstance(param, ShardedTensor) else [param]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gradient:
-    """``.grad`` of ``holder`` as it was: the object, and what lies in it."""
+    """``.grad`` of ``holder`` before the step: the object and its contents."""
 
     holder: torch.Tensor
     gradient: torch.Tensor
@@ -167,7 +166,7 @@ class _Gradient:
 
 
 class KeptGradients:
-    """The gradients that parameters have when a step begins: of earlier microbatches, where these are accumulated."""
+    """The gradients of parameters at the begin of a step: accumulated from earlier microbatches, if any."""
 
     def __init__(self) -> None:
         self._holders: list[torch.Tensor] = []
@@ -175,18 +174,18 @@ class KeptGradients:
         self._copies = Copies()
 
     def keep(self, holders: Sequence[torch.Tensor]) -> int:
-        """Copy the gradients of ``holders``; return the bytes: 0 where all are None."""
+        """Copy the gradients of ``holders``; return the bytes: 0 if all are None."""
         self._holders = list(holders)
         self._found = [_as_it_is(each, each.grad) for each in holders if each.grad is not None]
         return self._copies.take([part for each in self._found for part in _parts(each)]) if self._found else 0
 
-    def let_go(self) -> None:
-        """Hold no gradient any longer."""
+    def release(self) -> None:
+        """Drop the references to gradients."""
         self._holders, self._found = [], []
-        self._copies.let_go()
+        self._copies.release()
 
-    def put_back(self) -> None:
-        """Set every gradient to what it was."""
+    def restore(self) -> None:
+        """Restore every gradient."""
         kept = {id(each.holder): each for each in self._found}
         for holder in self._holders:
             was = kept.get(id(holder))
@@ -201,7 +200,7 @@ class KeptGradients:
             if holder.grad is not was.gradient:
                 holder.grad = was.gradient
         if self._found:
-            self._copies.put_back()
+            self._copies.restore()
 
 
 def _as_it_is(holder: torch.Tensor, gradient: Any) -> _Gradient:
@@ -227,21 +226,24 @@ class KeptBuffers:
         buffers = {id(buffer): buffer for _, _, buffer in self._found if buffer is not None}
         return self._copies.take(list(buffers.values())) if buffers else 0
 
-    def put_back(self) -> None:
-        """Set every buffer to what it was."""
+    def restore(self) -> None:
+        """Restore every buffer."""
         for place, name, buffer in self._found:
             place[name] = buffer
         if any(buffer is not None for _, _, buffer in self._found):
-            self._copies.put_back()
+            self._copies.restore()
 
 
-# ---- What else users want back: a gradient scaler, a schedule, anything with a state dict, random numbers.
+# ---- Other state that users want restored: a gradient scaler, a schedule, anything with a state dict, random numbers.
 
 Undo = Callable[[], None]
 
 
 def check_others(others: Sequence[Any]) -> None:
-    """Raises: ConfigError for an object that cannot be kept."""
+    """Check that all objects can be saved and restored.
+
+    Raises: ConfigError if one cannot.
+    """
     for each in others:
         if not is_rng(each) and not (
             callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
@@ -253,18 +255,18 @@ def check_others(others: Sequence[Any]) -> None:
 
 
 def is_rng(each: object) -> bool:
-    """Return True for the word that stands for random numbers."""
+    """True for the string "rng", which stands for random numbers."""
     return isinstance(each, str) and each == "rng"
 
 
 def keep_others(others: Sequence[Any]) -> list[Undo]:
-    """Remember ``others``, all generators of random numbers for "rng"; return what puts them back."""
+    """Save ``others``, and for "rng" all random generators; return functions that restore them."""
     return [_keep_random_numbers() if is_rng(each) else _keep(each) for each in others]
 
 
 def _keep(each: Any) -> Undo:
     if isinstance(each, torch.amp.GradScaler):
-        # Its state dict leaves out which optimizers it has unscaled in the step that is undone.
+        # its state dict lacks which optimizers it has unscaled in the step
         was = copy.deepcopy(vars(each))
         return lambda: vars(each).update(was)
     state = copy.deepcopy(each.state_dict())
@@ -276,14 +278,14 @@ def _keep_random_numbers() -> Undo:
     device: Any = torch.get_device_module() if torch.accelerator.is_available() else None
     of_device: torch.Tensor | None = None if device is None else device.get_rng_state()
 
-    def put_back() -> None:
+    def restore() -> None:
         torch.random.set_rng_state(of_torch)
         random.setstate(of_python)
         numpy.random.set_state(of_numpy)
         if device is not None and of_device is not None:
             device.set_rng_state(of_device)
 
-    return put_back
+    return restore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,9 +293,9 @@ class Optimized:
     """An optimizer that users step, as a transaction sees it.
 
     Attributes:
-        outer: what users hold.  inner: what keeps the state; the same for a plain optimizer.
-        mark: remembers what neither is a tensor nor an option, and returns what puts it back.
-        renew: what follows on every rank when a step is undone, whether this rank has come to it or not.
+        outer: the optimizer of the user.  inner: the one that has the state; the same for a plain optimizer.
+        mark: saves what is neither a tensor nor an option; returns a function that restores it.
+        renew: runs on every rank after a step is undone, even if this rank has not reached the step.
     """
 
     outer: Optimizer
@@ -303,7 +305,7 @@ class Optimized:
 
 
 class KeptOptimizer:
-    """Keeps one optimizer: options when a transaction begins, parameters and state when its first step in it does."""
+    """Saves one optimizer: options when a transaction begins, parameters and state when its first step in it begins."""
 
     def __init__(self, optimized: Optimized) -> None:
         self.optimized = optimized
@@ -313,14 +315,14 @@ class KeptOptimizer:
         self._undo_mark: Undo | None = None
 
     def begin(self) -> None:
-        """Remember the options."""
+        """Save the options."""
         found = self.optimized
         optimizers = [found.outer] if found.inner is found.outer else [found.outer, found.inner]
         self._options = [_options_of(group) for each in optimizers for group in each.param_groups]
         self._state = self._undo_mark = None
 
     def before_step(self) -> int:
-        """Copy parameters and state, unless that was done in this transaction; return the bytes."""
+        """Copy parameters and state unless this transaction has already; return the bytes."""
         if self._state is not None:
             return 0
         found = self.optimized
@@ -332,19 +334,19 @@ class KeptOptimizer:
         self._undo_mark = found.mark()
         return num_bytes + self._values.take([value for each in self._state for value in each.tensors()])
 
-    def let_go(self) -> None:
-        """Hold nothing of the optimizer's any longer."""
-        self._params.let_go()
-        self._values.let_go()
+    def release(self) -> None:
+        """Drop all references to the optimizer's tensors."""
+        self._params.release()
+        self._values.release()
         self._options = []
         self._state = self._undo_mark = None
 
-    def put_back(self) -> None:
-        """Undo its step, if it has begun one, and the options."""
+    def restore(self) -> None:
+        """Undo its step, if it has begun one, and restore the options."""
         state = self.optimized.inner.state
         if self._state is not None:
-            self._params.put_back()
-            self._values.put_back()
+            self._params.restore()
+            self._values.restore()
             state.clear()
             for was in self._state:
                 was.entry.clear()
@@ -353,14 +355,14 @@ class KeptOptimizer:
         if self._undo_mark is not None:
             self._undo_mark()
         for options in self._options:
-            options.put_back()
+            options.restore()
         self._state = self._undo_mark = None
         self.optimized.renew()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """The state of one tensor: ``entry`` is the optimizer's dict, ``values`` what was in it (others than tensors as copies)."""
+    """The state of one tensor: ``entry`` is the optimizer's dict, ``values`` its contents (copies of what is not a tensor)."""
 
     key: torch.Tensor
     entry: dict[str, Any]
@@ -380,14 +382,14 @@ def _kept(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Options:
-    """A param group: the dict, its options, the list of parameters and what was in it."""
+    """A param group: the dict, its options, its list of parameters and the contents of the list."""
 
     group: dict[str, Any]
     options: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     params: list[Any]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for name in [name for name in self.group if name != "params" and name not in self.options]:
             del self.group[name]
         self.group.update(self.options)
@@ -403,12 +405,12 @@ def _options_of(group: dict[str, Any]) -> _Options:
 
 
 def watch(optimizer: Optimizer, before: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Let ``before`` be called when ``optimizer`` is about to step; return what ends that."""
+    """Call ``before`` when ``optimizer`` is about to step; return a function that ends this."""
     return optimizer.register_step_pre_hook(lambda each, *_: before(each)).remove
 
 
 def optimized_as_it_is(optimizer: Optimizer) -> Optimized:
-    """Return how a transaction sees an optimizer of ``torch.optim``."""
+    """Return an optimizer of ``torch.optim`` as a transaction sees it."""
     return Optimized(optimizer, optimizer, lambda: _nothing, _nothing)
 
 
@@ -417,5 +419,5 @@ def _nothing() -> None:
 
 
 def distinct(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return each once."""
+    """Return each optimizer once."""
     return list({id(each): each for each in optimizers}.values())

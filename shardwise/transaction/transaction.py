@@ -1,4 +1,4 @@
-"""A transaction around a step: it happens on all ranks, or on none."""
+"""A transaction around a step: the step happens on all ranks, or on none."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from shardwise.transaction.kept import (
 from shardwise.waiting import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 
-# ---- What a rank says of the exception that ended its step, and which of several was the first cause.
+# ---- A rank's report of the exception that ended its step, and which of several was the first cause.
 
 Choice = Literal["retry", "skip", "raise", "end"]
 _PACKAGE = str(Path(__file__).parent.parent)
 _INSIDE = (_PACKAGE, str(Path(torch.__file__).parent))
-_LIMIT = 400  # characters of a text that is quoted
+_LIMIT = 400  # characters of a quoted text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Report:
     """One rank's exception.
 
     Attributes:
-        rank: global.  order: how many ranks had reported before, and this one.
-        follows: it may be what another rank's exception has led to.
-        kind, text, place: name of the class, first line, and where in user code it was raised.
-        choice: what this rank's user wants done about it; "end": it cannot be undone.
+        rank: global.  order: how many ranks had reported by then, this one included.
+        follows: another rank's exception may have caused it.
+        kind, text, place: name of the class, first line, and the line of user code that raised it.
+        choice: what the user of this rank wants to do about it; "end": it cannot be undone.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Report:
     choice: Choice
 
     def to_text(self) -> str:
-        """Return it as one JSON object."""
+        """Return the report as one JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -91,12 +91,12 @@ def make_report(error: BaseException, rank: int, order: int, choice: Choice) -> 
 
 
 def first_cause(reports: Iterable[Report]) -> Report:
-    """Return the one that no other rank's exception has led to, as far as can be seen; of several the first that came."""
+    """Return the report that no other rank's exception has visibly caused; of several, the first that arrived."""
     return min(reports, key=lambda report: (report.follows, report.order))
 
 
 def place_of(error: BaseException) -> str:
-    """Return where ``error`` was raised: the innermost line outside of torch and this package, if there is one."""
+    """Return where ``error`` was raised: the innermost line outside torch and this package, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith(_INSIDE)]
     if not frames:
@@ -108,26 +108,28 @@ def place_of(error: BaseException) -> str:
 def _follows(error: BaseException, order: int) -> bool:
     if isinstance(error, (StepError, TransportError, DesyncError)):
         return True
-    # Of connections that were closed because of the first report, backends raise errors of no class of their own.
+    # When connections are closed because of the first report, backends raise plain RuntimeErrors.
     words = ("gloo", "Connection", "connection")
     return order > 1 and isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
-# ---- How ranks learn that all of them have come to the end of a step, or that one will not.
-# Without a fault: one word written and the others' read where all ranks share a host, one all-reduce of one number elsewhere.
-# With one: reports through the store, and connections that are closed, so that who waits in a collective hears it at once.
+# ---- Ranks agree that all have reached the end of a step, or that one will not.
+# Without a fault: each rank writes one word and reads the others' if all share a host, else one all-reduce of one
+# number. With a fault: reports through the store, and connections are closed so that ranks that wait in a collective
+# notice at once.
 
-# Words of a segment: the last step that this rank has come to the end of; the one it has failed in; 1 if it failed for good.
+# Words of a segment: the last step that this rank has finished; the one in which it has failed; 1 if it failed for
+# good.
 _ARRIVED, _FAILED, _ENDED = 0, 1, 2
-_LOOK_S = 0.1  # between two questions to the store
+_LOOK_S = 0.1  # seconds between two store requests
 
 
 class Agreement:
-    """The ranks of ``group``, which make the same steps; one step after another, by number.  Making one is collective.
+    """The ranks of ``group``, which make the same numbered steps.  Creating one is collective.
 
     Attributes:
-        members: global ranks.  rank: this one's.
-        num_messages: collectives made so far, for agreeing alone.
+        members: global ranks.  rank: this one.
+        num_messages: collectives used for agreement so far.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -137,7 +139,7 @@ class Agreement:
         self.num_messages = 0
         meeting = meet(group, TransportOffer(default_transport(), HEADER_BYTES, "transaction"))
         self._exchange = meeting.exchange
-        shares = len(meeting.local_peers) == len(self.members)  # some of the ranks alone could not agree for all
+        shares = len(meeting.local_peers) == len(self.members)  # agreement by words needs all ranks in shared memory
         self._segments = meeting.segments if shares else ()
         self._words = tuple(segment.words for segment in self._segments)
         self._mine = self._exchange.rank
@@ -148,10 +150,10 @@ class Agreement:
     # ---- without a fault ----
 
     def arrive(self, number: int) -> None:
-        """Return once all ranks have come to the end of step ``number``.
+        """Return once all ranks have reached the end of step ``number``.
 
-        Raises: StepError if one has failed in it, TransportError if one is gone or does not come in time; any RuntimeError
-        of the backend.
+        Raises: StepError if one has failed in it, TransportError if one is gone or not in time; any RuntimeError of the
+        backend.
         """
         self._track.note("agreement", "step")
         if not self._words:
@@ -184,10 +186,10 @@ class Agreement:
             "rank must make the same transactions in the same order"
         )
 
-    # ---- with one ----
+    # ---- with a fault ----
 
     def check(self, number: int) -> None:
-        """Raise StepError if a rank has failed in step ``number``, or for good; asks the store once in a while."""
+        """Raise StepError if a rank has failed in step ``number``, or for good; queries the store from time to time."""
         if self._words:
             self._check_words(number)
             return
@@ -203,7 +205,7 @@ class Agreement:
                 raise StepError(f"rank {self.members[peer]} has failed; rank {self.rank} stops its step")
 
     def end(self, report: Report) -> None:
-        """Say that no step can be undone any more, because of ``report``, and leave the others' collectives."""
+        """Publish that no step can be undone any more, because of ``report``, and abort the others' collectives."""
         if self.ended() is None:
             self._exchange.store.set(f"{self._exchange.prefix}/ended", report.to_text())
         if self._words:
@@ -211,29 +213,29 @@ class Agreement:
         abort_all_connections(self.members)
 
     def ended(self) -> Report | None:
-        """Return why no step can be undone any more; None if all is well."""
+        """Return why no step can be undone any more, or None."""
         text = self._exchange.store.peek(f"{self._exchange.prefix}/ended")
         return None if text is None else Report.from_text(text)
 
     def claim(self, number: int) -> int:
-        """Say that this rank has failed in step ``number``; return how many have said so by now."""
+        """Publish that this rank has failed in step ``number``; return how many ranks have by now."""
         if self._words:
             self._words[self._mine][_FAILED] = number
         self._exchange.post(f"{number - 1}/committed", "")
         return self._exchange.store.add(self._key(number, "order"), 1)
 
     def was_committed(self, number: int) -> bool:
-        """Return True if some rank has gone on from step ``number``: then all had come to its end."""
+        """Return True if a rank has committed step ``number``: then all had reached its end."""
         return any(
             self._exchange.store.check([f"{self._exchange.prefix}/{number}/committed/{r}"])
             for r in self._exchange.peers()
         )
 
-    def hear(self, number: int, mine: Report) -> Report | None:
-        """Report ``mine``, and return the first cause once all ranks have reported; None if the step was committed, after all.
+    def exchange_reports(self, number: int, mine: Report) -> Report | None:
+        """Report ``mine``; return the first cause once all ranks have reported, or None if the step was committed after all.
 
-        Closes this rank's connections, so that nobody waits for it in a collective.
-        Raises: TransportError on every rank if one is gone, or does not report in time.
+        Closes this rank's connections, so that no rank waits for it in a collective. Raises: TransportError on every
+        rank if one is gone, or does not report in time.
         """
         exchange = self._exchange
         exchange.post(f"{number}/report", mine.to_text())
@@ -257,10 +259,10 @@ class Agreement:
             raise self._named(absent, late)
         return first_cause(Report.from_text(text) for text in found.values())
 
-    def meet_again(self, number: int, problem: str) -> None:
-        """Wait until all ranks are where they were before step ``number``.
+    def wait_restored(self, number: int, problem: str) -> None:
+        """Wait until all ranks have restored the state before step ``number``.
 
-        ``problem``: what kept this rank from it.  Raises: TransportError on every rank if one has a problem or is gone.
+        ``problem``: why this rank could not.  Raises: TransportError on every rank if one has a problem or is gone.
         """
         exchange = self._exchange
         exchange.post(f"{number}/back", problem)
@@ -288,17 +290,18 @@ class Agreement:
         return f"{self._exchange.prefix}/{number}/{what}"
 
 
-# ---- What the transactions over one model share: the ranks, the number of the running one, and the state before it.
+# ---- State shared by the transactions over one model: the ranks, the number of the current one, and the state before
+# it.
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What users want of the transactions over a model.
+    """The options of the transactions over a model.
 
     Attributes:
-        also: objects with state dicts, and "rng" for random numbers, to be put back, too.
-        undoes_optimizer: a fault in the optimizer's step can be undone, for copies of what it changes.  Else ranks agree before
-            it, and nothing is copied.
+        also: objects with state dicts, and "rng" for random numbers, to restore too.
+        undoes_optimizer: copy what the optimizer's step changes, so that a fault in it can be undone.  Otherwise ranks
+            agree before it, and nothing is copied.
     """
 
     also: tuple[Any, ...]
@@ -306,14 +309,14 @@ class Wanted:
 
 
 class Ledger:
-    """Keeps the state before each step of ``model`` and ``optimized``; all ranks of the job take part.
+    """The state before each step of ``model`` and ``optimized``; all ranks of the job take part.
 
-    Making one is collective.  Raises: ConfigError for groups whose collectives cannot be ended from outside.
+    Creating one is collective.  Raises: ConfigError for groups whose collectives cannot be aborted.
 
     Attributes:
         agreement: how the ranks agree; None without other ranks.
-        number: of transactions begun.  is_open: one runs.  is_agreed: all ranks have come to the optimizer's step of it, which
-            cannot be undone.
+        number: of transactions begun.  is_open: one is running.  is_agreed: all ranks have reached its optimizer step,
+            which cannot be undone.
         num_bytes: copied in the last one.
     """
 
@@ -335,11 +338,11 @@ class Ledger:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that users step."""
+        """The optimizers that users step."""
         return [each.optimized.outer for each in self._optimizers.values()]
 
     def is_for(self, optimizers: Sequence[Optimizer], wanted: Wanted) -> bool:
-        """Return True if this one keeps just these, over the ranks that there are now."""
+        """Return True if this ledger is for these optimizers and options, and for the current ranks."""
         mine = self._wanted
         same = list(self._optimizers) == [id(each) for each in optimizers]
         same = same and [id(each) for each in mine.also] == [id(each) for each in wanted.also]
@@ -349,7 +352,7 @@ class Ledger:
     # ---- one transaction ----
 
     def begin(self) -> None:
-        """Keep the state of now.  Raises: StateError inside another transaction, or with gradients on their way."""
+        """Save the current state.  Raises: StateError inside another transaction, or with pending gradients."""
         if self.is_open:
             raise StateError("a transaction over this model runs already; leave it first")
         note("transaction")
@@ -370,7 +373,7 @@ class Ledger:
             store.listen(lambda: agreement.check(number))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Keep the parameters and the state of ``optimizer``, which is about to change them, or agree that it may.
+        """Save the parameters and the state of ``optimizer``, which is about to change them, or agree that it may.
 
         Raises: like :meth:`Agreement.arrive`.
         """
@@ -382,28 +385,28 @@ class Ledger:
             self.num_bytes += self._optimizers[id(optimizer)].before_step()
 
     def close(self) -> None:
-        """End it, one way or the other."""
+        """End the transaction, committed or not."""
         self.is_open = self.is_agreed = False
         store.leave()
         self._undo_others = []
-        self._gradients.let_go()
+        self._gradients.release()
         for each in self._optimizers.values():
-            each.let_go()
+            each.release()
 
     def undo(self) -> None:
-        """Bring this rank back to the state before; waits for nobody."""
-        self._units.put_back()
+        """Restore the state before the step on this rank; does not communicate."""
+        self._units.restore()
         for ddp in self._living_ddps():
             torch_private.reset_reducer(ddp)
         for each in self._optimizers.values():
-            each.put_back()
-        self._gradients.put_back()
-        self._buffers.put_back()
+            each.restore()
+        self._gradients.restore()
+        self._buffers.restore()
         for undo in self._undo_others:
             undo()
 
     def reconnect(self) -> None:
-        """Make the groups anew, and number what ranks post from one again.  Collective."""
+        """Reconnect the groups, and restart the numbers of exchanges.  Collective."""
         if self.agreement is not None:
             for group in groups_within(self.agreement.members):
                 reconnect_group(group)
@@ -446,7 +449,7 @@ def _agreement() -> Agreement | None:
     return Agreement(world)
 
 
-# ---- One step in a transaction: the object that users hold in ``with``.
+# ---- One step in a transaction: the context manager that users get.
 
 Types = tuple[type[BaseException], ...]
 Outcome = Literal["running", "committed", "again", "skipped", "undone", "lost"]
@@ -456,10 +459,10 @@ class Transaction:
     """A step that happens on all ranks or on none.
 
     Attributes:
-        outcome: "committed": it was made, on all ranks.  On none: "again": it is to be made once more; "skipped"; "undone":
-            its exception was raised.  "lost": it ended within an optimizer's step that was not to be undone.
-        cause: what ended it, if an exception did: its rank, class, text and place, as the error on other ranks says it.
-        num_bytes: copied to keep the state before it.
+        outcome: "committed": it happened on all ranks.  On none: "again": it is to be repeated; "skipped"; "undone":
+            its exception was raised.  "lost": it ended within an optimizer step that cannot be undone.
+        cause: the exception that ended it, if any: its rank, class, text and place, as the error on other ranks has it.
+        num_bytes: bytes copied to save the state before it.
     """
 
     def __init__(self, ledger: Ledger, retry: Types, skip: Types) -> None:
@@ -469,16 +472,16 @@ class Transaction:
 
     @property
     def again(self) -> bool:
-        """True if an exception of a type in ``retry`` has undone it: all ranks are to make it once more."""
+        """True if an exception of a type in ``retry`` has undone the step: all ranks must repeat it."""
         return self.outcome == "again"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes copied to keep the state before the last transaction."""
+        """Bytes copied to save the state before the last transaction."""
         return self._ledger.num_bytes
 
     def reject(self, reason: str) -> NoReturn:
-        """Give this step up, on all ranks.  Raises: RejectedStep."""
+        """Reject this step, on all ranks.  Raises: RejectedStep."""
         raise RejectedStep(reason)
 
     def __enter__(self) -> Transaction:
@@ -499,7 +502,7 @@ class Transaction:
             return self._fail(error, is_own=kind is not None)
         finally:
             ledger.close()
-            del error, trace  # they refer to this frame
+            del error, trace  # they reference this frame
 
     def _arrive(self) -> BaseException | None:
         agreement = self._ledger.agreement
@@ -511,7 +514,7 @@ class Transaction:
         return None
 
     def _fail(self, error: BaseException, is_own: bool) -> bool:
-        """Undo the step with all ranks; return True if nobody is to hear of it."""
+        """Undo the step with all ranks; return True to suppress the exception."""
         ledger, agreement = self._ledger, self._ledger.agreement
         store.leave()  # from here on all ranks meet
         if ledger.is_agreed:
@@ -519,7 +522,7 @@ class Transaction:
         cause = self._report(error)
         mine = cause.order
         if agreement is not None:
-            found = agreement.hear(ledger.number, cause)
+            found = agreement.exchange_reports(ledger.number, cause)
             if found is None:
                 self.outcome = "committed"
                 if not isinstance(error, Exception):
@@ -528,18 +531,18 @@ class Transaction:
             mine, cause = cause.order, found
         if cause.choice == "end":
             self._raise_end(cause, error)
-        is_hidden = cause.choice != "raise"
-        if is_hidden:
-            traceback.clear_frames(error.__traceback__)  # they hold activations
-        self._go_back()
+        is_suppressed = cause.choice != "raise"
+        if is_suppressed:
+            traceback.clear_frames(error.__traceback__)  # its frames reference activations
+        self._restore_all()
         self.cause = StepError(_text_of(cause), cause.rank, cause.kind, cause.text, cause.place)
-        self.outcome = "undone" if not is_hidden else "skipped" if cause.choice == "skip" else "again"
-        if is_hidden or (is_own and mine == cause.order):
-            return is_hidden  # raised again as it is, if it is
+        self.outcome = "undone" if not is_suppressed else "skipped" if cause.choice == "skip" else "again"
+        if is_suppressed or (is_own and mine == cause.order):
+            return is_suppressed  # a rank's own exception is re-raised by ``with``
         raise self.cause from error
 
     def _end(self, error: BaseException) -> NoReturn:
-        """Raise that a step has ended that cannot be undone, on this rank and on all that hear of it."""
+        """Raise, on this rank and on all others, that a step has ended that cannot be undone."""
         agreement = self._ledger.agreement
         known = None if agreement is None else agreement.ended()
         if known is not None:
@@ -571,7 +574,7 @@ class Transaction:
             return "retry"
         return "skip" if isinstance(error, self._skip) else "raise"
 
-    def _go_back(self) -> None:
+    def _restore_all(self) -> None:
         ledger, agreement = self._ledger, self._ledger.agreement
         problem: Exception | None = None
         try:
@@ -580,7 +583,9 @@ class Transaction:
             problem = found
         try:
             if agreement is not None:
-                agreement.meet_again(ledger.number, "" if problem is None else f"{type(problem).__name__}: {problem}")
+                agreement.wait_restored(
+                    ledger.number, "" if problem is None else f"{type(problem).__name__}: {problem}"
+                )
             elif problem is not None:
                 raise problem
         finally:
@@ -596,7 +601,7 @@ def _text_of(cause: Report) -> str:
     )
 
 
-# By model: who writes ``with shardwise.transaction(...)`` around every step meets the other ranks once, not in each.
+# One per model: ``with shardwise.transaction(...)`` around every step sets up agreement once, not in each step.
 _ledgers: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
 
 
@@ -611,27 +616,28 @@ def transaction(
 ) -> Transaction:
     """Return a context for one step (data, forward, backward, optimizer) that happens on all ranks, or on none.
 
-    If a rank raises inside, all ranks hear of it within about a second, wherever they wait, and go back to the state before:
-    parameters, gradients that had been accumulated, buffers, state and options of the optimizer.  Then they go on together,
-    or raise together: the exception itself where it was raised, :class:`shardwise.StepError` (rank, class, text, place) on
-    the others.  A rank whose process has ended is not undone: :class:`shardwise.TransportError` names it on all.
+    If a rank raises inside, all ranks notice within about a second, wherever they wait, and restore the state before
+    the step:
+    parameters, accumulated gradients, buffers, state and options of the optimizer.  Then they continue together, or
+    raise together:
+    the rank that raised re-raises its exception, the others raise :class:`shardwise.StepError` (rank, class, text,
+    place).  If a process has ended, nothing is undone: :class:`shardwise.TransportError` names its rank on all ranks.
 
     Args:
         model: with any of the APIs of this package, in torch's DistributedDataParallel, or plain on one rank.
         optimizer: what steps inside the block, one or several.
-        retry: exceptions after which all ranks go on, and ``step.again`` says that the step is to be made once more.
-        skip: exceptions after which all ranks go on without the step.
-        also: what else is put back: a ``GradScaler``, schedules, anything with ``state_dict`` and ``load_state_dict``;
-            "rng" for random numbers, of torch (CPU and accelerator), ``random`` and numpy.
-        undoes_optimizer: False: nothing is copied for the optimizer's step.  Ranks agree right before it that all have come so
-            far, and whoever raises within it, or after it, ends the job: :class:`shardwise.StepError` on all ranks.
+        retry: exceptions after which all ranks continue, and ``step.again`` tells them to repeat the step.
+        skip: exceptions after which all ranks continue without the step.
+        also: other objects to restore: a ``GradScaler``, schedules, anything with ``state_dict`` and
+            ``load_state_dict``; "rng" for random numbers of torch (CPU and accelerator), ``random`` and numpy.
+        undoes_optimizer: False: copy nothing for the optimizer's step.  Ranks agree right before it that all have got
+            so far; an exception during or after the step aborts the job: :class:`shardwise.StepError` on all ranks.
 
-    All ranks of the job make the same transactions.  Parameters are changed by the optimizer alone.
-    Cost: one agreement per step; copies of buffers at its begin, and of gradients that are there then (call ``zero_grad``
-    before the block); of this rank's parameters and optimizer state when the optimizer steps (``step.num_bytes``).  The
-    memory of the copies is kept from step to step.
-    Raises: ConfigError for groups of other backends than gloo, and for an optimizer that steps inside backward; StateError in
-    a transaction over the same model.
+    All ranks of the job must make the same transactions, and only the optimizer may change parameters. Cost: one
+    agreement per step; copies of buffers at its begin, and of existing gradients (call ``zero_grad`` before the block);
+    copies of this rank's parameters and optimizer state when the optimizer steps (``step.num_bytes``).  The memory of
+    the copies is reused in every step. Raises: ConfigError for groups of other backends than gloo, and for an optimizer
+    that steps inside backward; StateError in a transaction over the same model.
 
     Example:
         >>> import torch
