@@ -223,28 +223,21 @@ def size_class(num_bytes: int) -> int:
     return -(-num_bytes // grain) * grain
 
 
-class _Slab:
-    """A storage of the pool and the tensors that were made over it: the same objects every time."""
-
-    __slots__ = ("storage", "tensors")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-        self.tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
-
-
 class PooledBuffer:
-    """One storage in use; :meth:`release` gives it back to the pool, once."""
+    """One storage of the pool, and the tensors that were made over it; :meth:`release` gives it back, once per use.
 
-    __slots__ = ("_pool", "num_bytes", "size", "slab", "storage")
+    It is the same object for every user of the storage, and so are the tensors.
+    """
 
-    def __init__(self, pool: BufferPool, slab: _Slab, num_bytes: int, size: int) -> None:
-        """``size``: of the class of ``num_bytes``, which is how large the storage is."""
-        self._pool: BufferPool | None = pool
-        self.slab = slab
-        self.storage = slab.storage
-        self.num_bytes = num_bytes
+    __slots__ = ("_tensors", "num_bytes", "pool", "size", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, size: int) -> None:
+        """``size``: of the class of the bytes in use, which is how large the storage is."""
+        self.pool: BufferPool | None = None  # None: nobody uses it
+        self.storage = storage
         self.size = size
+        self.num_bytes = 0
+        self._tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Return its bytes as a 1-D tensor of ``num_bytes // itemsize`` elements.
@@ -252,32 +245,32 @@ class PooledBuffer:
         A later user of the same storage, size and dtype gets the same object: windows of it may be kept by its identity.
         """
         key = (dtype, self.num_bytes)
-        tensor = self.slab.tensors.get(key)
+        tensor = self._tensors.get(key)
         if tensor is None:
             with torch.inference_mode(False):
                 empty = torch.empty(0, dtype=dtype, device=self.storage.device)
                 tensor = empty.set_(self.storage, 0, (self.num_bytes // dtype.itemsize,), (1,))
-            self.slab.tensors[key] = tensor
+            self._tensors[key] = tensor
         return tensor
 
     def release(self) -> None:
         """Give the storage back; the caller must not touch its bytes any more."""
-        if self._pool is None:
+        pool, self.pool = self.pool, None
+        if pool is None:
             raise StateError("this buffer was released before; release a buffer once, where its last reader ends")
-        pool, self._pool = self._pool, None
         pool.used_bytes -= self.num_bytes
         if not pool.keeps:
             torch_private.swap_storage(
                 self.storage, torch.empty(0, dtype=torch.uint8, device=pool.device).untyped_storage()
             )
-        pool.free.setdefault(self.size, []).append(self.slab)
+        pool.free[self.size].append(self)
 
     def lose(self) -> object:
         """Keep the storage from the pool for good: somebody may still write to it.  Returns what keeps it alive."""
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
+        if self.pool is not None:
+            pool, self.pool = self.pool, None
             pool.used_bytes -= self.num_bytes
-        return self.slab
+        return self
 
 
 class BufferPool:
@@ -296,7 +289,7 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.keeps = not device_of(device).has_streams
-        self.free: dict[int, list[_Slab]] = {}
+        self.free: dict[int, list[PooledBuffer]] = {}
         self._sizes: dict[int, int] = {}
         self.used_bytes = 0
         self.peak_used_bytes = 0
@@ -316,15 +309,20 @@ class BufferPool:
         if size is None:
             size = self._sizes[num_bytes] = size_class(num_bytes)
         idle = self.free.get(size)
+        if idle is None:
+            idle = self.free[size] = []
         if idle and self.keeps:
-            return PooledBuffer(self, idle.pop(), num_bytes, size)
-        storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
-        if idle:
-            slab = idle.pop()
-            torch_private.swap_storage(slab.storage, storage)
-            return PooledBuffer(self, slab, num_bytes, size)
-        self.num_allocations += 1
-        return PooledBuffer(self, _Slab(storage), num_bytes, size)
+            buffer = idle.pop()
+        else:
+            storage = torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
+            if idle:
+                buffer = idle.pop()
+                torch_private.swap_storage(buffer.storage, storage)
+            else:
+                self.num_allocations += 1
+                buffer = PooledBuffer(storage, size)
+        buffer.pool, buffer.num_bytes = self, num_bytes
+        return buffer
 
     def acquire_tensor(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer]:
         """Return a 1-D tensor of ``numel`` elements and the buffer that it lies in."""
@@ -337,4 +335,5 @@ class BufferPool:
 
     def trim(self) -> None:
         """Give all idle storages back to the allocator."""
-        self.free.clear()
+        for idle in self.free.values():
+            idle.clear()

@@ -298,7 +298,12 @@ class C10dCommunicator:
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Fill one packed buffer, reduce it, and hand this rank's section to ``ends.deliver``: on a stream at once, on the
         host when it is waited for.  The buffer stays in use until then, in either case."""
-        packed, buffer = self._buffer(ends.section_numel * self._size, ends.dtype, self.custom.reduce_scatter)
+        custom, dtype = self.custom, ends.dtype
+        if custom.reduce_scatter is None and not custom.allocates_from_group:
+            buffer = self.pool.acquire(ends.section_numel * self._size * dtype.itemsize)
+            packed = buffer.tensor(dtype)
+        else:
+            packed, buffer = self._buffer(ends.section_numel * self._size, dtype, custom.reduce_scatter)
         ends.fill(packed)
         if self._resolved[0] is not scale:
             self._resolved = scale, resolve_scale(scale, self._size)

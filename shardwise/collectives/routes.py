@@ -295,6 +295,7 @@ class _Entry:
     prepare: Callable[[], Link | None]
     link: Link | None = None
     is_prepared: bool = False
+    has_no_link: bool = False  # in this pass
     is_open: bool = False
     is_agreed: bool = False
     has_sums: bool = False
@@ -363,7 +364,7 @@ class PassTracker:
         except DesyncError as error:
             self.tell(str(error))  # ranks of other groups wait for this one, too
             raise
-        entry.is_prepared = True
+        entry.is_prepared, entry.has_no_link = True, entry.link is None
 
     def begin(self, kind: PassKind) -> None:
         """Enter a pass, or one inside another."""
@@ -377,7 +378,7 @@ class PassTracker:
         """Leave it; the outermost end waits until no peer reads this rank's shards."""
         if self._depth == 1:
             for entry in self.entries.values():
-                entry.is_prepared = False
+                entry.is_prepared = entry.has_no_link = False
                 if entry.has_sums and entry.link is not None and entry.link.sums is not None:
                     entry.link.sums.end()
                 entry.has_sums = False
@@ -394,7 +395,7 @@ class PassTracker:
         self._depth = 0
         self.number = None
         for entry in self.entries.values():
-            entry.is_prepared = False
+            entry.is_prepared = entry.has_no_link = False
             if entry.is_open or entry.has_sums:
                 entry.is_open = entry.is_agreed = entry.has_sums = False
                 if entry.link is not None:
@@ -449,17 +450,13 @@ class RoutedCommunicator:
         """The link that collectives are expected to use."""
         return self._pass_tracker.known_links.get(self._name)
 
-    @property
-    def _may_link(self) -> bool:
-        entry = self._pass_tracker.entries.get(self._name)
-        return entry is not None and not (entry.is_prepared and entry.link is None)
-
     def all_gather(self, ends: GatherEnds) -> Handle:
         """Gather by the link or through one packed buffer."""
         remember((now(), thread(), "", 0, "all-gather", ""))
         if hearers and tell("all-gather", "", ends):
             return LeftOut(ends, self.size)
-        if self.packed.custom.all_gather is None and self._may_link:
+        entry = self._pass_tracker.entries.get(self._name)
+        if entry is not None and not entry.has_no_link and self.packed.custom.all_gather is None:
             link = self._pass_tracker.link(self.packed.group, lambda link: link.takes_gather(ends))
             if link is not None:
                 return link.all_gather(ends)
@@ -470,7 +467,8 @@ class RoutedCommunicator:
         remember((now(), thread(), "", 0, "reduction", ends.label))
         if hearers and tell("reduction", ends.label, ends):
             return LeftOut(ends)
-        if self.packed.custom.reduce_scatter is None and self._may_link:
+        entry = self._pass_tracker.entries.get(self._name)
+        if entry is not None and not entry.has_no_link and self.packed.custom.reduce_scatter is None:
             link = self._pass_tracker.link(self.packed.group, lambda link: link.takes_scatter(ends, scale))
             if link is not None:
                 return link.reduce_scatter(ends, scale)

@@ -413,8 +413,11 @@ class Engine:
         starts = not unit.awaited and not unit.holders
         prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else []
         unit.begin_forward(self.comm_ctx.pass_tracker.number)
-        if starts and (prefetches or unit.forward_prefetch is not None):
-            self._prefetch(prefetches, unit.forward_prefetch)
+        if starts and unit.forward_prefetch is None:
+            for target in prefetches:
+                target.unshard(self.comm_ctx.pass_tracker.number)
+        elif starts:
+            self._prefetch(unit.forward_prefetch)
 
     def after_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Reshard ``unit`` if its policy says so and all its modules have run.
@@ -600,10 +603,16 @@ class Engine:
             torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
         if len(self.units) == 1 and not self.manual.is_on:
             backward.send_early(self.reductions.early_buckets(unit))
+        number = self.comm_ctx.pass_tracker.number
         if unit.policy.unshard_in_backward:
-            unit.wait_with_tied(self.comm_ctx.pass_tracker.number)
-        if prefetches or unit.backward_prefetch is not None:
-            self._prefetch(prefetches, unit.backward_prefetch)
+            unit.wait(number)
+            for member in unit.tied_units:
+                member.wait(number)
+        if unit.backward_prefetch is None:
+            for target in prefetches:
+                target.unshard(number)
+        else:
+            self._prefetch(unit.backward_prefetch)
 
     def gradient_arrived(self, unit: Unit) -> None:
         """Note that a gradient is there which is the last one, or of a unit whose backward has not begun."""
@@ -705,7 +714,8 @@ class Engine:
         try:
             for unit in reversed(self.units):
                 # Gradients held from earlier backwards must go out with this one, even if this one brought none.
-                is_due = not self.manual.is_on and self.is_due(unit)
+                may_be_due = unit.earlier.held or unit.policy.reduces_unused
+                is_due = bool(may_be_due) and not self.manual.is_on and self.is_due(unit)
                 if unit.backward.stage is not Stage.IDLE or is_due:
                     self.after_backward(unit, reduces=not self.manual.is_on, is_late=unit.backward.counts)
                 elif type(unit.state) is Gathering:  # ahead, but backward went another way
@@ -798,10 +808,9 @@ class Engine:
         if not self.is_in_step:
             hold_assigned([unit for unit in self.units if unit not in self._plain])
 
-    def _prefetch(self, planned: Iterable[Unit], explicit: list[weakref.ref[Unit]] | None) -> None:
-        targets = planned if explicit is None else [ref() for ref in explicit]
-        for target in targets:
-            if target is not None:
+    def _prefetch(self, explicit: list[weakref.ref[Unit]] | None) -> None:
+        for ref in explicit or ():
+            if (target := ref()) is not None:
                 target.unshard(self.comm_ctx.pass_tracker.number)
 
     # ---- recovery ----

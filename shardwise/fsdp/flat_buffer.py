@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -357,6 +358,7 @@ class GradientSection:
         flat: 1-D, the whole section.
         windows: the gradient of each parameter, a plain tensor.
         gradients: the same as users see them, DTensors like their parameters.
+        is_taken: a reduction uses it; else it is used again as soon as nobody else holds a gradient.
     """
 
     def __init__(self, places: GradientPlaces, flat: torch.Tensor) -> None:
@@ -369,27 +371,25 @@ class GradientSection:
         self._count_uses = torch_private.use_counter([*self.gradients, *self.windows], storages)
         self._addresses = [window.data_ptr() for window in self.windows]
         self._specs = torch_private.specs_of([param.sharded for param in places.params])
-        self._is_taken = True
+        self.is_taken = True
         del storages  # counted below, like all that holds one of the objects
         self._unheld = [*map(sys.getrefcount, self._objects)], self._count_uses()
 
-    def give_back(self) -> None:
-        """Let the section be used again as soon as nobody else holds a gradient."""
-        self._is_taken = False
-
     def take(self) -> bool:
-        """Return True, once, if nobody else holds a gradient and none has been changed by others."""
+        """Return True, once, if nobody else holds a gradient and none has been changed by others.
+
+        References to the windows also tell whether the gradients still have them as their local tensors.
+        """
         if (
-            self._is_taken
+            self.is_taken
             or [*map(sys.getrefcount, self._objects)] != self._unheld[0]
             or self._count_uses() != self._unheld[1]
-            or not all(map(operator.is_, torch_private.locals_of(self.gradients), self.windows))
             or [*map(_ADDRESS, self.windows)] != self._addresses
             or not all(map(operator.is_, torch_private.specs_of([*map(_SHARDED, self._params)]), self._specs))
             or any(map(_REQUIRES_GRAD, self.gradients))
         ):
             return False
-        self._is_taken = True
+        self.is_taken = True
         return True
 
 
@@ -455,16 +455,16 @@ class BufferWindows:
     """Windows of buffers, each kept while its buffer lives: a dict by identity, since tensors compare element by element."""
 
     def __init__(self) -> None:
-        self._windows: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
+        self.kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
 
     def of(self, buffer: torch.Tensor) -> list[torch.Tensor] | None:
         """Return what was put for ``buffer``; None: nothing."""
-        found = self._windows.get(id(buffer))
+        found = self.kept.get(id(buffer))
         return found[1] if found is not None and found[0]() is buffer else None
 
     def put(self, buffer: torch.Tensor, windows: list[torch.Tensor]) -> None:
         """Keep ``windows`` while ``buffer`` lives."""
-        key, kept = id(buffer), self._windows
+        key, kept = id(buffer), self.kept
         kept[key] = (weakref.ref(buffer, lambda gone: _forget(kept, key, gone)), windows)
 
 
@@ -649,8 +649,10 @@ class Shards:
             rows = packed.view(self.num_shards, self._section_numel)[: self._num_even]
             torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows)
             return
-        sources = self._packed_windows.of(packed)
-        if sources is None:
+        known = self._packed_windows.kept.get(id(packed))
+        if known is not None and known[0]() is packed:
+            sources = known[1]
+        else:
             sources = [
                 packed_window(packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype), move)
                 for bucket, moves in zip(self.buckets, self._moves, strict=True)
@@ -802,6 +804,7 @@ class ReduceLayout:
     """Where the gradients of some parameters lie in a packed buffer and in this rank's section of it.
 
     ``num_spare``: elements behind the section that are none of it.  ``kept_bytes``: sections up to there are used again.
+    ``scale``: of the last reduction, and the policy that it follows from.
     """
 
     def __init__(
@@ -815,6 +818,7 @@ class ReduceLayout:
         self._packed_windows = BufferWindows()
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         places = tuple(zip(self.bucket.offsets, shapes, strict=True))
+        self.scale: tuple[object, Any] | None = None
         self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel, num_spare)
         self.memory = GradientMemory(self.places, kept_bytes)
         self._windows = [(offset, row_major(shape), shape) for offset, shape in places]

@@ -204,6 +204,7 @@ class Reduction:
     memory of the reduce-scatter's input back.
 
     Attributes:
+        is_over: nothing is in flight: :meth:`finish` has nothing to do.
         is_stored: the result is on its way to the host: :meth:`CommStreams.host_waits_for_copies` comes before it is read.
         params: whose gradients these are.
         awaits_all_reduce: :meth:`advance` is to launch the sum over replicas.
@@ -229,15 +230,18 @@ class Reduction:
         self.has_elements = self._layout.bucket.full_numel > 0
         self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
-        self._scale = scale_of(group, dtype, terms.policy)
+        if layout.scale is None or layout.scale[0] is not terms.policy:
+            layout.scale = terms.policy, scale_of(group, dtype, terms.policy)
+        self._scale: Scale = layout.scale[1]
         self._scattered: Handle | None = None
         self._replicated: Handle | None = None
         self._has_all_reduced = False
         self.awaits_all_reduce = self.has_elements and self._comm.replicas is not None and not self.is_partial
-        self.is_stored = False
+        self.is_stored = self.is_over = False
         self.is_marked = True
         is_final = not self.is_partial and not group.place.is_offloaded
-        is_final = is_final and _dtypes_of_gradients(group, params) <= {dtype, None}
+        dtypes = group.gradient_dtypes if params is group.by_size else None
+        is_final = is_final and (dtypes or _dtypes_of_gradients(group, params)) <= {dtype, None}
         self._packing = _Packing(self._layout, gradients, dtype, group.place, is_final)
         self._stored: list[torch.Tensor] = []
 
@@ -310,6 +314,7 @@ class Reduction:
             self._has_all_reduced, self.awaits_all_reduce = True, False
             if self._comm.replicas is not None or self._partial or self._terms.hook is not None:
                 self._launch_all_reduce()
+            self.is_over = self._replicated is None
 
     def _launch_all_reduce(self) -> None:
         section = self._packing.target()
@@ -378,7 +383,8 @@ class Reduction:
                 news.append(torch_private.local_of(gradient))
         if olds:
             torch_private.add_all(olds, news)
-        self._give_back()
+        if packing.result is not None:
+            packing.result.is_taken, packing.result = False, None
         return failed
 
     def _as_gradients(self) -> list[torch.Tensor]:
@@ -401,9 +407,8 @@ class Reduction:
         return packing.result.gradients
 
     def _give_back(self) -> None:
-        result, self._packing.result = self._packing.result, None
-        if result is not None:
-            result.give_back()
+        if self._packing.result is not None:
+            self._packing.result.is_taken, self._packing.result = False, None
 
     # ---- facts ----
 
@@ -451,7 +456,7 @@ def launch_reductions(
         comm.reduce is None and comm.replicas is not None and not group.place.on.has_streams and terms.hook is None
     )
     if not (partial or may_stay) and len(gradients) == len(group.by_size) and comm.reduce is not None:
-        own = [gradients[param] for param in group.by_size]
+        own = [*map(gradients.__getitem__, group.by_size)]
         if len({*map(_DTYPE, own)}) == 1:  # as in most steps
             dtype = own[0].dtype
             reduction = Reduction(group, layout_of(group, group.by_size, dtype), own, dtype, terms, partial)

@@ -23,8 +23,6 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
 
     ``some``: of these parameters of the group; None: of all.
     """
-    if some is None and (all_of_them := _take_all(group)) is not None:
-        return all_of_them
     taken: Gradients = {}
     for param in group.params if some is None else some:
         full = param.full
@@ -56,11 +54,11 @@ _KIND = operator.attrgetter("dtype", "layout")
 _TENSORS = {torch.Tensor}
 
 
-def _take_all(group: ParamGroup) -> Gradients | None:
-    """Do as :func:`take_gradients` for all parameters at once; None, with nothing done, where one must be looked at."""
-    buckets = group.main_buckets
-    swap = buckets[0].swap if len(buckets) == 1 and len(buckets[0].params) == len(group.params) else None
-    if swap is None:
+def take_at_once(group: ParamGroup) -> Gradients | None:
+    """Return the gradients of all parameters and clear them; None, with nothing done, where each must be looked at."""
+    bucket = group.packing.buckets[0] if group.packing is not None and len(group.packing.buckets) == 1 else None
+    swap = bucket.swap if bucket is not None and len(bucket.params) == len(group.params) else None
+    if bucket is None or swap is None:
         return None
     gradients: list[torch.Tensor] = [*map(_GRAD, swap.fulls)]
     if {*map(type, gradients)} != _TENSORS:
@@ -73,7 +71,7 @@ def _take_all(group: ParamGroup) -> Gradients | None:
         return None
     for full in swap.fulls:
         full.grad = None
-    return dict(zip(buckets[0].params, gradients, strict=True))
+    return dict(zip(bucket.params, gradients, strict=True))
 
 
 def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:

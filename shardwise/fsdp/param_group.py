@@ -128,6 +128,8 @@ class ParamGroup:
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters are what they were before, plain tensors that stay registered.
         num_packs: how often parameters were put together.
+        is_as_seen: the last :meth:`ensure_packed` found nothing changed.
+        last_version: :meth:`version` as it was then; nobody writes to shards in the forward or backward that follows.
         is_written: the engine itself has written to shards, by the current stream, since the last gather was ordered after it.
         gradient_dtypes: those of ``.grad`` of all parameters, once asked for and until user code changes something.
         num_replica_sums: how many sums over replicas have come, also those that were left to a later backward.
@@ -165,9 +167,9 @@ class ParamGroup:
         self.num_packs = 0
         self._counted: list[int] = []  # what torch had counted at the last ensure_packed that found nothing changed
         self._in_order: list[ShardedParam] = []  # as counted
-        self._version = 0
+        self.last_version = 0
         self._has_new_versions = True  # that full forms have not followed
-        self._is_as_seen = False  # the last ensure_packed found nothing changed
+        self.is_as_seen = False  # the last ensure_packed found nothing changed
         self.is_written = False
         self.in_place: list[ShardedParam] = []
         self._plain_facts: list[tuple[ShardedParam, tuple[object, ...]]] = []
@@ -282,19 +284,22 @@ class ParamGroup:
 
         ``in_step``: a forward has done so, and its backward begins.
         """
-        if self._is_as_seen and self.packing is not None and not (self._tied or self.extended.params):
+        if self.is_as_seen and self.packing is not None and not (self._tied or self.extended.params):
+            counted: list[int] = []
             for bucket in self.packing.buckets:
                 if bucket.seen is None or not bucket.seen.is_current(in_step):
                     break
+                counted += bucket.seen.counted
             else:
-                self._count()
+                if counted != self._counted:
+                    self._note_versions(self._in_order, counted)
+                    self._counted = counted
                 return
         self._settle()
-        if self._is_as_seen:
+        self._counted = []
+        if self.is_as_seen:
             self._in_order = [param for bucket in self.main_buckets for param in bucket.params]
-            self._count()
-        else:
-            self._counted = []
+            self.version()
 
     def _settle(self) -> None:
         self.gradient_dtypes = None
@@ -304,11 +309,11 @@ class ParamGroup:
         for param in self._tied:
             param.check_ties()
         is_settled = packing is not None
-        self._is_as_seen = packing is not None and not (self.in_place or self.extended.params or self._tied)
+        self.is_as_seen = packing is not None and not (self.in_place or self.extended.params or self._tied)
         for bucket in packing.buckets if packing is not None else ():
             if bucket.seen is not None and bucket.seen.is_current(in_step=False):
                 continue
-            self._is_as_seen = False
+            self.is_as_seen = False
             if not bucket.settle(host_waits):
                 is_settled = False
                 break
@@ -346,7 +351,7 @@ class ParamGroup:
         return not self.extended.params
 
     def _pack(self) -> None:
-        self._is_as_seen = False
+        self.is_as_seen = False
         self.num_packs += 1
         self.is_written = True
         if self.packing is not None:
@@ -471,7 +476,8 @@ class ParamGroup:
                 bucket.swap = Swap(bucket.params, fulls, wants)
         if self.in_place:
             num_trainable += self.listen_in_place(on_gradient)
-        self._check_not_replaced((*self.in_place, *self.extended.params))
+        if self.in_place or self.extended.params:
+            self._check_not_replaced((*self.in_place, *self.extended.params))
         for param in self.extended.params:
             full = param.full
             assert full is not None
@@ -544,33 +550,17 @@ class ParamGroup:
 
     # ---- what others do to parameters ----
 
-    def _count(self) -> None:
-        """Note the versions that buckets have found, all as they were last."""
-        seen = (
-            [bucket.seen for bucket in self.packing.buckets if bucket.seen is not None]
-            if self.packing is not None
-            else []
-        )
-        counted = seen[0].counted if len(seen) == 1 else [each for one in seen for each in one.counted]
-        if counted != self._counted:
-            self._note_versions(self._in_order, counted)
-            self._counted = counted
-
     def _note_versions(self, params: Sequence[ShardedParam], counted: Sequence[int]) -> None:
-        self._version, self._has_new_versions = 0, True
+        self.last_version, self._has_new_versions = 0, True
         for param, version in zip(params, counted, strict=True):
             param.count.last = version + param.count.base
-            self._version += param.count.last
+            self.last_version += param.count.last
 
-    def version(self, in_pass: bool = False) -> int:
-        """Return a number that changes whenever a shard is written to, as far as torch counts writes.
-
-        ``in_pass``: nobody writes to shards since :meth:`ensure_packed`, at the beginning of this forward or backward.
-        """
-        if not (in_pass and self._is_as_seen):
-            self._counted = []
-            self._note_versions(self.params, torch_private.versions_of([param.sharded for param in self.params]))
-        return self._version
+    def version(self) -> int:
+        """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
+        self._counted = []
+        self._note_versions(self.params, torch_private.versions_of([param.sharded for param in self.params]))
+        return self.last_version
 
     def mark_in_use(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
         """A forward or backward uses full parameters again that stayed registered; return how many of them want gradients."""
@@ -589,7 +579,8 @@ class ParamGroup:
 
         What user code has put in the place of full ones stays, as it would on one process.
         """
-        buckets = self.main_buckets
+        packing = self.packing
+        buckets = () if packing is None else packing.buckets
         is_done = bool(buckets) and not (self.in_place or self.extended.params)
         for bucket in buckets:
             is_done = is_done and bucket.swap is not None and bucket.swap.register_sharded()
@@ -603,7 +594,10 @@ class ParamGroup:
                 if registration.setattr_module is not None:
                     registration.tell(sharded)
             param.registered_form = None
-        self.drop(keeps_memory)
+        if packing is not None:
+            packing.drop(keeps_memory)
+        if self.extended.params:
+            self.extended.drop(keeps_memory)
         if self._sub is not None:
             self._drop_sub()
 

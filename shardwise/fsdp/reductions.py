@@ -274,7 +274,9 @@ class Reductions:
 
     def _reduce(self, launch: _Launch, gradients: Gradients, added: Gradients) -> None:
         unit = launch.unit
-        terms, groups = self._terms_of(unit), unit.groups
+        terms, groups = self._terms.get(unit), unit.groups
+        if terms is None or terms.policy is not unit.policy or terms.hook is not unit.all_reduce_hook:
+            terms = self._terms[unit] = ReductionTerms(unit.policy, self._comm_ctx.streams, unit.all_reduce_hook)
         ways = groups[0].bound_comm if len(groups) == 1 else None
         if ways is not None and ways.reduce is not None:  # nearly always
             launch.reductions += launch_reductions(groups[0], gradients, terms, added, launch.held)
@@ -292,12 +294,6 @@ class Reductions:
                 if len(groups) > 1:
                     mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
                 launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
-
-    def _terms_of(self, unit: Unit) -> ReductionTerms:
-        terms = self._terms.get(unit)
-        if terms is None or terms.policy is not unit.policy or terms.hook is not unit.all_reduce_hook:
-            terms = self._terms[unit] = ReductionTerms(unit.policy, self._comm_ctx.streams, unit.all_reduce_hook)
-        return terms
 
     # ---- buckets of one unit: while its backward still runs ----
 
@@ -415,7 +411,12 @@ class Reductions:
         # have launched the same ones, or one waits for what the others never begin.
         if reduction.awaits_all_reduce:
             return len(self._in_flight) >= self.max_inputs
-        return reduction.is_due or sum([each.holds_input for each in self._in_flight]) >= self.max_inputs
+        if len(self._in_flight) >= self.max_inputs:
+            num_inputs = 0
+            for each in self._in_flight:
+                num_inputs += each.holds_input
+            return num_inputs >= self.max_inputs or reduction.is_due
+        return reduction.is_due
 
     def _advance(self, reduction: Reduction) -> None:
         name = self._unit_of(reduction) if listeners else ""
@@ -471,7 +472,8 @@ class Reductions:
         self.launch_rest()
         for launch in (*self._deferred, *self._launched):
             for reduction in launch.reductions:
-                self._finish(launch, reduction)
+                if not reduction.is_over:
+                    self._finish(launch, reduction)
         streams = self._comm_ctx.streams
         if streams.are_concurrent:
             streams.current_waits_for_reductions()

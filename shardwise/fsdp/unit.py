@@ -17,7 +17,7 @@ from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.gradients import EarlyBuckets, planned_scatter_bytes, sharing_of
-from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
+from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_at_once, take_gradients
 from shardwise.fsdp.param import ShardedParam, mark_full
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import MixedPrecisionPolicy
@@ -139,7 +139,7 @@ class UnitBackward:
         ``whole``: the outermost task, which may have used the unit before, in another nested backward.
         """
         if self.stage is not Stage.RUNNING:  # a second time where somebody has resharded the unit by hand
-            self._step(Stage.RUNNING)
+            self.stage = Stage.RUNNING  # legal from both others
             self._began_full = is_full
             self.comes_again = self.comes_again or self.ended_in == whole != -1
         self.task = task
@@ -202,7 +202,7 @@ class UnitBackward:
             self.counts = not (self.is_nested or self.comes_again)
         self.ended_late = self.ended_late or ended_late
         if self.stage is Stage.RUNNING:
-            brought_none = self.expects_any and not self.arrived
+            brought_none = self.counted[0] > 0 and not self.arrived
             self.owes_weights = self.owes_weights or brought_none
             if brought_none and is_kept and not self._began_full:
                 self.has_lost_weights = True
@@ -214,8 +214,7 @@ class UnitBackward:
         self.open_passes.clear()
         self.is_nested = self.comes_again = False
         self.early = self.first = None
-        if self.stage is not Stage.IDLE:
-            self._step(Stage.IDLE)
+        self.stage = Stage.IDLE  # legal from both others
 
     def distrust_counts(self) -> None:
         """Do not let the last gradient end it until one has shown which gradients are the last."""
@@ -302,7 +301,7 @@ class StepCallbacks(Protocol):
 class Unit:
     """The parameters of one ``fully_shard`` or ``replicate`` call.
 
-    What they are now is its ``state``: one arrow of that machine is one method; :meth:`_enter` checks the arrow.  How far
+    What they are now is its ``state``: one arrow of that machine is one method; :meth:`note` checks the arrow.  How far
     its backward has come is ``backward``, what earlier ones have left is ``earlier``.
 
     Attributes:
@@ -436,17 +435,24 @@ class Unit:
         self.groups = [group for group in self.groups if group.params]
         self.number_parameters()
 
-    def _enter(self, new: UnitState, op: Op | None = None, measure: Callable[[], tuple[int, bool]] = _nothing) -> None:
-        kind = type(new)
-        if (type(self.state), kind) not in LEGAL_MOVES:
-            check_move(self.name, self.state, new)
-        self.state = new
-        self.is_full = kind is Unsharded
-        if op is not None:
-            self.note(op, measure)
+    def note(
+        self,
+        op: Op | None,
+        measure: Callable[[], tuple[int, bool]] = _nothing,
+        new: UnitState | None = None,
+    ) -> None:
+        """Note what this unit has just done, for all listeners, and what it is ``new``; None: it stays what it is.
 
-    def note(self, op: Op, measure: Callable[[], tuple[int, bool]] = _nothing) -> None:
-        """Note what this unit has just done, for all listeners; ``measure``: the bytes, and the place, of the call."""
+        ``op``: None says nothing to listeners.  ``measure``: the bytes, and the place, of the call.
+        """
+        if new is not None:
+            kind = type(new)
+            if (type(self.state), kind) not in LEGAL_MOVES:
+                check_move(self.name, self.state, new)
+            self.state = new
+            self.is_full = kind is Unsharded
+        if op is None:
+            return
         log = self.log
         log.num_calls += 1
         log.recent.append((op, self.name))
@@ -478,7 +484,10 @@ class Unit:
                 return
             if isinstance(state, Gathering):
                 self.discard()
-        version = self._version(is_sharded and pass_number is not None)
+        if is_sharded and pass_number is not None and len(groups) == 1 and groups[0].is_as_seen:
+            version = (self.num_commits << 40) + groups[0].last_version
+        else:
+            version = self._version(is_sharded and pass_number is not None)
         from_sub = isinstance(state, Subsharded) and state.version == version
         is_written = False
         for group in groups:
@@ -503,7 +512,7 @@ class Unit:
             if not concerns_others(error):
                 raise
             raise self._explained(error) from error
-        self._enter(Gathering(version, pass_number, launched), Op.UNSHARD, lambda: self.gather_staging)
+        self.note(Op.UNSHARD, lambda: self.gather_staging, Gathering(version, pass_number, launched))
         if listeners:
             end("unshard", self.name, self.gather_staging[0])
 
@@ -533,7 +542,7 @@ class Unit:
             num_params += len(group.params)
         if (num_trainable, num_params) != backward.counted:
             backward.expect(num_trainable, num_params)
-        self._enter(Unsharded(state.version, pass_number), Op.WAIT, lambda: (self.full_bytes, False))
+        self.note(Op.WAIT, lambda: (self.full_bytes, False), Unsharded(state.version, pass_number))
         if listeners:
             end("wait", self.name, self.full_bytes)
 
@@ -558,7 +567,7 @@ class Unit:
                 self.writes.take(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-        self._enter(SHARDED, Op.RESHARD if was_full else None, lambda: (self.full_bytes, False))
+        self.note(Op.RESHARD if was_full else None, lambda: (self.full_bytes, False), SHARDED)
         if was_full and listeners:
             end("reshard", self.name, self.full_bytes)
         return True
@@ -567,7 +576,7 @@ class Unit:
         """Forget an all-gather that nobody has waited for."""
         assert isinstance(self.state, Gathering)
         self._cancel(self.state)
-        self._enter(Sharded())
+        self.note(None, new=SHARDED)
 
     def _cancel(self, state: Gathering | None) -> None:
         for handles in state.handles if state is not None else ():
@@ -592,12 +601,13 @@ class Unit:
         self.backward.forget()
         self._cancel(self.state if isinstance(self.state, Gathering) else None)
         if type(self.state) is not Sharded:
-            self._enter(Sharded())
+            self.note(None, new=SHARDED)
 
     @property
     def num_packs(self) -> int:
         """How often its parameters were put together, over all groups."""
-        return sum([group.num_packs for group in self.groups])
+        groups = self.groups
+        return groups[0].num_packs if len(groups) == 1 else sum(group.num_packs for group in groups)
 
     # ---- use in a forward ----
 
@@ -610,7 +620,11 @@ class Unit:
     def begin_forward(self, pass_number: int | None) -> None:
         """One of its modules begins to run: nobody reshards what it uses."""
         if not self.awaited and not self.holders:
-            self.awaited = {id(module) for ref in self._modules if (module := ref()) is not None}
+            refs = self._modules
+            if len(refs) == 1:
+                self.awaited = {id(refs[0]())}
+            else:
+                self.awaited = {id(module) for ref in refs if (module := ref()) is not None}
         for member in (self, *self.tied_units):
             member.holders += 1
             member.wait(pass_number)
@@ -661,7 +675,7 @@ class Unit:
         version = self.state.version
         for group in self.groups:
             group.cut_to_sub(self.policy.keeps_full_memory)
-        self._enter(Subsharded(version), Op.RESHARD, lambda: (self.full_bytes, False))
+        self.note(Op.RESHARD, lambda: (self.full_bytes, False), Subsharded(version))
         return True
 
     # ---- changes made by others ----
@@ -669,7 +683,7 @@ class Unit:
     def _version(self, in_pass: bool = False) -> int:
         version = self.num_commits << 40
         for group in self.groups:
-            version += group.version(in_pass)
+            version += group.last_version if in_pass and group.is_as_seen else group.version()
         return version
 
     def _is_from_now(self, state: Gathering | Unsharded, pass_number: int | None) -> bool:
@@ -731,7 +745,9 @@ class Unit:
         ):
             mark_full(self.params)  # nobody has waited for it, so ``.grad`` of what is registered would be the shard's
         for group in self.groups:
-            gradients = take_gradients(group)
+            gradients = take_at_once(group)
+            if gradients is None:
+                gradients = take_gradients(group)
             if self.policy.reduces_unused:
                 self._add_zeros(group, gradients)
             taken.update(gradients)

@@ -19,6 +19,7 @@ from shardwise.collectives.compressed import Compression
 from shardwise.collectives.routes import have_same_bits
 from shardwise.consistency.store import digest_of
 from shardwise.errors import StateError
+from shardwise.fsdp.flat_buffer import FlatBucket
 from shardwise.fsdp.param import ShardedParam, mark_full, mark_kept, may_be_written
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.observe import unit_in_words
@@ -103,7 +104,19 @@ class UserWrites:
         """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""
         found: Written = []
         for group in groups:
-            _add_written(group, found)
+            packing = group.packing
+            for bucket, buffer in () if packing is None else zip(packing.buckets, packing.fulls, strict=True):
+                if not (buffer.is_shared or buffer.is_held):
+                    continue
+                if not (buffer.is_shared or bucket.has_touched):
+                    fulls, versions, addresses = bucket.registered
+                    if (
+                        {*map(type, fulls)} <= _ORDINARY
+                        and [*map(_VERSION, fulls)] == versions
+                        and [*map(torch.Tensor.data_ptr, fulls)] == addresses
+                    ):
+                        continue  # nothing can have been written: all are queried at once, since that is quick
+                _add_written(group, bucket, buffer.is_shared, found)
         return found
 
     @staticmethod
@@ -163,36 +176,22 @@ def _is_written_unseen(group: ParamGroup, param: ShardedParam, full: nn.Paramete
     return may_be_written(full) and not (param.local.numel() and _own_rows(group).are_as_gathered(param, full))
 
 
-def _add_written(group: ParamGroup, found: Written) -> None:
-    packing = group.packing
-    if packing is None:
-        return
-    for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
-        if not (buffer.is_shared or buffer.is_held):
+def _add_written(group: ParamGroup, bucket: FlatBucket, is_shared: bool, found: Written) -> None:
+    bucket.note_registered()
+    for param in bucket.params:
+        full = param.full
+        if full is None or full is param.sharded:
             continue
-        if not (buffer.is_shared or bucket.has_touched):
-            fulls, versions, addresses = bucket.registered
-            if (
-                {*map(type, fulls)} <= _ORDINARY
-                and [*map(_VERSION, fulls)] == versions
-                and [*map(torch.Tensor.data_ptr, fulls)] == addresses
-            ):
-                continue  # nothing can have been written: asked of all of them at once, since that is quick
-        bucket.note_registered()
-        for param in bucket.params:
-            full = param.full
-            if full is None or full is param.sharded:
-                continue
-            if buffer.is_shared:  # what is written to it is written to the shard, unless it lies elsewhere now
-                if full.data_ptr() != param.full_address:
-                    found.append((group, param))
-            elif (
-                param.is_touched
-                or full._version != param.full_version
-                or full.data_ptr() != param.full_address
-                or (type(full) is not nn.Parameter and _is_written_unseen(group, param, full))
-            ):
+        if is_shared:  # what is written to it is written to the shard, unless it lies elsewhere now
+            if full.data_ptr() != param.full_address:
                 found.append((group, param))
+        elif (
+            param.is_touched
+            or full._version != param.full_version
+            or full.data_ptr() != param.full_address
+            or (type(full) is not nn.Parameter and _is_written_unseen(group, param, full))
+        ):
+            found.append((group, param))
 
 
 def _look_for_touched(group: ParamGroup, looks_at_all: bool) -> None:
