@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 def explains_arguments(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Return ``function``, made to raise ArgumentTypeError for unknown keywords and to suggest the most similar name."""
+    """Return ``function`` with a check that raises ArgumentTypeError for unknown keywords and suggests a similar name."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -32,7 +32,7 @@ def explains_arguments(function: Callable[_Args, _Result]) -> Callable[_Args, _R
 
 
 def ids_of_ignored(params: Iterable[object] | None, api: str) -> frozenset[int]:
-    """Return the ids of the parameters given as ``ignored_params``.
+    """Return the ids of the parameters in ``ignored_params``.
 
     Raises: ConfigError for anything else, such as names.
     """

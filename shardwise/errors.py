@@ -1,6 +1,6 @@
-"""The exceptions shardwise raises.
+"""The exceptions that shardwise raises.
 
-Every class also derives from the built-in type that torch raises in the same place, so code written against torch's
+Every class also derives from the built-in type that torch raises in the same place, so that code written for torch's
 ``except ValueError`` keeps working.
 """
 
@@ -32,7 +32,7 @@ class ShardwiseError(Exception):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """An argument is wrong: says what was found, what was expected and what to change."""
+    """An argument is wrong; the text shows what was found, what was expected, and what to change."""
 
 
 class ArgumentTypeError(ConfigError, TypeError):
@@ -40,19 +40,19 @@ class ArgumentTypeError(ConfigError, TypeError):
 
 
 class UsageError(ConfigError, AssertionError):
-    """A call that cannot work, where torch raises an AssertionError."""
+    """A call that cannot work, in place of torch's AssertionError."""
 
 
 class LayoutError(ShardwiseError, ValueError):
-    """A tensor does not have the shape, dtype or place that the layout expects."""
+    """A tensor does not have the shape, dtype or placement that the layout expects."""
 
 
 class StateError(ShardwiseError, RuntimeError):
-    """A call came in a state that does not allow it."""
+    """A call in a state that does not allow it."""
 
 
 class DesyncError(ShardwiseError, RuntimeError):
-    """Ranks disagree about a fact that must be the same on all of them; names the ranks and the fact."""
+    """Ranks disagree about a fact that must be equal on all of them; the text names the ranks and the fact."""
 
 
 class TransportError(ShardwiseError, RuntimeError):
@@ -60,19 +60,19 @@ class TransportError(ShardwiseError, RuntimeError):
 
 
 class RankError(ShardwiseError, RuntimeError):
-    """A rank of ``notebook_launch`` was killed or raised: holds its traceback."""
+    """A rank of ``notebook_launch`` was killed or raised; the text has its traceback."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint was not written, or cannot be loaded: names file, tensor and block where it can; nothing has changed."""
+    """A checkpoint was not written, or cannot be loaded; nothing has changed.  The text names file, tensor and block."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not what was saved: a file is missing, of another save, or has other bytes."""
+    """A checkpoint differs from what was saved: a file is missing, belongs to another save, or has other bytes."""
 
 
 class UnsafeFileError(ShardwiseError, OSError):
-    """A file of a folder is none that this package would have written: a link, a FIFO, too long, or of another form."""
+    """A file that this package would not have written: a link, a FIFO, too long, or malformed."""
 
 
 class RejectedStep(ShardwiseError, RuntimeError):
@@ -80,10 +80,11 @@ class RejectedStep(ShardwiseError, RuntimeError):
 
 
 class StepError(ShardwiseError, RuntimeError):
-    """Another rank raised in a transaction: all ranks are where they were before it.
+    """Another rank raised in a transaction, and all ranks have restored the state before it.
 
     Attributes:
-        rank: global rank that raised.  kind: name of the exception's class.  text: its first line.  place: where in its code.
+        rank: global rank that raised.  kind: name of the exception's class.  text: its first line.  place: the line of
+            code.
     """
 
     def __init__(self, message: str, rank: int = -1, kind: str = "", text: str = "", place: str = "") -> None:

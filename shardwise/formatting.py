@@ -1,4 +1,4 @@
-"""Text for people: byte counts, ranks, and output that any terminal or pipe takes."""
+"""Text for people: byte counts, ranks, and output that any terminal or pipe can print."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-# ---- Text that a terminal takes for text alone, and streams that take any: names in files are anybody's, and pipes
-# get closed.
+# ---- Text without terminal control characters, and streams that print any text: names in files are untrusted, and
+# pipes may be closed.
 
 _CONTROL = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def plain(text: str) -> str:
-    r"""Return ``text`` with control characters written out.
+    r"""Return ``text`` with control characters escaped.
 
     Example:
         >>> plain("a\x1b[2Jb")
@@ -25,7 +25,7 @@ def plain(text: str) -> str:
 
 
 def prepare_output() -> None:
-    """Let every text be printed: also where a stream is closed, is ASCII, or a name is no UTF-8."""
+    """Make every text printable, also if a stream is closed or ASCII, or a name is not UTF-8."""
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
         if stream is None:
@@ -35,7 +35,7 @@ def prepare_output() -> None:
 
 
 def drop_output() -> None:
-    """Let what is still printed go nowhere: nobody reads standard output."""
+    """Discard further output: no process reads standard output any more."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError, ValueError):
         os.dup2(devnull, sys.stdout.fileno())
@@ -46,14 +46,14 @@ _MOST_LISTED = 8  # ranks
 
 
 def format_bytes(count: float, base: int = 1000) -> str:
-    """Return a byte count in powers of 1000 with three digits, or in powers of 1024 with four, as files are measured.
+    """Return a byte count in powers of 1000 with three digits, or in powers of 1024, as for files, with four.
 
     Example:
         >>> format_bytes(1.25e6), format_bytes(1536, 1024)
         ('1.25 MB', '1.5 KiB')
     """
     units, digits = (("B", "kB", "MB", "GB", "TB"), 3) if base == 1000 else (("B", "KiB", "MiB", "GiB", "TiB"), 4)
-    most = 999.5 if base == 1000 else base  # what would round up to the next unit belongs there
+    most = 999.5 if base == 1000 else base  # a count that would round up to the next unit is printed in that
     power = 0
     while abs(count) >= most and power < len(units) - 1:
         count, power = count / base, power + 1

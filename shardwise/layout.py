@@ -1,6 +1,6 @@
 """How one tensor is cut over the ranks of a shard axis, in closed form.
 
-Source: ZeRO, arXiv 1910.02054, section 5.3; the cut is ``torch.chunk``'s, so it agrees with DTensor's ``Shard(dim)``.
+Source: ZeRO, arXiv 1910.02054, section 5.3; the cut equals ``torch.chunk``'s, and so DTensor's ``Shard(dim)``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 
 from shardwise.errors import ConfigError, LayoutError
 
-# ---- Whole tensors to owner ranks (ZeRO-1): which rank updates which elements of which tensor.
+# ---- Full tensors to owner ranks (ZeRO-1): which rank updates which elements of which tensor.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,8 @@ class OwnedSlice:
 def assign_owners(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the owner rank of each tensor: largest first, to the least loaded, ties to the lower rank.
 
-    ``loads`` are the elements that each rank owns already (default: none), so that tensors which come later do not
-    move the earlier ones.  Cost: O(n log n + n log W).
-    Raises: ConfigError if ``num_ranks`` < 1 or ``loads`` has another length.
-    Example:
+    ``loads``: the elements that each rank owns already (default: none), so that later tensors do not move earlier ones.
+    Cost: O(n log n + n log W). Raises: ConfigError if ``num_ranks`` < 1 or ``loads`` has another length. Example:
         >>> assign_owners([9, 7, 5, 3], 2)
         (0, 1, 1, 0)
     """
@@ -81,19 +79,17 @@ def _checked_loads(num_ranks: int, loads: Sequence[int]) -> Sequence[int]:
     return loads or [0] * num_ranks
 
 
-# ---- Elements to owner ranks, the same number each: for optimizers that treat every element alone.
+# ---- Equally many elements to each owner rank: for optimizers that treat every element separately.
 
 ALIGNMENT_NUMEL = 64  # one cache line of the smallest dtype, 256 bytes of float32
 
-RUN_NUMEL = 1 << 20  # 4 MiB of float32: what travels at once
-RUN_NUMEL_PER_RANK = (
-    1 << 17
-)  # with very many ranks more, so that what each of them owns of a run is a message by itself
+RUN_NUMEL = 1 << 20  # 4 MiB of float32: sent together
+RUN_NUMEL_PER_RANK = 1 << 17  # more with very many ranks, so that each rank's part of a run is worth a message
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: ``offsets`` and ``sizes`` per dim, and where it starts in row-major order."""
+    """A rectangular part of a tensor: ``offsets`` and ``sizes`` per dim, and its start in row-major order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -108,11 +104,9 @@ class Box:
 def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads: Sequence[int] = ()) -> list[range]:
     """Cut ``range(numel)`` into one range per rank (indexed by rank) at multiples of ``block``.
 
-    Ranks that own fewer elements so far (``loads``) get the remainder, so the totals stay within one block of each
-    other however many spaces are cut one after the other.  The ranges tile the space; the rank that takes the last,
-    incomplete block comes last, the others lie in rank order.  Cost: O(W log W).
-    Raises: ConfigError if ``num_ranks`` or ``block`` is below 1.
-    Example:
+    Ranks that own fewer elements so far (``loads``) get the remainder, so the totals differ by at most one block after
+    any number of cuts.  The ranges tile the space; the rank with the last, incomplete block comes last, the others are
+    in rank order. Cost: O(W log W). Raises: ConfigError if ``num_ranks`` or ``block`` is below 1. Example:
         >>> even_ranges(10, 3, block=2)
         [range(0, 4), range(4, 8), range(8, 10)]
     """
@@ -141,11 +135,10 @@ def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads:
 def even_slices(
     numels: Sequence[int], num_ranks: int, loads: Sequence[int] = (), block: int = ALIGNMENT_NUMEL
 ) -> tuple[OwnedSlice, ...]:
-    """Lay the tensors end to end, cut with :func:`even_ranges`, and return the slices in that order.
+    """Concatenate the tensors, cut them with :func:`even_ranges`, and return the slices in that order.
 
-    A tensor without elements is one empty slice of the rank that owns the place where it lies, so that its (empty)
-    state has a place too.
-    Example:
+    A tensor without elements becomes one empty slice of the rank that owns its place, so that its (empty) state has an
+    owner too. Example:
         >>> [(p.tensor, p.owner, p.start, p.stop) for p in even_slices([3, 3], 2, block=1)]
         [(0, 0, 0, 3), (1, 1, 0, 3)]
     """
@@ -168,10 +161,9 @@ def even_slices(
 
 
 def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
-    """Cut tensors, in their order, into runs of whole tensors that have about as many elements as should travel at once.
+    """Cut tensors, in order, into runs of full tensors with about as many elements as should be sent together.
 
-    A rest of less than half a run belongs to the last one.
-    Example:
+    A remainder of less than half a run belongs to the last run. Example:
         >>> runs_of([1 << 19] * 5, 2)
         [range(0, 2), range(2, 5)]
     """
@@ -191,8 +183,7 @@ def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
 def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Cut elements ``start:stop`` (row-major) of a tensor into at most ``2 * len(shape) - 1`` rectangular boxes.
 
-    Checkpoints store boxes, not ranges.  The boxes come in element order and tile the range once.
-    Example:
+    Checkpoints store boxes, not ranges.  The boxes are in element order and tile the range once. Example:
         >>> [(b.offsets, b.sizes) for b in boxes((3, 4), 2, 11)]
         [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
     """
@@ -243,8 +234,8 @@ class Move:
 class ChunkShard:
     """A tensor of ``shape`` cut along ``dim`` into ``num_shards`` shards like ``torch.chunk``.
 
-    Every shard but the last ones has ``ceil(shape[dim] / num_shards)`` rows of ``dim``; late ones may be shorter or empty.
-    A scalar cannot be cut: every rank holds all of it (``is_whole``).
+    A full shard has ``ceil(shape[dim] / num_shards)`` rows of ``dim``; the last shards may be shorter or empty. A
+    scalar cannot be cut: every rank has it (``is_whole``).
     """
 
     shape: tuple[int, ...]
@@ -261,7 +252,7 @@ class ChunkShard:
 
     @property
     def is_whole(self) -> bool:
-        """True for a scalar: each rank holds the tensor itself."""
+        """True for a scalar: each rank has the tensor itself."""
         return not self.shape
 
     @property
@@ -296,16 +287,16 @@ class ChunkShard:
 
     @property
     def section_numel(self) -> int:
-        """Elements that one rank's section of a packed buffer sets aside: a full shard, padding included."""
+        """Elements of one rank's section of a packed buffer: a full shard, padding included."""
         return self.outer * self.chunk * self.inner
 
     @property
     def has_padding(self) -> bool:
-        """True when some section is larger than the shard in it."""
+        """True if some section is larger than its shard."""
         return not self.is_whole and self.chunk * self.num_shards != self.size
 
     def rows(self, rank: int) -> range:
-        """Return the rows of ``dim`` that ``rank`` holds; empty when there are fewer rows than ranks.
+        """Return the rows of ``dim`` in the shard of ``rank``; empty for late ranks if there are fewer rows than ranks.
 
         Cost: O(1), any number of ranks.  Raises: LayoutError if ``rank`` is outside [0, num_shards).
         """
@@ -330,8 +321,8 @@ class ChunkShard:
         """Return the copies between the full tensor and its places in every section: at most two for any number of ranks.
 
         The shard of rank ``r`` starts ``r * section_stride + offset`` elements into the packed buffer, row-major and
-        without gaps.  The first move carries all full shards, the second the one short shard.  ``into_full`` says which
-        way: it matters for a scalar alone, which is read from one section but written to all.
+        without gaps.  The first move copies all full shards, the second the one short shard.  ``into_full`` is the
+        direction; it matters only for a scalar, which is read from one section but written to all.
         """
         if self.numel == 0:
             return ()
@@ -350,7 +341,8 @@ class ChunkShard:
     def part(self, rank: int, offset: int) -> Move:
         """Return the copy between the full tensor and ``rank``'s shard, which starts ``offset`` elements into its section.
 
-        Unlike in :meth:`moves`, ``packed_*`` address one section.  Shards of dim 0 are 1-D: contiguous on both sides.
+        Unlike in :meth:`moves`, ``packed_*`` address one section.  Shards along dim 0 are 1-D: contiguous on both
+        sides.
         """
         rows = len(self.rows(rank)) if not self.is_whole else 1
         block = rows * self.inner
@@ -372,7 +364,7 @@ class ChunkShard:
         )
 
 
-# ---- Many tensors of one dtype in one flat buffer: where each of them starts.
+# ---- Many tensors of one dtype in one flat buffer: the offset of each.
 
 LARGE_NUMEL = 16_384  # a shard of this many elements is worth a message of its own
 
@@ -384,7 +376,7 @@ def align(numel: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The layout of tensors that travel together: ``num_shards`` equal sections, each with one shard of every tensor.
+    """The layout of tensors in one collective: ``num_shards`` equal sections, each with one shard of every tensor.
 
     Attributes:
         shards: how each tensor is cut.
@@ -409,7 +401,7 @@ class Bucket:
 
     @property
     def padding_ratio(self) -> float:
-        """Elements that an all-gather moves, divided by the elements that the tensors have (1.0: no padding)."""
+        """Elements that an all-gather moves, divided by the elements of the tensors (1.0: no padding)."""
         true_numel = sum(shard.numel for shard in self.shards)
         if not self.shards or not true_numel:
             return 1.0
@@ -417,10 +409,10 @@ class Bucket:
 
     @cached_property
     def num_even(self) -> int:
-        """How many sections, the first ones, are the dim-0 rows of all tensors, equally many on every rank, without gaps.
+        """Number of leading sections that consist of dim-0 rows of all tensors, equally many each, without gaps; or 0.
 
-        All other sections are padding, as where a few rows are cut for many ranks.  Then a packed buffer viewed as (num_shards,
-        section_numel) has in its first ``num_even`` rows each tensor, viewed as (num_even, -1), as columns.  0: it is not so.
+        All other sections are then padding: a few rows were cut for many ranks.  A packed buffer viewed as (num_shards,
+        section_numel) then has in its first ``num_even`` rows each tensor, viewed as (num_even, -1), as columns.
         """
         if self.section_numel != sum(shard.section_numel for shard in self.shards) or not self.section_numel:
             return 0
@@ -431,7 +423,7 @@ class Bucket:
 
     @cached_property
     def num_large(self) -> int:
-        """How many shards at the start of a section are large: with :func:`by_size` first, all that are."""
+        """Number of large shards at the start of a section: all of them if :func:`by_size` has put them first."""
         count = 0
         while count < len(self.shards) and self.shards[count].section_numel >= LARGE_NUMEL:
             count += 1
@@ -439,13 +431,13 @@ class Bucket:
 
     @cached_property
     def tail_start(self) -> int:
-        """Elements from the start of a section to its tail: everything behind the large shards."""
+        """Elements from the start of a section to its tail: everything after the large shards."""
         large = self.num_large
         return self.offsets[large] if large < len(self.offsets) else self.section_numel
 
     @cached_property
     def tail_numel(self) -> int:
-        """Elements of the tail, which travels as one message."""
+        """Elements of the tail, which is sent as one message."""
         return self.section_numel - self.tail_start
 
     def parts(self, rank: int) -> tuple[Move, ...]:
@@ -457,15 +449,15 @@ class Bucket:
     ) -> tuple[Move, ...]:
         """Return the copies of tensor ``index`` between its full form and a packed buffer.
 
-        ``section_offset`` is where this bucket starts in a section and ``section_stride`` the elements from one section
-        to the next; they differ from 0 and ``section_numel`` when several buckets share a packed buffer.
+        ``section_offset``: where this bucket starts in a section.  ``section_stride``: elements from one section to the
+        next.  They differ from 0 and ``section_numel`` if several buckets share a packed buffer.
         """
         stride = self.section_numel if section_stride is None else section_stride
         return self.shards[index].moves(section_offset + self.offsets[index], stride, into_full=into_full)
 
 
 def by_size(shards: Sequence[ChunkShard]) -> list[int]:
-    """Return the indices of ``shards`` with the large ones first, otherwise in order: then the small ones are one block."""
+    """Return the indices of ``shards``, large ones first and otherwise in order, so that the small ones form one block."""
     return sorted(range(len(shards)), key=lambda index: shards[index].section_numel < LARGE_NUMEL)
 
 
@@ -473,7 +465,7 @@ def build_bucket(shards: Sequence[ChunkShard], alignment: int = 1, full_alignmen
     """Lay ``shards`` out one after another.
 
     Args:
-        shards: the tensors, in the order in which they will lie; all with the same ``num_shards``.
+        shards: the tensors in layout order, all with the same ``num_shards``.
         alignment: every shard starts at a multiple of this many elements in its section.
         full_alignment: the same for the full tensors in the unsharded buffer.
     """

@@ -1,8 +1,8 @@
-"""What this process has done lately: a ring of its last few thousand events, always on.
+"""The recent events of this process: a ring of the last few thousand, always on.
 
-Whoever does something that other ranks wait for, or waits for them, says so here in one line.  That costs less than a
-microsecond: one tuple, nothing formatted.  ``shardwise.record`` writes the ring down when something fails, and
-``shardwise diagnose`` reads it; :mod:`shardwise.testing.faults` hears of every event before what it announces is done.
+Code that other ranks wait for, or that waits for them, records an event here.  That takes less than a microsecond: one
+tuple, without formatting.  ``shardwise.record`` writes the ring to a file when something fails, and ``shardwise
+diagnose`` reads it; :mod:`shardwise.testing.faults` gets every event before the announced action.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias, TypeVar
 
-# ---- Lines for ``TORCH_LOGS=fsdp``; none unless asked for.
+# ---- Log messages for ``TORCH_LOGS=fsdp``; off by default.
 
-logger = logging.getLogger("torch.distributed.fsdp.fully_shard")  # what TORCH_LOGS=fsdp turns on
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")  # the logger that TORCH_LOGS=fsdp turns on
 
 
 def log_for_torch(what: str, unit: str | None = None) -> None:
@@ -32,23 +32,23 @@ def log_for_torch(what: str, unit: str | None = None) -> None:
 
 
 def say(what: str) -> None:
-    """Log ``what`` for people: a choice that was made for them."""
+    """Log ``what``, a choice made for the user."""
     logger.info("%s", what)
 
 
-# ---- What takes how long: whoever launches or waits says when it begins and ends, if somebody listens.
-# While nobody does, a call site costs one look at an empty list: ``if listeners: begin(...)``.
+# ---- Spans of time: code that launches or waits reports its begin and end if there are listeners. Without listeners a
+# call site costs one test of an empty list: ``if listeners: begin(...)``.
 
 
 class SpanListener(Protocol):
-    """Hears of every span of every thread; must not change anything."""
+    """Receives the spans of all threads; must not change anything."""
 
     def begin(self, track: str, what: str, subject: str) -> None:
-        """``what`` begins on this thread, for ``subject`` (a unit, a message); ``track``: of which sequence of events."""
+        """``what`` begins on this thread, for ``subject`` (a unit, a message), on the event sequence ``track``."""
         ...
 
     def end(self, what: str, subject: str, num_bytes: int) -> None:
-        """The last ``what`` of ``subject`` that has begun on this thread ends; spans inside of it that raised end too."""
+        """The last begun ``what`` of ``subject`` on this thread ends; spans inside it that raised end too."""
         ...
 
 
@@ -56,20 +56,20 @@ listeners: list[SpanListener] = []  # changed by listening(), and by the profile
 
 
 def begin(track: str, what: str, subject: str) -> None:
-    """Tell all listeners that ``what`` begins."""
+    """Notify all listeners that ``what`` begins."""
     for listener in list(listeners):
         listener.begin(track, what, subject)
 
 
 def end(what: str, subject: str, num_bytes: int = 0) -> None:
-    """Tell all listeners that ``what`` has ended."""
+    """Notify all listeners that ``what`` has ended."""
     for listener in list(listeners):
         listener.end(what, subject, num_bytes)
 
 
 @contextmanager
 def span(track: str, what: str, subject: str, num_bytes: int = 0) -> Generator[None, None, None]:
-    """Say when the body begins and ends; not for what is crossed at every call of a step."""
+    """Report the begin and the end of the body; too slow for code that runs at every call of a step."""
     if listeners:
         begin(track, what, subject)
     try:
@@ -81,7 +81,7 @@ def span(track: str, what: str, subject: str, num_bytes: int = 0) -> Generator[N
 
 @contextmanager
 def listening(listener: SpanListener) -> Generator[None, None, None]:
-    """Let ``listener`` hear of spans; inside of another, both do."""
+    """Send spans to ``listener`` inside the context; contexts nest."""
     listeners.append(listener)
     try:
         yield
@@ -92,44 +92,45 @@ def listening(listener: SpanListener) -> Generator[None, None, None]:
 _T = TypeVar("_T")
 
 NUM_EVENTS = 4096
-WAITS = "waits for "  # begins the place of an event after which its thread waits: "waits for rank 3", "waits for process 88"
+# prefix of the place of an event after which its thread waits: "waits for rank 3", "waits for process 88"
+WAITS = "waits for "
 EVERYBODY = f"{WAITS}all ranks"
-ERROR = "error"  # the place of an error of ours when it is made
+ERROR = "error"  # the place of an event for an error of shardwise when it is created
 
 # Monotonic seconds, id of the thread, name of the track, count on the track, place, what.
 Entry: TypeAlias = tuple[float, int, str, int, str, str]
-# Gets place, what, and the object that it is about; returns True if the thing announced shall be left out.
+# Gets place, what, and the subject; returns True to skip the announced action.
 Hearer: TypeAlias = Callable[[str, str, object], bool]
 
-_ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: who looks at it wants to see all threads
-hearers: list[Hearer] = []  # changed by hearing() alone
-observers: list[Callable[[str], None]] = []  # hear every error of ours, where it is made
-# Told of an error, not ours, that leaves the program; what they return is added to it as a note.
+_ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: readers want all threads
+hearers: list[Hearer] = []  # changed by hearing() only
+observers: list[Callable[[str], None]] = []  # called with every error of shardwise when it is created
+# Called with an exception, not of shardwise, that ends the program; their results are added to it as a note.
 explainers: list[Callable[[BaseException], str]] = []
 _numbers: dict[str, itertools.count[int]] = {}
 _groups: deque[tuple[str, tuple[int, ...]]] = deque(
     maxlen=NUM_EVENTS
-)  # of tracks, beside the ring: told once, not per event
-# What is crossed at every call of a step writes its entry itself, without a call in Python: an Entry into ``remember``, and
-# :func:`tell` only if there are ``hearers``.  Everybody else calls :func:`note`.
+)  # of tracks, apart from the ring: recorded once, not per event
+# Code that runs at every call of a step appends its Entry with ``remember`` itself, without a Python call, and calls
+# :func:`tell` only if there are ``hearers``. All other code calls :func:`note`.
 remember, now, thread = _ring.append, time.monotonic, threading.get_ident
 
 
 def note(place: str, what: str = "", subject: object = None) -> bool:
-    """Say that this process comes to ``place``; return True if a fault wants that it is left out."""
+    """Record that this process reaches ``place``; return True if an injected fault skips the announced action."""
     remember((now(), thread(), "", 0, place, what))
     return bool(hearers) and tell(place, what, subject)
 
 
 def note_error(text: str) -> None:
-    """Say that an error of ours was made here."""
+    """Record that an error of shardwise was created."""
     remember((now(), thread(), "", 0, ERROR, text))
     for observer in list(observers):
         observer(text)
 
 
 def explain_end(error: BaseException) -> str:
-    """Return what this process knows of the reason of ``error``, which leaves the program; ``error`` gets it as a note."""
+    """Return what this process knows about the cause of ``error``, which ends the program; add it to ``error`` as a note."""
     text = "; ".join([found for explain in list(explainers) if (found := explain(error))])
     if text and hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(f"shardwise: {text}")
@@ -142,9 +143,9 @@ class Track:
     """A sequence of events that all ranks of a group make in the same order, so that their counts can be compared.
 
     Attributes:
-        name: the same on every rank of the group, and of no other sequence.
-        count: of the events so far.
-        age: the number of tracks that this process made before: names of earlier jobs come again, and their models may live.
+        name: the same on every rank of the group; unique to the sequence.
+        count: number of events so far.
+        age: number of earlier tracks of this process: a later job reuses names, while models of earlier jobs may live.
         num_forwards, num_backwards: how many have begun.  running: "forward" or "backward"; empty if neither runs.
     """
 
@@ -156,14 +157,14 @@ class Track:
         self.running = ""
 
     def note(self, place: str, what: str = "", subject: object = None) -> bool:
-        """Do as :func:`note`, for the next event of the track."""
+        """Do :func:`note` for the next event of the track."""
         self.count = count = self.count + 1
         remember((now(), thread(), self.name, count, place, what))
         return bool(hearers) and tell(place, what, subject)
 
 
 def next_track(topic: str) -> Track:
-    """Return a new track: the n-th of a topic on this rank is the n-th on the others."""
+    """Return a new track: the n-th of a topic on this rank corresponds to the n-th on the others."""
     track = Track(f"{topic} {next(_numbers.setdefault(topic, itertools.count(1)))}")
     track.age = next(_ages)
     live_tracks.add(track)
@@ -171,16 +172,16 @@ def next_track(topic: str) -> Track:
 
 
 _ages = itertools.count()
-live_tracks: weakref.WeakSet[Track] = weakref.WeakSet()  # those of next_track, as long as somebody uses them
+live_tracks: weakref.WeakSet[Track] = weakref.WeakSet()  # those of next_track that are still referenced
 
 
 def note_group(track: str, ranks: tuple[int, ...]) -> None:
-    """Say that the track of this name, and those whose names go on from it behind a slash, are of global ``ranks``."""
+    """Record that the track of this name, and tracks whose names extend it after a slash, are of global ``ranks``."""
     _groups.append((track, ranks))
 
 
 def groups_of(tracks: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the global ranks of those of ``tracks`` whose group is known: of the last ``NUM_EVENTS`` that were told."""
+    """Return the global ranks of those of ``tracks`` whose group is among the last ``NUM_EVENTS`` recorded."""
     known, found = dict(_all_of(_groups)), dict[str, tuple[int, ...]]()
     for track in tracks:
         name = track
@@ -200,12 +201,12 @@ def _all_of(ring: deque[_T]) -> list[_T]:
     while True:
         try:
             return list(ring)
-        except RuntimeError:  # another thread has added one meanwhile
+        except RuntimeError:  # another thread has added an entry meanwhile
             continue
 
 
 def last_time() -> float:
-    """Return when the last event was, in monotonic seconds; 0 before the first."""
+    """Return the time of the last event, in monotonic seconds; 0 before the first."""
     try:
         return _ring[-1][0]
     except IndexError:
@@ -214,7 +215,7 @@ def last_time() -> float:
 
 @contextmanager
 def hearing(hearer: Hearer) -> Generator[None, None, None]:
-    """Let ``hearer`` be called at every event of every thread, before what the event announces."""
+    """Call ``hearer`` at every event of every thread inside the context, before the announced action."""
     hearers.append(hearer)
     try:
         yield
@@ -224,7 +225,7 @@ def hearing(hearer: Hearer) -> Generator[None, None, None]:
 
 @contextmanager
 def observing(observer: Callable[[str], None]) -> Generator[None, None, None]:
-    """Let ``observer`` be called with the text of every error of ours, where it is made."""
+    """Call ``observer`` with the text of every error of shardwise inside the context, when it is created."""
     observers.append(observer)
     try:
         yield
@@ -233,36 +234,36 @@ def observing(observer: Callable[[str], None]) -> Generator[None, None, None]:
 
 
 def tell(place: str, what: str, subject: object = None) -> bool:
-    """Let all hearers hear of an event; return True if one wants that what it announces is left out."""
+    """Call all hearers with an event; return True if one of them skips the announced action."""
     is_left_out = False
     for hearer in list(hearers):
         is_left_out |= hearer(place, what, subject)
     return is_left_out
 
 
-# ---- The vocabulary that plan, engine and instruments share: what a unit does in a step.
+# ---- The vocabulary shared by plan, engine and instruments: what a unit does in a step.
 
 
 class Op(str, Enum):
-    """What a unit does to its parameters or gradients."""
+    """An action of a unit on its parameters or gradients."""
 
     UNSHARD = "unshard"  # all-gather launched
     WAIT = "wait"  # full parameters may be read from here on
-    RESHARD = "reshard"  # full parameters given back
+    RESHARD = "reshard"  # full parameters freed
     REDUCE = "reduce"  # reduce-scatter (and all-reduce over replicas) launched
-    HOLD = "hold"  # gradients kept unreduced for a later backward
+    HOLD = "hold"  # gradients stored unreduced for a later backward
     COMMIT = "commit"  # reduced gradients are in ``.grad``
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One thing a unit does in a step; the plan predicts these and the trace records them.
+    """One action of a unit in a step; the plan predicts these and the trace records them.
 
     Attributes:
-        op: what is done.
+        op: the action.
         unit: path of the unit's module in the root ("" is the root itself).
-        num_bytes: bytes that this rank's buffers for it hold (staging of a collective, full parameters of a wait).
-        in_place: an unshard that holds the full parameters from its launch on; they are among ``num_bytes``.
+        num_bytes: bytes of this rank's buffers for it (staging of a collective, full parameters of a wait).
+        in_place: the full parameters of an unshard exist from its launch on; ``num_bytes`` includes them.
     """
 
     op: Op
@@ -273,7 +274,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class OrderChanged:
-    """Forward left the order that the plan was made for; units unshard on demand until the next plan."""
+    """Forward deviated from the order that was planned; units unshard on demand until the next plan."""
 
     expected: str
     found: str
@@ -283,7 +284,7 @@ Event = Call | OrderChanged
 
 
 def unit_in_words(name: str) -> str:
-    """Return the words for a unit in messages.
+    """Return a unit's name in messages.
 
     Example:
         >>> unit_in_words("blocks.0"), unit_in_words("")
@@ -293,21 +294,21 @@ def unit_in_words(name: str) -> str:
 
 
 class Instrument(Protocol):
-    """Hears every event of an engine; must not change anything."""
+    """Receives every event of an engine; must not change anything."""
 
     def on_event(self, event: Event) -> None:
-        """Take note of ``event``; called on the thread that runs the step, in the order things happen."""
+        """Process ``event``; called on the thread that runs the step, in the order of events."""
         ...
 
 
 @dataclass(slots=True)
 class EventLog:
-    """What has happened last, and who hears of it.  Units write to it themselves: it is crossed at every call.
+    """The recent events of an engine, and their receivers.  Units write to it directly, because it is used at every call.
 
     Attributes:
-        track: for the black box: all events of an engine in their order.
-        num_calls: calls so far.  recent: what the last of them did, and the units they did it to.
-        instruments: hear every event.
+        track: all events of an engine in order, for records.
+        num_calls: calls so far.  recent: the last actions, and their units.
+        instruments: receive every event.
     """
 
     track: Track = field(default_factory=lambda: Track("no engine"))

@@ -1,4 +1,4 @@
-"""What processes of one host need: no way in from other hosts, and a private folder that outlives no killed owner for long."""
+"""What processes of one host need: no access from other hosts; a private folder that is removed in any case."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import IO
 
 PREFIX = "shardwise-"
-_OWNER = "owner"  # a file in the folder, locked for as long as the owner lives: a number of a process may be used again
-_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of the second and first cgroups
+_OWNER = "owner"  # a file in the folder, locked while the owner lives (a pid may be reused)
+_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups v2 and v1
 _INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may run on."""
+    """Return the number of cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
 
@@ -28,22 +28,23 @@ def usable_cores() -> int:
 def host_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return the memory that all processes here can have together: the host's, or less if a container limits it.
 
-    Swap does not count.  None where the system does not tell.  ``root``: where the system's files are.
+    Swap does not count.  None if the system does not tell.  ``root``: where the system's files are.
     """
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         lines = (root / "proc/meminfo").read_text().splitlines()
         found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal:")]
     for limit in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # "max": none
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
             found.append(int((root / limit).read_text()))
     return min(found, default=None)
 
 
 def stay_on_loopback(environment: MutableMapping[str, str]) -> None:
-    """Let gloo and NCCL listen on the loopback interface alone, whatever was chosen for jobs of several hosts.
+    """Make gloo and NCCL listen on the loopback interface only, whatever was chosen for jobs of several hosts.
 
-    Both would else take the interface of the host's name, or any that is up.  To be called before the first process group.
+    Otherwise both would use the interface of the host's name, or any that is up.  Call it before the first process
+    group exists.
     """
     interface = _INTERFACE.get(sys.platform)
     if interface is not None:
@@ -51,9 +52,9 @@ def stay_on_loopback(environment: MutableMapping[str, str]) -> None:
 
 
 class ScratchFolder:
-    """A new folder in the system's place for temporary files, for this user alone, gone with :meth:`close`.
+    """A new folder in the system's temporary folder, private to this user, removed by :meth:`close`.
 
-    Making one removes those whose owners were killed.  Use it as a context manager, or close it.
+    The constructor removes folders whose owners were killed.  Use it as a context manager, or close it.
     """
 
     def __init__(self, prefix: str = PREFIX) -> None:
@@ -69,14 +70,14 @@ class ScratchFolder:
         self.close()
 
     def close(self) -> None:
-        """Remove the folder and what is in it."""
+        """Remove the folder and its contents."""
         self._folder.cleanup()
         if self._lock is not None:
             self._lock.close()
 
 
 def _lock(folder: Path) -> IO[str] | None:
-    """Return the locked file; None on a file system without locks: then nobody can tell, and the folder is left alone."""
+    """Return the locked file; None on a file system without locks, where no process may remove the folder."""
     file = (folder / ".owner").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,9 +89,9 @@ def _lock(folder: Path) -> IO[str] | None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove what killed processes of this user left in ``parent``: folders of ours whose owner's lock is free."""
+    """Remove what killed processes of this user left in ``parent``: shardwise's folders whose owner's lock is free."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it went meanwhile, or is not ours to look into
+        with contextlib.suppress(OSError):  # it was removed meanwhile, or belongs to another user
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and _is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -108,7 +109,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def read_proc(name: str) -> str:
-    """Return the text of the file ``name`` of ``/proc``; "" where the kernel does not tell, or the process has ended."""
+    """Return the text of the file ``name`` of ``/proc``; "" if the kernel does not tell, or the process has ended."""
     try:
         return Path("/proc", name).read_text()
     except OSError:

@@ -1,7 +1,8 @@
-"""Files in folders that somebody else may have made: the package reads and writes them through here alone.
+"""Files in folders that another user may have made: the package reads and writes them only through this module.
 
-A folder is named by the user and may be a link; what is in it may not.  Names are relative to the opened folder, no link is
-followed, nothing but regular files is opened (a FIFO would block, a device has no end), and sizes are known before memory is.
+The user names a folder, which may be a link; its contents may not.  Names are relative to the opened folder, no link is
+followed, only regular files are opened (a FIFO would block, a device has no end), and sizes are checked before memory
+is allocated.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from shardwise.errors import UnsafeFileError
 MOST_BYTES = 2**28  # of a file that is read whole
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_MODE = 0o666  # less the umask
+_MODE = 0o666  # minus the umask
 _KINDS = {errno.ELOOP: "a symbolic link", errno.ENXIO: "a FIFO or a device", errno.EISDIR: "a folder"}
 
 
 @contextmanager
 def opened(folder: Path, name: str, flags: int = os.O_RDONLY, *, makes: bool = False) -> Generator[int, None, None]:
-    """Give the descriptor of the regular file ``name`` in ``folder``; ``makes``: make folders on the way to it.
+    """Yield the descriptor of the regular file ``name`` in ``folder``; ``makes``: create folders on the path to it.
 
-    Raises: UnsafeFileError for links and what is no regular file; other errors are those of the system.
+    Raises: UnsafeFileError for links and for anything but a regular file; other errors are those of the system.
     """
     with _parent(folder, name, makes) as (parent, last):
         fd = _opened(folder / name, last, flags | _FILE, parent)
@@ -48,23 +49,23 @@ def open_input(folder: Path, name: str, most_bytes: int | None = None) -> IO[byt
 
 
 def read_bytes(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return what is in a file.  Raises: UnsafeFileError, also if it has more than ``most_bytes``."""
+    """Return the contents of a file.  Raises: UnsafeFileError, also if it has more than ``most_bytes``."""
     with open_input(folder, name, most_bytes) as file:
         return file.read(most_bytes)
 
 
 def read_text(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> str:
-    """Return the text in a file; what is no UTF-8 becomes the replacement character.  Raises: UnsafeFileError."""
+    """Return the text of a file; bytes that are not UTF-8 become replacement characters.  Raises: UnsafeFileError."""
     return read_bytes(folder, name, most_bytes).decode(errors="replace")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file.  Raises: UnsafeFileError if it holds something else."""
+    """Return the JSON object in a file.  Raises: UnsafeFileError if it contains something else."""
     return parse_object(read_text(folder, name), str(folder / name))
 
 
 def parse_object(text: str, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``text``.  Raises: UnsafeFileError that names ``what`` if it is something else."""
+    """Return the JSON object in ``text``.  Raises: UnsafeFileError with ``what`` if it is something else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -75,7 +76,7 @@ def parse_object(text: str, what: str) -> dict[str, Any]:
 
 
 def create_file(folder: Path, name: str) -> IO[bytes]:
-    """Return a new file to write, in the place of one of that name."""
+    """Return a new file to write, replacing one of that name."""
     with _parent(folder, name, True) as (parent, last):
         with suppress(FileNotFoundError):
             os.unlink(last, dir_fd=parent)
@@ -83,7 +84,7 @@ def create_file(folder: Path, name: str) -> IO[bytes]:
 
 
 def replace_file(folder: Path, name: str, content: str | bytes) -> None:
-    """Write ``content`` beside ``name`` and rename it into place: readers see the old file or the new one."""
+    """Write ``content`` to a temporary name and rename it: readers see the old file or the new one."""
     *between, last = name.split("/")
     beside = "/".join([*between, f".{last}.writing"])
     with create_file(folder, beside) as file:
@@ -92,7 +93,7 @@ def replace_file(folder: Path, name: str, content: str | bytes) -> None:
 
 
 def move_file(folder: Path, name: str, to: str) -> None:
-    """Give a file another name in ``folder``, in the place of one of that name."""
+    """Rename a file in ``folder``, replacing one of the new name."""
     with _parent(folder, name, False) as (old, last), _parent(folder, to, True) as (new, other):
         os.replace(last, other, src_dir_fd=old, dst_dir_fd=new)
 
@@ -105,13 +106,13 @@ def open_append(folder: Path, name: str) -> IO[str]:
 
 @contextmanager
 def opened_folder(folder: Path, name: str) -> Generator[str, None, None]:
-    """Give a name of the folder ``name``, made if it is not there, that leads nowhere else and is plain text in any case."""
+    """Yield a name for the folder ``name``, created if missing, that follows no link and is plain text in any case."""
     with _parent(folder, f"{name}/", True) as (fd, _):
         yield f"/proc/self/fd/{fd}" if os.path.isdir("/proc/self/fd") else str(folder / name)
 
 
 def check_folders(folder: Path, names: Iterable[str]) -> None:
-    """Refuse folders in ``folder`` that are something else, links above all.  Raises: UnsafeFileError."""
+    """Refuse folders in ``folder`` that are something else, above all links.  Raises: UnsafeFileError."""
     for name in names:
         with suppress(FileNotFoundError), _parent(folder, f"{name}/", False):
             pass
@@ -128,7 +129,7 @@ def _parent(folder: Path, name: str, makes: bool) -> Generator[tuple[int, str], 
                     os.mkdir(part, dir_fd=fd)
             try:
                 inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
-            except NotADirectoryError as error:  # a link, too
+            except NotADirectoryError as error:  # also raised for a link
                 raise UnsafeFileError(
                     f"{folder / name}: {part} is a link or a file, expected a folder. Remove it"
                 ) from error

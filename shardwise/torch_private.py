@@ -29,8 +29,8 @@ _Kind = TypeVar("_Kind", bound=torch.Tensor)
 _Leaf = TypeVar("_Leaf")
 
 
-# Where torch 2.11 keeps what it later swaps itself, in bytes after the start of a storage: the pointer with its context and
-# deleter, the device, and behind these 32 bytes the size.
+# The fields that later torch versions swap themselves, at byte offsets from the start of a storage in torch 2.11: the
+# pointer with its context and deleter, the device, and after these 32 bytes the size.
 _POINTER, _SIZE, _END = 16, 48, 56
 
 
@@ -57,9 +57,9 @@ swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = get
 
 
 def shares_locals(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return ``fn``, or for what ``Module.share_memory`` applies a function that shares the local tensors of DTensors.
+    """Return ``fn``; for the function that ``Module.share_memory`` applies, return one that shares DTensors' local tensors.
 
-    A DTensor has no memory of its own, and torch ends the process when it is asked to share that.
+    A DTensor has no memory of its own, and torch ends the process if it is asked to share that.
     """
     if getattr(fn, "__code__", None) not in nn.Module.share_memory.__code__.co_consts:
         return fn
@@ -75,10 +75,11 @@ def shares_locals(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch
 def without_weak_references(
     modules: Iterable[nn.Module], convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Yield ``convert``, what ``Module._apply`` calls with each tensor, such that its result may take the place of the tensor.
+    """Yield a replacement of the ``convert`` that ``Module._apply`` calls with each tensor; its result may replace the tensor.
 
-    torch exchanges no tensor that has weak references, and LSTMs and their kin keep some to their weights.  While one is
-    converted it keeps none; with this, others that share its weights keep none either.  All have them again at the end.
+    torch does not swap tensors that have weak references, and LSTMs and similar modules keep some to their weights.
+    While torch converts one, the module drops its own; with this, other modules that share its weights drop theirs too.
+    All are restored at the end.
     """
     keepers = [module for module in modules if isinstance(module, nn.RNNBase)]
 
@@ -94,8 +95,8 @@ def without_weak_references(
             keeper._flat_weight_refs = [None if w is None else weakref.ref(w) for w in keeper._flat_weights]
 
 
-# Where torch 2.13 keeps, beside what it swaps, what may not be asked of a storage: a bool each for "anything is checked",
-# "nobody writes" and "nobody reads".  Only builds for CUDA have a function that sets the last one.
+# Bools of torch 2.13, next to the fields that it swaps, that forbid accesses to a storage: "anything is checked", "no
+# writes" and "no reads". Only CUDA builds have a function that sets the last one.
 _CHECKED, _NO_WRITES, _NO_READS = 59, 60, 61
 
 
@@ -120,7 +121,7 @@ def _is_refused(storage: torch.UntypedStorage) -> bool:
 
 @functools.cache
 def can_refuse_reads() -> bool:
-    """Return True where this torch can be told that a storage has no memory, and :data:`swap_storage` takes that along."""
+    """Return True if this torch can mark a storage as without memory, and :data:`swap_storage` moves the mark."""
     if swap_storage is _swap_fields:
         return False
     bare, other = (torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage() for _ in range(2))
@@ -132,27 +133,27 @@ def can_refuse_reads() -> bool:
 
 
 def refuse_reads(storage: torch.UntypedStorage, words: str) -> None:
-    """Let every use of the memory that ``storage`` has now raise RuntimeError, with ``words`` in builds that can say them.
+    """Make every use of the current memory of ``storage`` raise RuntimeError, with ``words`` in builds that support a text.
 
-    Reading a storage of no bytes through a tensor of some ends the process otherwise.  :data:`swap_storage` takes the
-    refusal to where the memory goes.  Without effect where torch cannot do that.
+    Otherwise reading a storage of no bytes through a non-empty tensor ends the process.  :data:`swap_storage` moves the
+    refusal with the memory.  Without effect if torch does not support it.
     """
     if can_refuse_reads():
         _refuse_reads(storage, words)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """Return how many holders ``storage`` has beside the Python object passed in: tensors, arrays, works in flight."""
+    """Return how many references ``storage`` has besides the passed Python object: tensors, arrays, works in flight."""
     return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:
-    """Return how many holders ``tensor`` itself has beside Python: ``.grad`` of another, a work in flight."""
+    """Return how many references ``tensor`` itself has besides Python: ``.grad`` of another, a work in flight."""
     return tensor._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def use_counter(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> Callable[[], list[int]]:
-    """Return what counts all holders of each of ``tensors``, then of each of ``storages``, on the side of C++."""
+    """Return functions that count the C++ references of each of ``tensors``, then of each of ``storages``."""
     count: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
     use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]
     data = [storage._cdata for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
@@ -164,37 +165,38 @@ def use_counter(tensors: Sequence[torch.Tensor], storages: Sequence[torch.Untype
 
 
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
-"""``chunk_cat(tensors, dim, num_chunks, out=rows)``: row r of ``out`` is chunk r of each tensor, flat, one after the other."""
+"""``chunk_cat(tensors, dim, num_chunks, out=rows)``: row r of ``out`` is chunk r of each tensor, flattened and concatenated.
+"""
 
 
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
-"""Copies each source into its target, of which there is one at least; shapes match pairwise, dtypes may differ."""
+"""Copies each source into its target; there must be one at least; shapes match pairwise, dtypes may differ."""
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Do as :data:`copy_each` does, also with none at all."""
+    """Do :data:`copy_each`, also for no tensors."""
     if targets:
         copy_each(list(targets), list(sources))
 
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Returns the id of the running backward, -1 outside of one; a nested (reentrant) backward has its own."""
+"""Returns the id of the running backward, -1 outside one; a nested (reentrant) backward has its own."""
 
 
 num_nodes_made: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
-"""Returns how many nodes of graphs this thread has made."""
+"""Returns how many graph nodes this thread has created."""
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running backward ends; it is dropped, not run, if that backward raises."""
+    """Run ``callback`` when the running backward ends; it is dropped if that backward raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_backward_inputs(around: Callable[[Sequence[Any], Callable[[], Any]], Any]) -> None:
-    """Let ``around`` run every backward, of all threads, whose ``inputs`` include a DTensor.
+    """Run ``around`` in place of every backward, of all threads, whose ``inputs`` include a DTensor.
 
-    It is called with the inputs and a function that runs the backward, and returns that function's result, as
-    ``run_backward`` of autograd's engine does: the gradients, or nothing where they are accumulated.
+    It gets the inputs and a function that runs the backward, and returns that function's result, as ``run_backward`` of
+    autograd's engine does: the gradients, or nothing if they are accumulated.
     """
     variable: Any = torch.autograd.Variable
     real: Any = type(variable._execution_engine)
@@ -211,7 +213,7 @@ def check_backward_inputs(around: Callable[[Sequence[Any], Callable[[], Any]], A
 
 
 ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-"""The method of a process group that ``dist.all_gather_single`` calls after its checks; groups may define it anew."""
+"""The method of a process group that ``dist.all_gather_single`` calls after its checks; groups may override it."""
 
 
 REDUCE_SCATTER_METHOD = (
@@ -221,7 +223,7 @@ REDUCE_SCATTER_METHOD = (
 
 
 base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
-"""Returns the tensor that a tensor is a view of, None if it is none."""
+"""Returns the base of a view, None for other tensors."""
 
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -237,7 +239,7 @@ innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_inte
 
 
 def beside_transforms() -> AbstractContextManager[object]:
-    """Return a context in which tensors are made and computed with as outside ``torch.func``'s transforms."""
+    """Return a context in which tensors are created and used as outside ``torch.func``'s transforms."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
@@ -262,7 +264,7 @@ def graphs_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def same_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which writes to ``tensor`` do not count as changes for autograd's checks."""
+    """Return a context in which writes to ``tensor`` do not bump its version counter."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
@@ -282,7 +284,7 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def leaves_of(tree: object) -> list[Any]:
-    """Return what lists, tuples and dicts in ``tree`` hold, in order."""
+    """Return the leaves of the lists, tuples and dicts in ``tree``, in order."""
     from torch.utils._pytree import tree_leaves
 
     return tree_leaves(tree)
@@ -301,7 +303,7 @@ def map_of_kind(kind: type[_Leaf], function: Callable[[_Leaf], Any], tree: Any) 
 
 
 def fake_mode() -> AbstractContextManager[object]:
-    """Return a mode in which tensors have sizes and no memory, and operations cost no arithmetic."""
+    """Return a mode in which tensors have sizes but no memory, and operations compute nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -310,9 +312,9 @@ def fake_mode() -> AbstractContextManager[object]:
 def post_accumulate_hooks(
     parameters: Iterable[torch.Tensor], left_out: Container[int] = ()
 ) -> list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
-    """Return the hooks of ``register_post_accumulate_grad_hook``, per parameter in the order of their registration.
+    """Return the hooks of ``register_post_accumulate_grad_hook``, per parameter in registration order.
 
-    ``left_out``: ids of some that are not wanted.
+    ``left_out``: ids of hooks to omit.
     """
     found: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
     for parameter in parameters:
@@ -323,7 +325,7 @@ def post_accumulate_hooks(
 
 
 def remove_later_hooks(parameter: torch.Tensor, kept: int) -> dict[int, Callable[[torch.Tensor], None]]:
-    """Take the hooks of ``register_post_accumulate_grad_hook`` off, but for the one with the id ``kept``; return them by id."""
+    """Remove the hooks of ``register_post_accumulate_grad_hook`` except the one with the id ``kept``; return them by id."""
     hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
     if not hooks or len(hooks) == (kept in hooks):
         return {}
@@ -338,7 +340,7 @@ def restore_hooks(parameter: torch.Tensor, hooks: dict[int, Callable[[torch.Tens
 def gradient_hooks(
     parameters: Iterable[torch.Tensor],
 ) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]]:
-    """Return the hooks of ``register_hook``, each with the index of its parameter, in the order of their registration."""
+    """Return the hooks of ``register_hook``, each with the index of its parameter, in registration order."""
     found: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []
     for index, parameter in enumerate(parameters):
         hooks = parameter._backward_hooks
@@ -360,7 +362,7 @@ def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> tuple[bool, bool]
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Give ``target`` the hooks on the gradient of ``source``: one set of both, from which handles remove them."""
+    """Share the gradient hooks of ``source`` with ``target``: one set for both, from which handles remove them."""
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     accumulated = source._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
@@ -368,13 +370,13 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = accumulated  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_BARE = (torch.Tensor, nn.Parameter, DTensor)  # their dicts hold attributes that users have set, and ``_is_param``
+_BARE = (torch.Tensor, nn.Parameter, DTensor)  # their dicts have attributes that users have set, and ``_is_param``
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that users have set on ``tensor``.
 
-    Plain tensors and DTensors: the live dict.  Other classes may keep their components there: a copy without these.
+    Plain tensors and DTensors: the live dict.  Other classes may store their components there: a copy without these.
     """
     if type(tensor) in _BARE:
         return vars(tensor)
@@ -394,8 +396,8 @@ def give_attributes(attributes: dict[str, Any], tensor: torch.Tensor) -> None:
         vars(tensor).update({**attributes, **vars(tensor)})
 
 
-# Returns what tells the storage of a tensor apart, also of a wrapper, whose storage is empty.  No function of Python: it is
-# called for every parameter in every forward.
+# Returns an identity of a tensor's storage, also for a wrapper, whose storage is empty. It is not a Python function,
+# because every forward calls it for every parameter.
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -405,21 +407,21 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def has_chosen_grad_dtype(parameter: torch.Tensor) -> bool:
-    """Return True if ``parameter.grad_dtype`` was assigned to; before torch 2.15 the parameter's own dtype does not show."""
+    """Return True if ``parameter.grad_dtype`` was set; before torch 2.15 the parameter's own dtype cannot be detected."""
     known: bool | None = getattr(parameter, "_has_grad_dtype_override", None)
     return parameter.grad_dtype is not parameter.dtype if known is None else known
 
 
 @functools.cache
 def reduces_in_param_dtype() -> bool:
-    """Return True where torch's FSDP2 reduces in ``param_dtype`` without a ``reduce_dtype``: since 2.15 it does not."""
+    """Return True if torch's FSDP2 reduces in ``param_dtype`` without a ``reduce_dtype``, as before torch 2.15."""
     return torch.__version__ < "2.15"
 
 
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Build the description of a DTensor once, to be shared by the parameter and its gradients."""
+    """Create the spec of a DTensor once, to be shared by the parameter and its gradients."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
@@ -440,9 +442,9 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> list[DTensorSpec | None]:
-    """Return the descriptions of DTensors, None for other tensors."""
+    """Return the specs of DTensors, None for other tensors."""
     try:
-        return [*map(_SPEC, tensors)]  # as they mostly are DTensors
+        return [*map(_SPEC, tensors)]  # the common case: all are DTensors
     except AttributeError:
         return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
 
@@ -450,16 +452,17 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> list[DTensorSpec | None]:
 def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     """Wrap ``local`` without autograd or checks: ``DTensor.from_local`` costs 10 times as much and is differentiable.
 
-    ``__init__`` does nothing but tell the compiler so, at twice the cost of ``__new__``.
+    ``__init__`` only serves the compiler, and would double the cost of ``__new__``.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
 
 
 def parameter_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """Return a DTensor that is a parameter: ``nn.Parameter(dtensor)`` detaches it first, for ten times the cost."""
+    """Return a DTensor that is a parameter; ``nn.Parameter(dtensor)`` detaches it first, at ten times the cost."""
     local = local.detach()
     if local.storage_offset():
-        # The wrapper takes over the offset, and by ``data_ptr() == 0`` torch tells it from tensors that have memory.
+        # The wrapper copies the offset, and by ``data_ptr() == 0`` torch distinguishes it from tensors that have
+        # memory.
         place = torch.empty((), dtype=local.dtype, device=local.device).expand(local.shape)
         parameter = dtensor_from_local(place, spec, requires_grad)
         parameter._local_tensor = local
@@ -470,7 +473,7 @@ def parameter_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: 
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor itself (``to_local`` makes a new one through autograd); else ``tensor``."""
+    """Return the local tensor of a DTensor (``to_local`` would create a new one through autograd); else ``tensor``."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -480,14 +483,14 @@ LOCAL: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tens
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each a number that grows with each write that torch counts: to a DTensor itself, or to its local tensor."""
+    """Return version numbers, which grow with each counted write to a DTensor itself or to its local tensor."""
     return [*map(operator.add, map(_VERSION, tensors), map(_VERSION, locals_of(tensors)))]
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return :func:`local_of` of each."""
     try:
-        return [*map(LOCAL, tensors)]  # as they mostly are DTensors
+        return [*map(LOCAL, tensors)]  # the common case: all are DTensors
     except AttributeError:
         return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
@@ -501,19 +504,19 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor.data``, also where a subclass has a property of that name."""
+    """Return ``tensor.data``, even if a subclass has a property of that name."""
     return torch._C.TensorBase.data.__get__(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Assign ``tensor.data = value``, also where a subclass has a property of that name."""
+    """Assign ``tensor.data = value``, even if a subclass has a property of that name."""
     torch._C.TensorBase.data.__set__(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DTensor | None]) -> None:
-    """Let ``gather`` compute ``redistribute`` (and ``full_tensor``) of tensors of a graph that become replicated, once.
+    """Use ``gather`` for ``redistribute`` (and ``full_tensor``) of tensors in a graph that become replicated.  Call once.
 
-    ``gather`` is called with the tensor (a fake one while torch.compile traces) and a function that redistributes it; if it
+    ``gather`` gets the tensor (a fake one while torch.compile traces) and a function that redistributes it; if it
     returns None, torch's own result is used.  The method is public, but is replaced on the class.
     """
     original = DTensor.redistribute
@@ -529,13 +532,13 @@ def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DT
                 return found
         return original(self, device_mesh, placements, **options)
 
-    for each in (redistribute, DTensor.full_tensor):  # where they run between graphs, nothing is compiled of them
+    for each in (redistribute, DTensor.full_tensor):  # they run between graphs, so nothing of them is compiled
         skip_frames(each, "DTensor.redistribute runs between graphs")
     DTensor.redistribute = redistribute
 
 
 def clip_mixed_by(clip: Callable[..., torch.Tensor]) -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` call ``clip`` for DTensor and plain gradients together, where torch's raises.
+    """Use ``clip`` in ``torch.nn.utils.clip_grad_norm_`` for a mix of DTensor and plain gradients, where torch's raises.
 
     The function is public, but is replaced in its modules, once.
     """
@@ -556,26 +559,26 @@ def clip_mixed_by(clip: Callable[..., torch.Tensor]) -> None:
 
 
 def end_graph(why: str) -> NoReturn:
-    """Make torch.compile break its graph at the operation that it traces; ``why``: the error with ``fullgraph=True``."""
+    """Break torch.compile's graph at the operation that it traces; ``why``: the error with ``fullgraph=True``."""
     from torch._dynamo.exc import Unsupported
 
     raise Unsupported(why)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return the placement of a tensor dim that another mesh axis, to the right, has already cut ``split_factor`` times."""
+    """Return the placement of a tensor dim that another mesh axis, to the right, has already split ``split_factor`` times."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def make_wrapper_subclass(kind: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Any:
-    """Return a tensor of class ``kind`` that has no memory of its own; operations reach its ``__torch_dispatch__``."""
+    """Return a tensor of class ``kind`` without memory of its own; operations reach its ``__torch_dispatch__``."""
     return torch.Tensor._make_wrapper_subclass(kind, list(shape), strides=list(stride), dtype=dtype)  # pyright: ignore
 
 
 def num_shards_of_dim(spec: DTensorSpec, dim: int) -> int:
-    """Return into how many shards the placements of ``spec`` cut tensor dim ``dim``."""
+    """Return the number of shards into which the placements of ``spec`` cut tensor dim ``dim``."""
     return spec.num_shards_map[dim]
 
 
@@ -590,21 +593,21 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with a pending functional collective waited for."""
+    """Wait for a pending functional collective; return ``tensor`` as a plain tensor."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def default_store() -> torch.distributed.Store | None:
-    """Return the store that the default process group was made with, None if it cannot serve (a fake group's)."""
+    """Return the store of the default process group, None if it is unusable (a fake group's)."""
     store = torch.distributed.distributed_c10d._get_default_store()
     inner = _innermost(store)
     return None if type(inner) is torch.distributed.Store or "Fake" in type(inner).__name__ else store
 
 
 def are_threads() -> bool:
-    """Return True if the ranks are threads of this process, as in torch's tests: its memory is their store."""
+    """Return True if the ranks are threads of this process, as in torch's tests: their store is its memory."""
     store = torch.distributed.distributed_c10d._get_default_store()
     return type(_innermost(store)) is torch.distributed.HashStore and torch.distributed.get_world_size() > 1
 
@@ -616,9 +619,9 @@ def _innermost(store: torch.distributed.Store) -> torch.distributed.Store:
 
 
 def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
-    """Return after how many seconds a collective of ``group`` gives up, on ``device`` or on the first that it serves.
+    """Return after how many seconds a collective of ``group`` times out, on ``device`` or on the first that it serves.
 
-    Where no backend says (threads as ranks, a fake one): what torch gives to a new group.
+    If no backend tells (threads as ranks, a fake one): torch's default for a new group.
     """
     for each in [torch.device("cpu"), torch.device(accelerator_type())] if device is None else [device]:
         try:
@@ -628,14 +631,14 @@ def timeout_s_of(group: dist.ProcessGroup, device: torch.device | None = None) -
     return default_pg_timeout.total_seconds()
 
 
-# Public since torch 2.15, which warns of the older name.
+# public since torch 2.15, which warns about the older name
 _set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
     getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 )
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Let collectives of ``group`` that begin from now on give up after ``seconds``."""
+    """Set the timeout of collectives of ``group`` that begin from now on to ``seconds``."""
     _set_timeout(timedelta(seconds=seconds), group)
 
 
@@ -659,11 +662,11 @@ def is_only_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def abort_groups() -> None:
-    """End the collectives of all groups of this process, also those that wait on a device; the groups are of no use after."""
+    """Abort the collectives of all groups of this process, also those in kernels; the groups are unusable afterwards."""
     groups = [group for group in all_groups() if hasattr(group, "abort")]
     found = [group._get_backend(device) for group in groups for device in group._device_types]  # pyright: ignore
     starters: list[Any] = [backend for backend in found if hasattr(backend, "_group_start")][:1]
-    for backend in starters:  # one by one, kernels of other communicators would be waited for
+    for backend in starters:  # aborted one by one, each would wait for kernels of the others
         backend._group_start()
     for group in groups:
         with contextlib.suppress(RuntimeError):
@@ -673,7 +676,7 @@ def abort_groups() -> None:
 
 
 def accelerator_type() -> str:
-    """Return the device type that default meshes use: the accelerator's, "cpu" where there is none."""
+    """Return the device type of default meshes: the accelerator's, or "cpu" without one."""
     device = torch._C._get_accelerator()
     return device.type
 
@@ -682,8 +685,9 @@ def accelerator_type() -> str:
 def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) -> Generator[None, None, None]:
     """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches.
 
-    Of an operation on DTensors those count that it makes of its local parts; what torch tries out to learn placements does not.
-    ``is_seen`` False: :func:`has_dispatch_mode` does not know of it, so that tensors go the way that they go unwatched.
+    For operations on DTensors, the operations on their local tensors count; torch's trial runs to learn placements do
+    not.
+    ``is_seen`` False: :func:`has_dispatch_mode` ignores it, so that tensors take the same code path as without it.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -697,10 +701,10 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(issubclass(each, parts) for each in types):
-                return NotImplemented  # the class goes first, then its local parts come here
+                return NotImplemented  # the class is dispatched first, then its local tensors arrive here
             given = kwargs or {}
             if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
-                return args[0]  # torch makes another one here; of real ones it waits, and returns the same
+                return args[0]  # torch creates another one here; for real ones it waits, and returns the same
             out = func(*args, **given)
             if not is_trying[0]:
                 watch(func, (args, given), out)
@@ -726,12 +730,12 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
 
 @contextmanager
 def fake_world(num_ranks: int) -> Generator[None, None, None]:
-    """Let this process be rank 0 of ``num_ranks``, whose group carries nothing; other groups stay as they are."""
+    """Make this process rank 0 of ``num_ranks`` in a group that sends nothing; other groups stay as they are."""
     from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     maps = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
-    count = 1 << 40  # names of groups are numbers, and known beyond a world
+    count = 1 << 40  # group names are numbers, and outlive a world
     world = SimpleNamespace(default_pg=None, group_count=count, comms=[], pg_config_info=[], **{m: {} for m in maps})
     rank = dist.get_rank() if dist.is_initialized() else -1
     kept = {name: getattr(c10d, name) for name in ("_world", "_backend", "_default_pg_init_method")}
@@ -763,10 +767,11 @@ def has_dispatch_mode() -> bool:
 
 
 def skip_frames(function: Callable[..., Any], why: str) -> None:
-    """Let torch.compile run ``function``, and all that it calls, as they are: in no graph, and not as frames of their own.
+    """Exclude ``function``, and everything that it calls, from torch.compile.
 
-    Hooks of a module that is compiled after they were registered are such frames.  What a graph of more than that meets ends
-    it there; ``why``: what torch says where ``fullgraph=True`` forbids that.  Loads nothing of torch.compile's.
+    No graph contains it, and its frames are not compiled.  Hooks that are registered after a module was compiled are
+    such frames.  A surrounding graph breaks there; ``why``: torch's text if
+    ``fullgraph=True`` forbids that.  Imports nothing of torch.compile.
     """
     function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
     function._torchdynamo_disable_msg = why  # pyright: ignore[reportFunctionMemberAccess]
@@ -783,15 +788,15 @@ _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fully_shard"
 
 
 def class_that_tools_ask_for() -> type | None:
-    """Return the class by which torch's own tools know a sharded module, where something has imported it; else None.
+    """Return the class by which torch's tools recognize a sharded module, if its module is imported; else None.
 
-    It is looked up among the modules that Python has loaded, never imported: who uses a tool that asks has loaded it.
+    It is looked up in ``sys.modules`` and never imported: a program that uses such a tool has imported it.
     """
     return getattr(sys.modules.get(_FULLY_SHARD), "FSDPModule", None)
 
 
 def put_state_that_tools_ask_for(module: nn.Module, state: object) -> None:
-    """Let ``fully_shard.state(module)`` of torch's own function, where something has imported it, return ``state``."""
+    """Make ``fully_shard.state(module)`` of torch's own function, if that is imported, return ``state``."""
     api = getattr(sys.modules.get(_FULLY_SHARD), "fully_shard", None)
     key = getattr(sys.modules.get("torch.distributed._composable.contract"), "STATE_KEY", None)
     if api is not None and key is not None:
@@ -803,12 +808,12 @@ def _registry_key() -> str:
 
 
 def composable_apis_of(module: nn.Module) -> list[str]:
-    """Return the names under which torch's registry of composable APIs has ``module``: "fully_shard", "replicate", ..."""
+    """Return the names of ``module`` in torch's registry of composable APIs: "fully_shard", "replicate", ..."""
     return [*module.__dict__.get(_registry_key(), ())]
 
 
 def enter_composable_api(module: nn.Module, name: str) -> None:
-    """Enter ``module`` in torch's registry of composable APIs, if that has been imported."""
+    """Add ``module`` to torch's registry of composable APIs, if that is imported."""
     key = _registry_key()
     if key:
         module.__dict__.setdefault(key, {})[name] = sys.modules["torch.distributed._composable.contract"].RegistryItem()
@@ -818,33 +823,33 @@ def enter_composable_api(module: nn.Module, name: str) -> None:
 
 
 def process_group_store(group: dist.ProcessGroup) -> dist.Store:
-    """Return the key-value store that ``group`` was made with (prefixed, so groups do not share keys)."""
+    """Return the key-value store of ``group`` (prefixed, so groups do not share keys)."""
     from torch.distributed.distributed_c10d import _get_process_group_store
 
     return _get_process_group_store(group)
 
 
 def tensor_without_memory(kind: type[_Kind], like: torch.Tensor, dtype: torch.dtype) -> _Kind:
-    """Return a tensor of the subclass ``kind`` with the shape, strides and device of ``like`` and nothing in it."""
+    """Return an empty tensor of the subclass ``kind`` with the shape, strides and device of ``like``."""
     return torch.Tensor._make_wrapper_subclass(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)  # pyright: ignore[reportReturnType]
 
 
 @functools.cache
 def unscale_op() -> Any:
-    """Return the operator by which ``GradScaler`` unscales gradients and looks for values that are not finite."""
+    """Return the operator by which ``GradScaler`` unscales gradients and detects non-finite values."""
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @functools.cache
 def copying_ops() -> frozenset[Any]:
-    """Return the operators that give a tensor's values as they are: detach, clone, another dtype or device."""
+    """Return the operators that preserve a tensor's values: detach, clone, another dtype or device."""
     aten = torch.ops.aten
     return frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default})
 
 
 @functools.cache
 def elementwise_ops() -> frozenset[Any]:
-    """Return operators that change each element of a tensor, or of several, in place by itself."""
+    """Return operators that change each element of one or several tensors in place, independent of other elements."""
     aten = torch.ops.aten
     names = ("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar", "clamp_.default", "clamp_min_.default")
     names += ("clamp_max_.default", "neg_.default", "zero_.default", "nan_to_num_.default")
@@ -854,7 +859,7 @@ def elementwise_ops() -> frozenset[Any]:
 
 
 def is_accumulation(func: Any) -> bool:
-    """Return True if ``func`` is how a running backward adds to a gradient that is there already."""
+    """Return True if ``func`` is the operator by which a running backward adds to an existing gradient."""
     return func is torch.ops.aten.add_.Tensor and graph_task_id() != -1
 
 
@@ -877,7 +882,7 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) 
 
 
 def chunks_of(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return (offsets, sizes) in the global shape of what this rank holds of ``tensor``, as checkpoints see it."""
+    """Return (offsets, sizes) of this rank's part of ``tensor`` in the global shape, as checkpoints see it."""
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
 
 
@@ -887,12 +892,12 @@ def process_group_of(tensor: Any) -> dist.ProcessGroup:
 
 
 def sharded_tensor_like(reference: Any, values: Sequence[torch.Tensor]) -> Any:
-    """Return a ShardedTensor cut as ``reference`` whose local shards are ``values``; no communication."""
+    """Return a ShardedTensor cut like ``reference`` with the local shards ``values``; no communication."""
     import dataclasses
 
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-    def clamped(place: Any) -> Any:  # empty shards of torch's own specs start behind the end, which its checks refuse
+    def clamped(place: Any) -> Any:  # empty shards of torch's own specs start after the end, which its checks refuse
         offsets = [min(start, size) for start, size in zip(place.shard_offsets, reference.size(), strict=True)]
         return dataclasses.replace(place, shard_offsets=offsets)
 
@@ -907,7 +912,7 @@ def sharded_tensor_like(reference: Any, values: Sequence[torch.Tensor]) -> Any:
 
 
 def step_inside(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer that works inside of another: global step hooks run for the outer one only."""
+    """Step an optimizer that works inside another one: global step hooks run for the outer one only."""
     step = type(optimizer).step
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if has_hooks or not getattr(step, "hooked", False):
@@ -926,7 +931,7 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.Di
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches: they keep meshes, and so ended process groups with their threads, while the process lives."""
+    """Clear DTensor's caches: they keep meshes, and so ended process groups with their threads, alive with the process."""
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     topologies = getattr(_collective_utils, "MeshTopoInfo", None)
@@ -946,7 +951,7 @@ DispatchMode = TorchDispatchMode
 
 
 def group_name_of(process_group: torch.ScriptObject) -> str:
-    """Return the name of a process group in the form in which operators take it."""
+    """Return the name of a process group in the form that operators take."""
     return dist.ProcessGroup.unbox(process_group).group_name
 
 
@@ -963,8 +968,8 @@ def all_groups() -> list[dist.ProcessGroup]:
 def replace_gloo(group: dist.ProcessGroup, prefix: str, kind: int) -> None:
     """Put a new gloo backend under ``group``, connected through its store under ``prefix``.  Collective.
 
-    ``kind``: a number that no backend of the group has: torch would take the old one again.  That one lives on, without
-    connections, until the group is destroyed.
+    ``kind``: a number that no backend of the group has; otherwise torch would use the old one again.  The old one lives
+    on, without connections, until the group is destroyed.
     """
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
@@ -976,11 +981,11 @@ def replace_gloo(group: dist.ProcessGroup, prefix: str, kind: int) -> None:
 
 
 def settle_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Let DDP lay out its buckets as the last step has shown, which it would do in its next forward.  Collective."""
+    """Make DDP lay out its buckets as the last step has shown, which it would do in its next forward.  Collective."""
     ddp.reducer._rebuild_buckets()
 
 
 def reset_reducer(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Let DDP forget a backward that has not ended; its next step shows the order of its buckets again."""
+    """Make DDP forget a backward that has not ended; its next step records the order of its buckets again."""
     ddp.reducer._reset_state()
     ddp._has_rebuilt_buckets = False

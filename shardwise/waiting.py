@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do, by looking again and again."""
+"""Wait by polling for what other threads and processes do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 _T = TypeVar("_T")
-LOOK_S = 0.5  # between two looks at whether what is waited for can still come
-STORE_PAUSES_S = 1e-4, 2e-2  # first and longest pause between two questions to a store
-MEMORY_PAUSES_S = 20e-6, 1e-3  # between two looks at shared memory
+LOOK_S = 0.5  # between two checks whether the awaited event can still happen
+STORE_PAUSES_S = 1e-4, 2e-2  # first and longest pause between two store requests
+MEMORY_PAUSES_S = 20e-6, 1e-3  # between two reads of shared memory
 _GROWTH = 1.5
 _YIELDS = 200
 
@@ -28,10 +28,12 @@ def wait_until(
     is_hopeless: Callable[[], object] | None = None,
     pauses_s: tuple[float, float] = STORE_PAUSES_S,
 ) -> _T:
-    """Return what ``condition()`` returns, once that is true; else what it returns last, when waiting is over.
+    """Return the result of ``condition()`` once it is true; else its last result, when the wait is over.
 
-    Waiting is over after ``limit_s`` seconds, or once ``is_hopeless()``, which costs more than a condition and is asked every
-    ``LOOK_S``.  Both are followed by one more look at the condition.  ``alarm()`` may raise; it is called before each pause.
+    The wait is over after ``limit_s`` seconds, or once ``is_hopeless()``, which costs more than a condition and is
+    called every
+    ``LOOK_S``.  In both cases the condition is checked once more.  ``alarm()`` may raise; it is called before each
+    pause.
     """
     start = looked = time.monotonic()
     pause_s, longest_s = pauses_s

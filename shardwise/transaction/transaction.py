@@ -443,7 +443,7 @@ def _agreement() -> Agreement | None:
         if group.size() > 1 and not torch_private.is_only_gloo(group):
             raise ConfigError(
                 f"a transaction needs groups whose collectives end when a rank leaves; group {group.group_name} talks "
-                f"{dist.get_backend(group)}, which waits in kernels that nobody can take back. Use gloo, or restart from a "
+                f"{dist.get_backend(group)}, which waits in kernels that cannot be interrupted. Use gloo, or restart from a "
                 "checkpoint (shardwise train --max-restarts)"
             )
     return Agreement(world)
@@ -596,8 +596,8 @@ class Transaction:
 def _text_of(cause: Report) -> str:
     return (
         f"rank {cause.rank} raised {cause.kind} at {cause.place}: {cause.text}\nAll ranks have undone the step: parameters, "
-        "gradients, buffers and optimizer state are those before it. To go on without a word, name the exception in retry= or "
-        "skip= of shardwise.transaction"
+        "gradients, buffers and optimizer state are those before it. To continue without raising, name the exception in "
+        "retry= or skip= of shardwise.transaction"
     )
 
 
@@ -676,13 +676,13 @@ def _optimized(optimizer: Optimizer) -> Optimized:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         if optimizer.overlap_with_ddp:
             raise ConfigError(
-                "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket: there is no moment "
-                "before its step at which all is as it was; make it without overlap to use transactions"
+                "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket, so that no "
+                "state before its step exists that could be restored; make it without overlap to use transactions"
             )
         if optimizer.overlap_grad_reduce or optimizer.overlap_param_gather:
             raise ConfigError(
-                "an optimizer made with overlap_grad_reduce=True or overlap_param_gather=True has gradients and parameters on "
-                "their way beyond backward and step(), which cannot be put back; make it without them to use transactions"
+                "an optimizer made with overlap_grad_reduce=True or overlap_param_gather=True has gradients and parameters "
+                "in flight after backward and step(), which cannot be restored; make it without them to use transactions"
             )
         shares = zero_backend(optimizer)
         return Optimized(optimizer, optimizer.optim, shares.mark, shares.renew)

@@ -263,5 +263,5 @@ def test_overlaps_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="is for loops without DDP"):
         _zero(model, overlap_with_ddp=True, overlap_grad_reduce=True)
     for option in BOTH:
-        with pytest.raises(ConfigError, match="on their way beyond backward"):
+        with pytest.raises(ConfigError, match="in flight after backward"):
             transaction(model, _zero(model, **{option: True})).__enter__()
