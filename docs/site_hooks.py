@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 EDIT = "edit/main/docs/"
+CONTRIBUTORS = "For contributors"
 MOVED = {"doors.html": "apis.html", "faults.html": "hangs.html", "reference/doors.html": "apis.html"}  # old -> new
 MERMAID = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
 NODE = re.compile(r'^\s*(\w+)\["<b>(.*?)</b><br/>(.*?)"\]$', re.MULTILINE)
@@ -32,7 +33,7 @@ def on_config(config: Any) -> Any:
     pages = sorted((ROOT / "docs" / "design").glob("*.md"))
     decisions = [{page.read_text().partition("\n")[0].lstrip("# "): f"design/{page.name}"} for page in pages]
     sections = {name: part for entry in config["nav"] for name, part in entry.items()}
-    sections["For contributors"].append({"Decisions": decisions})
+    sections[CONTRIBUTORS].append({"Decisions": decisions})
     examples = [{title_of(path): f"examples/{path.stem}.md"} for path in sorted((ROOT / "examples").glob("*.py"))]
     sections["Tutorials"].append({"Examples": examples})
     if config["repo_url"]:
@@ -74,6 +75,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if source == "errors.md":
         markdown += "\n".join(runpy.run_path(str(ROOT / "docs" / "list_messages.py"))["as_markdown"]())
     origin = "CONTRIBUTING.md" if source == "contributing.md" else source.replace(".md", ".py")
+    if page.ancestors and page.ancestors[-1].title == CONTRIBUTORS:
+        page.meta.setdefault("search", {"boost": 0.1})  # pages for users are found first
     if page.file.generated_by is not None and config["repo_url"]:
         page.edit_url = f"{config['repo_url'].rstrip('/')}/{EDIT.removesuffix('docs/')}{origin}"
     return MERMAID.sub(lambda found: draw(found[1]), markdown)
