@@ -1,1 +1,1 @@
-"""What will happen: a step predicted from the order of the last one.  Pure, and the same on every rank."""
+"""Prediction of a step from the execution order of the last one.  Pure, and the same on every rank."""

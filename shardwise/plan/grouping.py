@@ -1,4 +1,4 @@
-"""Choose which neighbouring blocks become one unit.  Pure; no function takes a rank, so all ranks choose the same."""
+"""Choose which neighbouring blocks form one unit.  Pure; no function takes a rank, so all ranks choose the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardwise.formatting import format_bytes
 
-# ---- The units of a model as a table to read.
+# ---- The units of a model as a printed table.
 
 _HEADINGS = ("unit", "modules", "parameters", "bytes", "padding", "route")
 
@@ -23,10 +23,10 @@ class UnitRow:
         name: paths of its modules in the model, compressed (``blocks.0-7``); "" is the model itself.
         num_modules: how many modules unshard together.
         numel: elements of its parameters, unsharded.
-        num_bytes: bytes of these, in the dtypes they are kept in.
-        padding_ratio: elements that an all-gather moves divided by ``numel``; 1.0: none are padding.
-        route: how ranks exchange its parameters ("shared memory", "send/recv", "collectives"); "" while that is not known,
-            before the second forward, or if they do not.
+        num_bytes: bytes of these, in their stored dtypes.
+        padding_ratio: elements that an all-gather moves divided by ``numel``; 1.0: no padding.
+        route: how ranks exchange its parameters ("shared memory", "send/recv", "collectives"); "" while that is
+            unknown, before the second forward, or if they do not.
     """
 
     name: str
@@ -39,9 +39,9 @@ class UnitRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitTable:
-    """The units of a model in module order, the model's own first; ``str()`` is a table, with routes once any is known.
+    """The units of a model in module order, the root unit first; ``str()`` is a table, with routes once any is known.
 
-    ``ahead_bytes``: what full parameters and staging stay within, where units are gathered ahead by bytes and a step has run.
+    ``ahead_bytes``: the limit for full parameters and staging, if units are prefetched by bytes and a step has run.
     """
 
     rows: tuple[UnitRow, ...]
@@ -50,7 +50,7 @@ class UnitTable:
     def __str__(self) -> str:
         lines = [_HEADINGS, *(_cells(row) for row in self.rows)]
         if not any(row.route for row in self.rows):
-            lines = [line[:-1] for line in lines]  # nothing is known of any route before the first step
+            lines = [line[:-1] for line in lines]  # no route is known before the first step
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         text = [_aligned(line, widths) for line in lines]
         numel, num_bytes = sum(row.numel for row in self.rows), sum(row.num_bytes for row in self.rows)
@@ -77,17 +77,17 @@ def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join((name, *numbers))
 
 
-# ---- Write many module paths in few words, and read them back.
+# ---- Compressed lists of module paths.
 
 _NUMBERED = re.compile(r"(?P<stem>(?:.*[^0-9])?)(?P<number>0|[1-9][0-9]*)", re.DOTALL)
 _RANGE = re.compile(r"(?P<stem>(?:.*[^0-9])?)(?P<first>0|[1-9][0-9]*)-(?P<last>0|[1-9][0-9]*)", re.DOTALL)
 
 
 def compress_paths(paths: Sequence[str]) -> str:
-    """Return ``paths`` as a list in which neighbours that count up by one are a range: ``blocks.0-7, head``.
+    """Return ``paths`` as a list in which consecutive numbers form a range: ``blocks.0-7, head``.
 
-    A path that could be mistaken for a range or a list is quoted as in JSON, so different lists get different texts.
-    The empty path (the root) alone is the empty text.
+    A path that looks like a range or a list is quoted as in JSON, so that different lists have different texts.  The
+    empty path (the root) alone is the empty text.
     """
     if list(paths) == [""]:
         return ""
@@ -106,7 +106,7 @@ def compress_paths(paths: Sequence[str]) -> str:
 
 
 def _count_up(paths: Sequence[str], start: int) -> int:
-    """Return how many paths from ``start`` on differ by one in the number at their end alone."""
+    """Return how many paths from ``start`` on differ only in their final number, which counts up by one."""
     numbered = _split_number(paths[start])
     if numbered is None:
         return 1
@@ -132,17 +132,17 @@ def _needs_quotes(path: str) -> bool:
     return path.strip() != path or "," in path or '"' in path
 
 
-DEFAULT_MIN_UNIT_BYTES = 3 * 2**19  # 1.5 MiB; why: see shardwise.shard_model
+DEFAULT_MIN_UNIT_BYTES = 3 * 2**19  # 1.5 MiB; for the reason see shardwise.shard_model
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A child with parameters of some module.
+    """A child module with parameters.
 
     Attributes:
         path: its path in the model.
         signature: equal for children of one class and parameter structure.
-        num_bytes: its parameters unsharded, without those that another unit has.
+        num_bytes: its unsharded parameters, without those of other units.
         is_explicit: it is a unit already.
         can_be_unit: it may become one.
         kind: children of the kind of a repeated block are blocks too, alike or not; None: of no kind.
@@ -157,9 +157,9 @@ class Child:
 
 
 def repeated_blocks(children: Sequence[Child]) -> tuple[Child, ...]:
-    """Return the children of one module that are its repeated blocks: two or more of one signature, and their kind.
+    """Return the repeated blocks among the children of one module: two or more of one signature, and others of their kind.
 
-    Explicit units count as repetitions, so that one of two blocks may have been sharded by hand.
+    Explicit units count as repetitions, so that the user may have sharded one of two blocks.
     """
     able = [child for child in children if child.can_be_unit]
     repetitions = Counter(child.signature for child in able)
@@ -170,9 +170,9 @@ def repeated_blocks(children: Sequence[Child]) -> tuple[Child, ...]:
 def group_blocks(children: Sequence[Child], min_unit_bytes: int) -> tuple[tuple[str, ...], ...]:
     """Return the paths of the blocks among the children of one module, one tuple for each new unit, in their order.
 
-    A block of at least ``min_unit_bytes`` stands alone.  Smaller neighbours are merged into units of at least that size:
-    as many units as can be, of equally many blocks where that will do.  A run of neighbours that is smaller as a whole is
-    one unit.  Explicit units, large blocks and children that are no blocks end a run.
+    A block of at least ``min_unit_bytes`` is a unit by itself.  Smaller neighbours are merged into units of at least
+    that size: as many units as possible, with equally many blocks if that suffices.  A run of neighbours that is
+    smaller in total is one unit. Explicit units, large blocks and children that are not blocks end a run.
     """
     blocks = {child.path for child in repeated_blocks(children)}
     groups: list[tuple[str, ...]] = []
@@ -201,7 +201,7 @@ def _cut(run: Sequence[Child], min_unit_bytes: int) -> Iterator[tuple[str, ...]]
 
 
 def _greedy_lengths(sizes: Sequence[int], min_unit_bytes: int) -> list[int]:
-    """Return the lengths of groups that end as soon as they are large enough; the rest joins the last one."""
+    """Return the lengths of groups that end as soon as they are large enough; the rest joins the last group."""
     lengths: list[int] = []
     length = num_bytes = 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Predict a step: every call in order, and what to unshard ahead.  Pure; no function takes a rank."""
+"""Predict a step: every call in order, and what to prefetch.  Pure; no function takes a rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from enum import Enum
 
 from shardwise.observe import Call, Op
 
-# ---- Fold a plan into bytes.
+# ---- Bytes over a plan.
 
 
 def unsharded_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> Iterator[int]:
-    """Yield, after each call, the bytes that staging buffers and full parameters hold at its highest point.
+    """Yield, for each call, the peak bytes of staging buffers and full parameters.
 
-    ``reductions_in_flight`` is how many reduce-scatter inputs may live at once.  Shards, gradients and optimizer states
-    are not counted: they do not move during a step.
+    ``reductions_in_flight``: how many reduce-scatter inputs may live at once.  Shards, gradients and optimizer states
+    do not count, because they are constant during a step.
     """
     live = 0
     staged: dict[str, Call] = {}
@@ -46,11 +46,11 @@ def unsharded_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> Ite
 
 
 def peak_bytes(calls: Iterable[Call], reductions_in_flight: int = 1) -> int:
-    """Return the most bytes that :func:`unsharded_bytes` reaches."""
+    """Return the maximum of :func:`unsharded_bytes`."""
     return max(unsharded_bytes(calls, reductions_in_flight), default=0)
 
 
-# ---- What a unit does with its parameters and gradients: values, replaced whole, never changed in place.
+# ---- The policy of a unit for its parameters and gradients: values, replaced as a whole, never changed in place.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,18 @@ class UnitPolicy:
     """The behaviour of one unit.
 
     Attributes:
-        reshard_after_forward: True: give full parameters back after forward; False: keep them until backward has used
-            them; an int: keep shards on a mesh of that many ranks.
-        reshard_after_backward: give full parameters back after backward.
-        keeps_full_memory: leave the memory of full parameters where it is when they are given back: the next ones lie there
-            too.
-        unshard_in_backward: False when backward of this unit reads no parameter (an embedding).
-        sync: reduce gradients in this backward; False holds them for a later one.
-        syncs_replicas: on a mesh with a replica axis, sum over it too; False keeps partial sums.
-        divide_factor: what summed gradients are divided by; None: the number of data-parallel ranks.
-        sum_only: collectives may use nothing but sums.
-        reduces_unused: send zeros for trainable parameters that got no gradient, so that ranks may use different ones.
+        reshard_after_forward: True: free full parameters after forward; False: keep them until backward has used them;
+            an int:
+            keep shards on a mesh of that many ranks.
+        reshard_after_backward: free full parameters after backward.
+        keeps_full_memory: keep the memory of freed full parameters, so that the next ones are at the same address.
+        unshard_in_backward: False if backward of this unit reads no parameter (an embedding).
+        sync: reduce gradients in this backward; False keeps them unsynced for a later one.
+        syncs_replicas: on a mesh with a replica axis, reduce over it too; False leaves sums over the shard axis only.
+        divide_factor: the divisor of summed gradients; None: the number of data-parallel ranks.
+        sum_only: collectives may use plain sums only.
+        reduces_unused: send zeros for trainable parameters without a gradient, so that ranks may use different
+            parameters.
     """
 
     reshard_after_forward: bool | int = True
@@ -82,7 +83,7 @@ class UnitPolicy:
     reduces_unused: bool = False
 
 
-# ---- The order in which a step used its units, as it happened.
+# ---- The execution order of a step, as recorded.
 
 
 class StepEvent(str, Enum):
@@ -91,8 +92,8 @@ class StepEvent(str, Enum):
     PRE_FORWARD = "enter forward"
     POST_FORWARD = "exit forward"
     PRE_BACKWARD = "enter backward"
-    POST_BACKWARD = "exit backward"  # its gradients are there
-    RELEASE_IN_BACKWARD = "release in backward"  # no gradient came
+    POST_BACKWARD = "exit backward"  # its gradients have arrived
+    RELEASE_IN_BACKWARD = "release in backward"  # no gradient arrived
     PRE_RECOMPUTE = "enter recompute"  # forward again, inside backward
     POST_RECOMPUTE = "exit recompute"
 
@@ -110,7 +111,7 @@ class OrderEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOrder:
-    """All entries of one step: one forward of the root and the backward that followed it, if one did."""
+    """All entries of one step: one forward of the root and its backward, if there was one."""
 
     entries: tuple[OrderEntry, ...]
 
@@ -125,27 +126,27 @@ class ExecutionOrder:
         return tuple(entry for entry in self.entries if entry.event not in FORWARD)
 
 
-# ---- Which gradients travel together where a sum over replicas is all there is to do.  Pure; no function takes a
+# ---- Buckets: which gradients share a collective if they are only summed over replicas. Pure; no function takes a
 # rank.
 
-LEAST_BYTES = 1 << 20  # below, what a collective costs its ranks besides waiting is more than its bytes
+LEAST_BYTES = 1 << 20  # below this size, the overhead of a collective on its ranks exceeds the cost of its bytes
 _LATENCIES = 10
-_MOST_OF_UNIT = 32  # buckets of one unit: each takes two or three calls of Python
+_MOST_OF_UNIT = 32  # buckets of one unit: each takes two or three Python calls
 
 
 def bucket_bytes(latency_s: float, bytes_per_s: float) -> int:
-    """Return from how many bytes on a bucket is full: sending it takes ten times the latency, which then costs a tenth."""
+    """Return the size from which a bucket is full: sending it takes ten times the latency, which then costs a tenth."""
     return max(LEAST_BYTES, round(_LATENCIES * latency_s * bytes_per_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What a unit's gradients share a bucket by.
+    """The terms on which a unit's gradients share a bucket.
 
     Attributes:
-        key: units with the same one may share.
+        key: units with the same key may share.
         num_bytes: of its gradients that go into a bucket, more than 0.
-        limit: a bucket with so many bytes is full.
+        limit: a bucket of that many bytes is full.
     """
 
     key: Hashable
@@ -159,7 +160,7 @@ class UnitBucket:
 
     Attributes:
         units: in the order in which backward is expected to end them.
-        awaited: those of them that backward does end: it waits for these, not for what no loss depends on.
+        awaited: those of them that backward ends: the bucket does not wait for units that no loss depends on.
     """
 
     units: tuple[int, ...]
@@ -167,16 +168,16 @@ class UnitBucket:
 
 
 def form_buckets(order: ExecutionOrder, sharing: Sequence[Sharing | None]) -> tuple[UnitBucket, ...]:
-    """Return the buckets of a step that uses units in ``order``, in the order in which they are to be sent.
+    """Return the buckets of a step that uses units in ``order``, in the order in which they are sent.
 
-    Who is with whom follows from the forward alone, which a first step shows too: sums over more than two ranks depend on
-    where an element lies in a bucket, so a run that begins again, from a checkpoint or after a fault, must find the
-    same ones.  Backward ends units in the opposite order of their first use.  When buckets are sent, and what is waited for,
-    follows from the backward of ``order`` if it has one.
+    The forward alone decides which units share a bucket, and a first step has it too: sums over more than two ranks
+    depend on the position of an element in its bucket, so a run that restarts from a checkpoint or after a fault must
+    form the same buckets. Backward ends units in the opposite order of their first use.  When buckets are sent, and for
+    what they wait, depends on the backward of ``order`` if it has one.
 
     Args:
         order: the entries of a step, or of its forward.
-        sharing: of every unit, by number; None: it shares with nobody, and is in no bucket.
+        sharing: of every unit, by number; None: it is in no bucket.
     """
     used = [entry.unit for entry in order.entries if entry.event is StepEvent.PRE_FORWARD]
     runs: list[list[int]] = []
@@ -197,13 +198,13 @@ def form_buckets(order: ExecutionOrder, sharing: Sequence[Sharing | None]) -> tu
 
 
 def split_unit(num_bytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets of a unit that is alone in its model: indices of its gradients, in the order of sending.
+    """Return the buckets of a unit that is alone in its model: indices of its gradients, in sending order.
 
-    Backward brings the gradients of later parameters first.  The sizes alone decide, as in :func:`form_buckets`.
+    In backward the gradients of later parameters arrive first.  Only the sizes decide, as in :func:`form_buckets`.
 
     Args:
         num_bytes: of every gradient, in the order of the parameters.
-        limit: a bucket with so many bytes is full; with more, if there were too many of them otherwise.
+        limit: a bucket of that many bytes is full; the limit grows if there were too many buckets.
     """
     limit = max(limit, -(-sum(num_bytes) // _MOST_OF_UNIT))
     buckets: list[tuple[int, ...]] = []
@@ -227,22 +228,22 @@ def _as_ended(order: ExecutionOrder, runs: Sequence[Sequence[int]]) -> tuple[Uni
     return tuple(sorted(buckets, key=lambda bucket: max([ends[unit] for unit in bucket.awaited], default=never)))
 
 
-_TRIES = 4  # until a plan stays within its bytes; each time with less, by what the last one was above
+_TRIES = 4  # until a plan stays within its bytes; each time with a limit lowered by the last excess
 
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What planning needs to know of a unit.
+    """What planning needs to know about a unit.
 
     Attributes:
         name: path of its module in the root.
         policy: its behaviour.
-        gather_bytes: what its launched all-gather holds.  in_place: its full parameters are among these.
+        gather_bytes: bytes of its launched all-gather.  in_place: they include its full parameters.
         full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
-        route: how its parameters travel, for readers of the plan.
+        route: how its parameters are sent, for readers of the plan.
         tied_units: units whose parameters its modules use too (weights tied across units).
-        forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
-        sharing: by what its gradients share a bucket with those of others; None: they do not.
+        forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: as planned.
+        sharing: the terms on which its gradients share a bucket; None: they do not.
     """
 
     name: str
@@ -263,9 +264,9 @@ class PrefetchBudget:
     """How far ahead of their use units may be unsharded.
 
     Attributes:
-        depth: so many units in any case.
-        num_bytes: more, as long as full parameters and staging stay within so much; at least what ``depth`` holds at its
-            highest point.  None: no more.
+        depth: that many units in any case.
+        num_bytes: more units, as long as full parameters and staging stay within it; at least the peak with ``depth``.
+            None: no more.
         max_reductions: inputs of reductions that may live at once.
     """
 
@@ -279,13 +280,13 @@ class StepPlan:
     """A predicted step.
 
     Attributes:
-        order: the order it was made for.
-        calls: what the engine will do, in order.
+        order: the order that it was predicted from.
+        calls: the calls of the engine, in order.
         prefetches: for each entry, the units to unshard right after it.
-        routes: how the parameters of each unit travel: (unit, "shared memory" | "send/recv" | "collectives").
-        starts: for each entry, how many calls come before those that it makes; last, how many come before the commits.
-        ahead_bytes: what full parameters and staging stay within, if units are unsharded ahead by bytes; else None.
-        buckets: units whose gradients are all-reduced together, in the order in which that happens.
+        routes: how the parameters of each unit are sent: (unit, "shared memory" | "send/recv" | "collectives").
+        starts: for each entry, the number of calls before its own; last, the number of calls before the commits.
+        ahead_bytes: the limit for full parameters and staging if units are prefetched by bytes; else None.
+        buckets: units whose gradients are all-reduced together, in that order.
     """
 
     order: ExecutionOrder
@@ -298,7 +299,7 @@ class StepPlan:
 
 
 class _Simulation:
-    """Units as the engine would have them, one event after another."""
+    """The states of units, as the engine would have them, event by event."""
 
     def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> None:
         self.order = order
@@ -336,7 +337,7 @@ class _Simulation:
             self.call(Op.RESHARD, unit, self.units[unit].full_bytes)
 
     def upcoming(self, position: int, event: StepEvent) -> list[int]:
-        """Return the next units that reach ``event`` and are not full, as many as there is room for."""
+        """Return the next units that reach ``event`` and are not full, up to the budget."""
         found: list[int] = []
         for entry in self.order.entries[position + 1 :]:
             is_enough = len(found) >= self.budget.depth and self.budget.num_bytes is None
@@ -351,7 +352,7 @@ class _Simulation:
         return found
 
     def is_within_budget(self, prefetches: Sequence[int], event: StepEvent) -> bool:
-        """Return True if nothing exceeds the budget once ``prefetches`` are full beside what is full now."""
+        """Return True if nothing exceeds the budget once ``prefetches`` are full in addition to what is full now."""
         held = sum(self.units[unit].full_bytes for unit in self.is_full)
         for unit in self.is_gathering.union(prefetches):
             facts = self.units[unit]

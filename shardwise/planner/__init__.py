@@ -1,4 +1,4 @@
 """Plan before you run: the memory and the time of a model on any number of ranks, and which way to take.
 
-``plan/`` says what the engine does with units; this package asks it about ranks that are not there.
+``plan/`` predicts what the engine does with units; this package applies it to ranks that do not exist.
 """

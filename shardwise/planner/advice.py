@@ -1,4 +1,4 @@
-"""``plan``: what one rank will hold and how long a step will take, for every way to train, before anything runs."""
+"""``plan``: the memory of one rank and the time of a step, for every way to train, before anything runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwise.planner.rank_units import rank_units, steps_of, unit_paths
 
 
 def code_of(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[str, ParallelStyle]) -> str:
-    """Return Python that makes ``model`` train as ``setting`` says, under ``torchrun``, on all of its ranks."""
+    """Return Python that trains ``model`` with ``setting``, under ``torchrun``, on all of its ranks."""
     return "\n".join([*_imports(setting, tensor_plan), "", *_body(setting, profile, device, tensor_plan)]) + "\n"
 
 
@@ -132,7 +132,7 @@ def _style(style: ParallelStyle) -> str:
     plain = type(style)
     try:
         return f"{plain.__name__}()" if repr(plain()) == repr(style) else repr(style)
-    except TypeError:  # a style that cannot be made without arguments
+    except TypeError:  # a style that requires arguments
         return repr(style)
 
 
@@ -159,7 +159,7 @@ def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
         yield f"shard_model(model, min_unit_bytes={setting.min_unit_bytes}, {', '.join(options)})"
 
 
-# ---- Which ways to train there are, what each costs, which to take, and what would have to change where none fits.
+# ---- The search: the ways to train, their costs, which to take, and what to change if none fits.
 
 _MOST_RANKS = 1 << 17
 ProfileOf = Callable[
@@ -169,20 +169,22 @@ ProfileOf = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What may be chosen from.
+    """The options to choose from.
 
     Attributes:
-        doors: as ``shardwise train --shard`` calls them.
-        unit_bytes: sizes that blocks are merged up to; those that make the same units count once.
+        doors: as ``shardwise train --shard`` names them.
+        unit_bytes: sizes up to which blocks are merged; sizes that give the same units count once.
         recompute, offload: whether to try without, with, or both.
         precision: "fp32" or "bf16".
         accumulate: microbatches of a step.
-        optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``, ``muon`` (matrices whole, the rest AdamW).
-        measures: time this machine's operations and links first.  threads: of a rank that shares a CPU host with others, as
-            ``shardwise train`` and torchrun give it one.
-        tensor: ranks that may split every block (tensor parallelism); 1: none.
+        optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``, ``muon`` (whole matrices, the rest
+            AdamW).
+        measures: time this machine's operations and links first.  threads: of a rank that shares a CPU host with
+            others, as
+            ``shardwise train`` and torchrun set it.
+        tensor: numbers of ranks that may split every block (tensor parallelism); 1: none.
         tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
-        compression: in how many bits parameters and gradients travel, of the doors that take such a policy.
+        compression: the compression of parameters and gradients, for the doors that take such a policy.
     """
 
     doors: tuple[str, ...] = ("full", "hybrid", "replicate", "gradients", "optimizer")
@@ -216,12 +218,12 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setting and what it costs.
+    """A setting and its costs.
 
     Attributes:
-        peak: the moment at which a rank holds most.  host_bytes: in the host's memory (offload).
-        fits: in what a plan may fill of the device's memory.
-        padding_ratio: elements that are kept and moved divided by those of the model.
+        peak: the moment of the highest memory.  host_bytes: in the host's memory (offload).
+        fits: in the part of the device's memory that a plan may fill.
+        padding_ratio: elements that are stored and moved divided by those of the model.
         num_units: of the model.
     """
 
@@ -235,13 +237,13 @@ class Candidate:
 
     @property
     def rank_s(self) -> float:
-        """Seconds of a step on one rank for each data-parallel rank: what ways with unlike steps are compared by."""
+        """Seconds of a step on one rank for each data-parallel rank, to compare ways whose steps differ."""
         return self.time.step_s * self.setting.tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the question after which something fits, and the fastest that does."""
+    """A change of the question after which something fits, and the fastest way that does."""
 
     words: str
     best: Candidate
@@ -249,10 +251,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search has found: candidates, the fastest that fit first, and where none does, changes, the smallest first.
+    """The result of a search: candidates, the fastest that fit first; and if none fits, changes, the smallest first.
 
     Attributes:
-        left_out: settings that were not looked at, and why.
+        left_out: settings that were not evaluated, and why.
     """
 
     candidates: tuple[Candidate, ...]
@@ -261,9 +263,9 @@ class SearchResult:
 
 
 def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidate:
-    """Return what ``setting`` costs on ``hardware``: closed form in ranks.
+    """Return the costs of ``setting`` on ``hardware``, in closed form in ranks.
 
-    CPU ranks whose shards are all on one host read each other's memory, unless what they read is coded.
+    CPU ranks whose shards are all on one host read each other's memory, unless it is compressed.
     """
     if hardware.shared is not None and setting.door in UNIT_DOORS and setting.compression is None:
         setting = _routed(setting, max(hardware.ranks_per_host // setting.tensor, 1))
@@ -284,7 +286,7 @@ def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidat
 
 
 def _routed(setting: Setting, ranks_per_host: int) -> Setting:
-    """Return ``setting`` with the transport of CPU ranks, so many per host: as collectives/host/local_peers.py finds it."""
+    """Return ``setting`` with the transport of CPU ranks, as collectives/host/local_peers.py chooses it."""
     shards = setting.num_shards
     if shards <= ranks_per_host:
         is_near = setting.num_replicas > 1 and setting.ranks <= ranks_per_host
@@ -302,7 +304,7 @@ def memory_over_step(profile: Profile, setting: Setting, device: str, library_by
 
 @dataclass(slots=True)
 class Search:
-    """The candidates for one model, number of ranks and hardware."""
+    """The search for one model, number of ranks and hardware."""
 
     profile_of: ProfileOf
     ranks: int
@@ -311,7 +313,7 @@ class Search:
     left_out: list[str] = field(default_factory=list[str])
 
     def run(self) -> SearchResult:
-        """Return candidates, the fastest that fit first, then those that do not, the smallest first."""
+        """Return candidates, the fastest that fit first, then those that do not fit, the smallest first."""
         candidates = list(self._candidates())
         candidates.sort(key=lambda each: (not each.fits, each.rank_s if each.fits else each.peak.total))
         changes = () if any(each.fits for each in candidates) else tuple(self._changes(candidates))
@@ -330,12 +332,12 @@ class Search:
                     yield self._evaluate(replace(chosen, offload=True))
 
     def may_offload(self, setting: Setting) -> bool:
-        """Return True if state may go to the host's memory: it costs time, so it is tried where nothing else fits."""
+        """Return True if state may be in the host's memory: that costs time, so it is tried only if nothing else fits."""
         is_wanted = True in self.choices.offload and not setting.offload
         return is_wanted and setting.door in UNIT_DOORS and self.hardware.device != "cpu"
 
     def _frees_enough(self, found: Candidate) -> bool:
-        """Return True if ``found`` may fit without what offload moves away."""
+        """Return True if ``found`` may fit without what offload moves."""
         moved = sum(found.peak.held[:3])  # parameters, optimizer, gradients
         return found.peak.total - moved <= self.hardware.usable * self.hardware.memory_bytes
 
@@ -346,7 +348,7 @@ class Search:
         return self.profile_of(setting.computes_in, setting.recompute, setting.tensor)
 
     def _is_hopeless(self, setting: Setting) -> bool:
-        """Return True if whole parameters and gradients alone are too much: no dry run is worth it."""
+        """Return True if full parameters and gradients alone exceed the memory, so that a dry run is not worthwhile."""
         if setting.door in UNIT_DOORS:
             return False
         numel = self.profile_of(self.choices.precision, False, 1).numel
@@ -410,7 +412,7 @@ class Search:
     # ---- where nothing fits ----
 
     def _changes(self, candidates: list[Candidate]) -> Iterator[Change]:
-        """Yield changes of one thing each after which something fits."""
+        """Yield single changes after which something fits."""
         settings = [each.setting for each in candidates]
         if not settings:
             return
@@ -489,15 +491,15 @@ _HEADINGS = ("", "way", "peak", "of which", "step", "samples/s", "compute", "exp
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The ways to train a model on some ranks, what each costs, and which to take.
+    """The ways to train a model on some ranks, their costs, and which to take.
 
     Attributes:
         model: name of its class.  num_parameters: elements.
         ranks: all of them.  batch: of a microbatch of one data-parallel rank.
-        hardware: what a rank runs on.
-        candidates: the fastest that fit first, then those that do not, the smallest first.
-        changes: where nothing fits: changes of one thing after which something does, the smallest first.
-        left_out: ways that were not looked at, and why.
+        hardware: of a rank.
+        candidates: the fastest that fit first, then those that do not fit, the smallest first.
+        changes: if nothing fits: single changes after which something does, the smallest first.
+        left_out: ways that were not evaluated, and why.
     """
 
     model: str
@@ -511,12 +513,12 @@ class Plan:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """All ways that were looked at, the best first."""
+        """All evaluated ways, the best first."""
         return self.found.candidates
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """Where nothing fits: what to change, the smallest change first."""
+        """What to change if nothing fits, the smallest change first."""
         return self.found.changes
 
     @property
@@ -526,7 +528,7 @@ class Plan:
         return first if first is not None and first.fits else None
 
     def why(self) -> str:
-        """Return in a sentence or two why this way, or what to change."""
+        """Return in a sentence or two why to take this way, or what to change."""
         if self.best is None:
             return self._why_nothing_fits()
         best, faster = self.best, [each for each in self.candidates if not each.fits]
@@ -613,7 +615,7 @@ class Plan:
         return next(p for p in self._profiles if (p.precision, p.recomputes, p.tensor) == wanted)
 
     def memory(self, candidate: Candidate | None = None) -> RankMemory:
-        """Return what a rank holds over the step of ``candidate``, by default that of :meth:`code`."""
+        """Return a rank's memory over the step of ``candidate``, by default that of :meth:`code`."""
         chosen = candidate or self._chosen()
         return memory_over_step(
             self._profile(chosen), chosen.setting, self.hardware.device, self.hardware.library_bytes
@@ -637,7 +639,7 @@ class Plan:
         return json.dumps(values, indent=2)
 
     def picture(self, path: str | Path) -> None:
-        """Draw the memory of the chosen way over the step, stacked by kind, with the peak named (needs matplotlib)."""
+        """Draw the memory of the chosen way over the step, stacked by kind, with the peak labelled (needs matplotlib)."""
         from shardwise.planner.rank_memory import draw_memory
 
         chosen = self._chosen()
@@ -654,20 +656,22 @@ def plan(
     loss: Loss = default_loss,
     choices: Choices = Choices(),
 ) -> Plan:
-    """Say what every way to train ``model`` on ``ranks`` ranks would hold and take, before any of them runs.
+    """Return the memory and the time of every way to train ``model`` on ``ranks`` ranks, before any of them runs.
 
     Args:
-        model: a module, on any device, or a function that makes one: it is called on the meta device, without memory.
-        inputs: of one microbatch of one data-parallel rank: tensors, of which shape and dtype count; or (batch, time) for
-            int64 tokens.
-        ranks: all of them, 1 or more: those that split blocks (``Choices.tensor``) included.
-        hardware: "a100", "h100", "h200", "cpu", a JSON file with the fields of :class:`Hardware`, or that itself.
-        loss: called as ``loss(model, *inputs)``; default: next-token cross entropy for tokens, else the mean of the output.
-        choices: what may be chosen from.
+        model: a module, on any device, or a function that makes one, which is called on the meta device, without
+            memory.
+        inputs: of one microbatch of one data-parallel rank: tensors, of which only shape and dtype matter; or (batch,
+            time) for int64 tokens.
+        ranks: all of them, 1 or more, including those that split blocks (``Choices.tensor``).
+        hardware: "a100", "h100", "h200", "cpu", a JSON file with the fields of :class:`Hardware`, or a Hardware.
+        loss: called as ``loss(model, *inputs)``; default: next-token cross entropy for tokens, else the mean of the
+            output.
+        choices: the options to choose from.
 
-    Returns: a :class:`Plan`; ``print(plan)`` is its table.  Bytes are those of the rank that holds most.
-    Needs no process group, no GPU and no memory for the model.
-    Raises: ConfigError (a ValueError) for arguments that cannot be; errors of the model's forward pass through.
+    Returns: a :class:`Plan`; ``print(plan)`` is its table.  Bytes are those of the rank with the most memory. Needs no
+    process group, no GPU and no memory for the model. Raises: ConfigError (a ValueError) for impossible arguments;
+    errors of the model's forward pass through.
 
     Example:
         >>> import torch, shardwise
@@ -687,7 +691,7 @@ def plan(
 
         machine = measured(machine, list(runs.all_of(choices)), ranks, choices.threads)
     found = Search(runs.profile, ranks, machine, choices).run()
-    if not runs.done:  # no door that goes with so many ranks
+    if not runs.done:  # no way suits this number of ranks
         runs.all_of(replace(choices, tensor=(1,)))
     profiles = tuple(run.profile for run in runs.done.values())
     first = profiles[0]

@@ -1,7 +1,7 @@
-"""One forward and backward of a model without memory and without arithmetic, written down as a profile.
+"""One forward and backward of a model without memory and without arithmetic, recorded as a profile.
 
-Tensors are fake: they have shapes, dtypes and storages of a size, so autograd keeps and frees what it would keep and free,
-recomputation included; what is alive at each moment is counted, not computed from a formula.
+Tensors are fake: they have shapes, dtypes and storages of a size, so autograd saves and frees what it would save and
+free, recomputation included.  The live bytes at each moment are counted, not computed from a formula.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from shardwise.plan.grouping import Child, group_blocks
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.profile import ROOT, ParamFacts, Profile, StepMark, Stretch, Work, params_by_block
 
-# ---- Blocks that are alike: a dry run runs a few of them and writes down the others as it has seen those.
-# Nothing is computed from a formula: of a run of alike blocks the first three and the last one run.  The second and the
-# third must have done the same, to the byte and to the operation, beside what they found; then the others would do it again.
+# ---- Alike blocks: a dry run runs a few of them and copies what they did for the others. Of a run of alike blocks the
+# first three and the last one run. The second and the third must have done the same, to the byte and to the operation,
+# relative to what they found; then the others would repeat it.
 
-_FIRST = 3  # of a run, that run: the second and the third have alike neighbours
+_FIRST = 3  # blocks that run: the second and the third have alike neighbours
 _HELD = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeRun:
-    """Alike blocks one after another, by number: ``kept`` run, first and last; ``skipped`` lie before the last."""
+    """Consecutive alike blocks, by number: ``kept`` ones run, the first and the last; ``skipped`` come before the last."""
 
     kept: tuple[int, int, int, int]
     skipped: tuple[int, ...]
@@ -50,7 +50,8 @@ class AlikeRun:
 def alike_runs(model: nn.Module, blocks: Sequence[str]) -> tuple[AlikeRun, ...]:
     """Return the runs of five and more neighbours among ``blocks`` (paths, the root's first) that are alike.
 
-    Alike: of one class, structure and settings, in all of their parts; and no parameter is anybody else's.
+    Alike blocks have one class, structure and settings, in all of their parts, and share no parameter with other
+    modules.
     """
     users: dict[int, set[int]] = {}
     modules = [model.get_submodule(path) for path in blocks]
@@ -77,7 +78,7 @@ def alike_runs(model: nn.Module, blocks: Sequence[str]) -> tuple[AlikeRun, ...]:
 
 
 def are_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Return True if nothing that a module holds tells ``one`` from ``other``, but for the values of tensors."""
+    """Return True if the contents of both modules are equal except for the values of tensors."""
     if type(one) is not type(other) or _ties(one) != _ties(other):
         return False
     pairs = list(zip(one.modules(), other.modules(), strict=False))
@@ -85,7 +86,7 @@ def are_alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _ties(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Return the names of parts and parameters, each with the place at which it came first."""
+    """Return the names of parts and parameters, each with the index of its first occurrence."""
     places: dict[int, int] = {}
     named = [*module.named_modules(remove_duplicate=False), *module.named_parameters(remove_duplicate=False)]
     return tuple((name, places.setdefault(id(each), len(places))) for name, each in named)
@@ -104,7 +105,7 @@ def _held_alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _are_same(one: object, other: object) -> bool:
-    """Return True if code cannot tell the values apart; False where that is not known."""
+    """Return True if code cannot distinguish the values; False if unknown."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -126,18 +127,18 @@ def _are_same(one: object, other: object) -> bool:
 
 
 def spec_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what tells tensors without values apart."""
+    """Return what distinguishes tensors without values."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type, tensor.requires_grad
 
 
 class Unlike(Exception):
-    """A block was not called as those before it: the dry run has to run all blocks."""
+    """A block was not called like those before it: the dry run has to run all blocks."""
 
 
 class StandIn:
-    """Passes on the input of a block that is skipped: what it would return has the form of what it is given.
+    """Passes on the input of a skipped block, whose output would have the form of its input.
 
-    One for each run: told of the calls of blocks that run, asked for those that do not.
+    There is one for each run: it gets the calls of blocks that run, and answers those of blocks that do not.
     """
 
     def __init__(self) -> None:
@@ -145,15 +146,15 @@ class StandIn:
         self._output: object = None
 
     def entered(self, args: object, kwargs: object) -> None:
-        """Note what a block that runs is called with."""
+        """Record the arguments of a block that runs."""
         self._given = torch_private.map_tensors(_Spec, (args, kwargs))
 
     def left(self, output: object) -> None:
-        """Note what it has returned."""
+        """Record its output."""
         self._output = torch_private.map_tensors(_Spec, output)
 
     def pass_on(self, args: object, kwargs: object) -> object:
-        """Return what the block would, with another view of its first tensor.  Raises: Unlike."""
+        """Return what the block would return, as another view of its first tensor.  Raises: Unlike."""
         given = (args, kwargs)
         tensors = [each for each in torch_private.leaves_of(given) if isinstance(each, torch.Tensor)]
         made = [each for each in torch_private.leaves_of(self._output) if isinstance(each, _Spec)]
@@ -188,7 +189,7 @@ def with_skipped(
 
 
 def _without(stretches: Sequence[Stretch], skipped: frozenset[int]) -> list[Stretch] | None:
-    """Return the stretches but those of ``skipped`` blocks; None if anything happened in these, before or after them."""
+    """Return the stretches without those of ``skipped`` blocks; None if anything happened in these."""
     kept: list[Stretch] = []
     for each in stretches:
         if each.mark.block not in skipped:
@@ -229,9 +230,9 @@ def _with_copies(
 
 @dataclass(frozen=True, slots=True)
 class _Neighbours:
-    """Where two blocks begin that did the same, one after the other, and where what follows begins.
+    """Indices of the begins of two consecutive blocks that did the same, and of the end of the second.
 
-    ``growth``: of the bytes that stay, from one to the next.
+    ``growth``: of the remaining bytes, from one to the next.
     """
 
     first: int
@@ -245,7 +246,7 @@ def _neighbours(
 ) -> _Neighbours | None:
     """Return where three blocks reach ``event``, if the first two do the same from there to the next.
 
-    ``blocks``: their numbers, and the place of each of their parameters among its block's.
+    ``blocks``: their numbers, and the index of each of their parameters in its block.
     """
     found = [[n for n, each in enumerate(stretches) if each.mark == StepMark(event, block)] for block, _ in blocks]
     if any(len(each) != 1 for each in found):
@@ -261,7 +262,7 @@ def _neighbours(
 
 
 def _beside(stretches: Sequence[Stretch], base: int, block: int, places: Mapping[int, int]) -> list[object] | None:
-    """Return what ``block`` did beside the ``base`` bytes that were there; None if another passed a mark meanwhile."""
+    """Return what ``block`` did relative to ``base`` bytes; None if another block passed a mark meanwhile."""
     if any(
         each.mark.block != block or (each.mark.event is None and each.mark.param not in places) for each in stretches
     ):
@@ -292,17 +293,16 @@ def _shifted(stretch: Stretch, num_bytes: int) -> Stretch:
     return replace(stretch, peak_bytes=peak, left_bytes=left)
 
 
-# ---- Tensor parallelism for a dry run: a copy of the model without memory, split as ``parallelize_module`` splits
-# it.
+# ---- Tensor parallelism in a dry run: a copy of the model without memory, split by ``parallelize_module``.
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """How the blocks of a model are split.
+    """The split of a model's blocks.
 
     Attributes:
         ranks: that share one block.
-        plan: what ``parallelize_module`` takes for a block: paths in it, and how each module there is split.
+        plan: the argument of ``parallelize_module`` for a block: paths in it, and how each module there is split.
     """
 
     ranks: int
@@ -313,7 +313,7 @@ class TensorSplit:
 def split_copy(model: nn.Module, blocks: Sequence[str], split: TensorSplit) -> Generator[nn.Module, None, None]:
     """Yield a copy of ``model`` on the meta device whose ``blocks`` are split, as the first of ``split.ranks`` ranks has it.
 
-    Process groups that there are stay as they are.  Raises: ConfigError if the plan does not go with the blocks.
+    Existing process groups stay as they are.  Raises: ConfigError if the plan does not match the blocks.
     """
     twins: dict[int, object] = {}
     for each in (*model.parameters(), *model.buffers()):
@@ -336,9 +336,9 @@ def split_copy(model: nn.Module, blocks: Sequence[str], split: TensorSplit) -> G
         yield twin
 
 
-# ---- What the operations of a dry run make, free and compute, seen where torch dispatches them.
+# ---- A watch of what operations of a dry run allocate, free and compute, where torch dispatches them.
 
-# Collectives of DTensor: rings that each takes over the bytes of its result, or of its input if that is larger.
+# Collectives of DTensor: number of rings over the bytes of the result, or of the input if that is larger.
 _RINGS = {
     "all_reduce": 2,
     "all_reduce_": 2,
@@ -351,7 +351,7 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What stands for a tensor in the arguments of an operation that is to be repeated."""
+    """Replaces a tensor in the arguments of an operation that is to be repeated."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -368,7 +368,7 @@ class OpCall:
 
 
 class OpWatch:
-    """Follows the bytes that operations have made and that are still there, and counts work, from mark to mark.
+    """Counts the live bytes that operations have allocated, and their work, from mark to mark.
 
     Attributes:
         stretches: those that have ended.
@@ -389,13 +389,13 @@ class OpWatch:
         self._restart()
 
     def mark(self, mark: StepMark) -> None:
-        """End the stretch that runs and begin that of ``mark``."""
+        """End the current stretch and begin that of ``mark``."""
         self.end()
         self._mark = mark
         self._restart()
 
     def end(self) -> None:
-        """End the stretch that runs."""
+        """End the current stretch."""
         if self._mark is not None:
             ops = tuple(sorted(self._ops.items()))
             num_ops = sum(count for _, count in ops) + self._rings
@@ -410,7 +410,7 @@ class OpWatch:
         self._ops: dict[int, int] = {}
 
     def after(self, func: Any, given: tuple[Any, Any], out: object) -> None:
-        """Take note of an operation that has just run."""
+        """Record an operation that has just run."""
         if func.namespace == "prim":
             return
         inputs = [each for each in torch_private.leaves_of(given) if isinstance(each, torch.Tensor)]
@@ -430,7 +430,7 @@ class OpWatch:
             self._count(func, given, [*inputs, *outputs], out)
 
     def _follow(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        key = id(storage)  # a storage keeps its Python object for as long as it lives
+        key = id(storage)  # a storage keeps its Python object alive as long as it lives
 
         def forget(_: object) -> None:
             del self._storages[key]
@@ -482,13 +482,13 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object
 
 
 def _with_all_heads(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Return the shapes of query, key and value of attention as if no heads shared a key: torch 2.11 counts no others."""
+    """Return the shapes of query, key and value as if no heads shared a key: torch 2.11 counts no others."""
     query, *others = [tuple(each.shape) for each in tensors]
     return [query, *[(shape[0], query[1], *shape[2:]) for shape in others]]
 
 
 def numel_of(spec: TensorSpec) -> int:
-    """Return the elements that memory under ``spec`` must have."""
+    """Return the number of elements that memory under ``spec`` must have."""
     if 0 in spec.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
@@ -504,7 +504,7 @@ Loss = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """A profile, and its operations by number, for whoever wants to time them."""
+    """A profile, and its operations by number, so that they can be timed."""
 
     profile: Profile
     calls: tuple[OpCall, ...]
@@ -532,15 +532,15 @@ def dry_run(
     """Run ``loss(model, *inputs).backward()`` on fake tensors and return what it does.
 
     Args:
-        model: on any device, the meta device too; it is as before when this returns.
-        inputs: of one microbatch of one rank; of tensors, shape and dtype count; dim 0 of the first is the batch.
+        model: on any device, including meta; it is unchanged when this returns.
+        inputs: of one microbatch of one rank; only shape and dtype of tensors matter; dim 0 of the first is the batch.
         loss: called with ``model`` and the inputs.
-        precision: "fp32": as the model is; "bf16": parameters are cast, as the engine does; "autocast": torch's.
-        recompute: keep only the inputs of repeated blocks, as ``torch.utils.checkpoint`` does.
-        split: tensor parallelism, as the first of its ranks; collectives are those that DTensor makes.
+        precision: "fp32": the model unchanged; "bf16": parameters are cast, as the engine does; "autocast": torch's.
+        recompute: save only the inputs of repeated blocks, as ``torch.utils.checkpoint`` does.
+        split: tensor parallelism, as on the first of its ranks, with the collectives of DTensor.
 
-    Raises: ConfigError if parameters are sharded already.  Errors of the model pass through.
-    Cost: about 0.3 ms for each operation of the model, of alike blocks only four run; nothing that grows with its sizes.
+    Raises: ConfigError if parameters are sharded already.  Errors of the model pass through. Cost: about 0.3 ms per
+    operation of the model (of alike blocks only four run), independent of its sizes.
     """
     families = tuple(families_of(model, frozenset()))
     paths = {path for each in families for group in group_blocks(each, 0) for path in group}
@@ -558,7 +558,7 @@ def _run(question: _Question, runs: Sequence[AlikeRun]) -> DryRun:
     if runs:
         try:
             found = question.answer(runs)
-        except Exception:  # whatever it was: if the model is at fault, the run of all blocks says how
+        except Exception:  # if the model itself is at fault, the run of all blocks raises
             found = None
         if found is not None:
             return found
@@ -567,7 +567,7 @@ def _run(question: _Question, runs: Sequence[AlikeRun]) -> DryRun:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is to be run, and its blocks."""
+    """What to run, and its blocks."""
 
     model: nn.Module
     inputs: Sequence[object]
@@ -621,7 +621,7 @@ class _Question:
 
 
 def _with_all(profile: Profile, runs: Sequence[AlikeRun]) -> Profile | None:
-    """Return the profile with what the skipped blocks of ``runs`` would have done; None if that is not known."""
+    """Return the profile with what the skipped blocks of ``runs`` would have done; None if that is unknown."""
     stretches, saved = profile.stretches, list(profile.saved_bytes)
     for run in runs:
         found = with_skipped(stretches, run, params_by_block(profile))
@@ -675,7 +675,7 @@ def _in_dtype(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 def _standing_in(
     model: nn.Module, fakes: dict[int, nn.Parameter], buffers: dict[int, torch.Tensor]
 ) -> Generator[None, None, None]:
-    """Let modules hold fakes in place of their parameters and buffers."""
+    """Replace the parameters and buffers of modules by fakes inside the context."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
         for held, stand_ins in (
@@ -708,7 +708,7 @@ class _Steps:
         self._casts = precision == "bf16"
         self._modules = [model.get_submodule(path) for path in blocks]
         self.block_of = {id(param): ROOT for param in model.parameters()}
-        for number in range(len(blocks) - 1, ROOT, -1):  # a tied parameter is the first block's
+        for number in range(len(blocks) - 1, ROOT, -1):  # a tied parameter belongs to the first block
             self.block_of |= {id(param): number for param in self._modules[number].parameters()}
         self._order = {id(param): number for number, param in enumerate(model.parameters())}
         self.saved_bytes = [0] * len(blocks)
@@ -719,7 +719,7 @@ class _Steps:
     def hooked(
         self, fakes: dict[int, nn.Parameter], recompute: bool, runs: Sequence[AlikeRun]
     ) -> Generator[None, None, None]:
-        """Watch the modules, which compute again in backward if ``recompute``; those that ``runs`` skip do nothing."""
+        """Hook the modules, which recompute in backward if ``recompute``; modules that ``runs`` skip do nothing."""
         handles: list[Any] = []
         replaced: list[nn.Module] = []
         self._stand_ins = {block: each for run in runs for each in [StandIn()] for block in (*run.kept, *run.skipped)}
@@ -795,7 +795,7 @@ class _Steps:
 
     def _arriving(self, number: int, block: int) -> Callable[[torch.Tensor], None]:
         def arrive(param: torch.Tensor) -> None:
-            param.grad = None  # what gradients hold from here on depends on the door: the plan adds it
+            param.grad = None  # the memory of gradients from here on depends on the API: the plan adds it
             self._watch.mark(StepMark(None, block, number))
 
         return arrive

@@ -1,4 +1,4 @@
-"""This machine's figures: the operations of a dry run timed one by one, its memory, and a link between two of its ranks."""
+"""Measure this machine: the operations of a dry run one by one, its memory, and a link between two of its ranks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from shardwise.fsdp.api import fully_shard
 from shardwise.planner.dry_run import DryRun, OpCall, TensorSpec, dry_run, num_bytes_of, numel_of
 from shardwise.planner.rank_time import Hardware, Wire
 
-# ---- How fast ranks of this host read each other's memory, and what the host takes for a unit: models without work,
-# in
-# processes of their own.
+# ---- The speed at which ranks of this host read each other's memory, and the host time of a unit: models without work,
+# in processes of their own.
 
 _SMALL, _LARGE = 1 << 10, 1 << 21  # elements
-_UNITS, _LAYERS = 4, 2  # of a model that has nothing but host time; a layer has two parameters
+_UNITS, _LAYERS = 4, 2  # of a model that costs only host time; a layer has two parameters
 _TIMES, _WARM = 12, 3
 _PATIENCE_S = 120
-_PROGRAM = (  # not multiprocessing, which would run the program that plans once more in every rank
+_PROGRAM = (  # not multiprocessing, which would run the planning program again in every rank
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from shardwise.planner.measure import run_rank; run_rank(*map(int, sys.argv[2:]))"
 )
@@ -42,11 +41,11 @@ _PROGRAM = (  # not multiprocessing, which would run the program that plans once
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one of the ranks has found.
+    """The measurements of one rank.
 
     Attributes:
-        small_s, large_s: by which a gather makes a forward longer, of few elements and of many.
-        unit_s: by which a unit makes forward and backward longer, with few elements.
+        small_s, large_s: the additional time of a forward for a gather of few elements, and of many.
+        unit_s: the additional time of forward and backward for a unit with few elements.
         update_s: of AdamW, fused, for one parameter with few elements.
     """
 
@@ -58,11 +57,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class OnOneHost:
-    """What ranks of this host take to run units.
+    """The costs of units on ranks of this host.
 
     Attributes:
-        wire: bytes are those of all sections that a rank copies; the seconds of a collective of few.
-        host_s_per_unit: forward and backward of a unit, beside the latency of its collectives.
+        wire: bytes are those of all sections that a rank copies; seconds are those of a collective with few bytes.
+        host_s_per_unit: forward and backward of a unit, without the latency of its collectives.
         host_s_per_update: of the optimizer for one sharded parameter.
     """
 
@@ -72,10 +71,10 @@ class OnOneHost:
 
 
 def measured_shared(ranks: int) -> OnOneHost:
-    """Return the figures of ``ranks`` processes, started here for some seconds: the slowest of them counts.
+    """Return the measurements of ``ranks`` processes, which run here for some seconds; the slowest of them counts.
 
-    With one thread the rank's own time counts, as for operations.
-    Raises: ConfigError with the last words of a process that ended without figures.
+    With one thread the rank's own CPU time counts, as for operations. Raises: ConfigError with the last output of a
+    process that ended without measurements.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -96,7 +95,7 @@ def _slowest(found: list[Figures]) -> OnOneHost:
     small, large = max(each.small_s for each in found), max(each.large_s for each in found)
     rate = 4 * (_LARGE - _SMALL) / max(large - small, 1e-9)
     latency = max(small - 4 * _SMALL / rate, 0.0)
-    # Two gathers and a reduction, each of which takes the latency wherever it is planned.
+    # two gathers and a reduction; plans add the latency of each
     unit = max(max(each.unit_s for each in found) - 3 * latency, 0.0)
     return OnOneHost(Wire(rate, latency), unit, max(each.update_s for each in found))
 
@@ -116,7 +115,7 @@ def _figures_of(process: subprocess.Popen[str]) -> Figures:
 
 
 def run_rank(rank: int, ranks: int, port: int) -> None:
-    """Be one of the processes: print what it finds, as JSON."""
+    """Run one of the processes: print its measurements as JSON."""
     torch.set_num_threads(1)
     address, patience = f"tcp://127.0.0.1:{port}", timedelta(seconds=_PATIENCE_S)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience)
@@ -126,7 +125,7 @@ def run_rank(rank: int, ranks: int, port: int) -> None:
 
 
 def _gather_s(numel: int) -> float:
-    """Return the seconds for one of several units, so that what a forward takes for itself is spread."""
+    """Return the seconds of one of several units, over which the forward's own time is spread."""
     x = torch.zeros(1, device="cpu")
     with torch.no_grad():
         plain, sharded = ([_NoWork(numel) for _ in range(_UNITS)] for _ in range(2))
@@ -176,13 +175,13 @@ _CACHE_BYTES, _MOST_SETS = 32 << 20, 8
 
 
 def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1, threads: int = 1) -> Hardware:
-    """Return ``hardware`` with the seconds of the operations of ``runs``, memory and a host's links, measured here.
+    """Return ``hardware`` with the measured seconds of the operations of ``runs``, its memory and its links.
 
-    ``ranks``: of the plan; as many of them as a CPU host has are started to see how they read each other's memory, and
-    operations are timed with the ``threads`` that each of them will have.
+    ``ranks``: of the plan; as many of them as a CPU host has are started to measure how they read each other's memory,
+    and operations are timed with ``threads``, as each rank will have them.
 
     Operations run on random tensors of their shapes, on the CPU or the GPU that ``hardware`` names; one that cannot be
-    repeated by itself keeps its estimate.  Cost: some hundredths of a second for each distinct operation.
+    repeated alone keeps its estimate.  Cost: some hundredths of a second for each distinct operation.
     """
     near = min(ranks, hardware.ranks_per_host)
     shares_host = hardware.device == "cpu" and near > 1
@@ -226,7 +225,7 @@ def _with_own(hardware: Hardware, runs: Iterable[DryRun]) -> Hardware:
 
 
 def with_ranks(hardware: Hardware, found: OnOneHost) -> Hardware:
-    """Return ``hardware`` with what ranks of this host have found together."""
+    """Return ``hardware`` with the joint measurements of ranks of this host."""
     return replace(
         hardware,
         shared=found.wire,
@@ -236,10 +235,10 @@ def with_ranks(hardware: Hardware, found: OnOneHost) -> Hardware:
 
 
 def op_seconds(call: OpCall, device: torch.device) -> float | None:
-    """Return the median seconds of an operation on tensors like those it was called with; None if it cannot run so."""
+    """Return the median seconds of an operation on tensors like its arguments; None if it cannot run on them."""
     try:
-        # In turns over as much memory as caches hold: in a step an operation does not find its own operands there.
-        # Nor does it write where it has just written: what it returns is kept as long.
+        # Rotate over as much memory as the caches: in a step, neither the operands nor the outputs of an operation are
+        # in the caches. Results are kept for one rotation.
         sets = [_made((call.args, call.kwargs), device) for _ in range(_num_sets(call))]
         turns = cycle(sets)
         results = deque[object](maxlen=len(sets))
@@ -287,7 +286,7 @@ def _tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def _median_s(call: Callable[[], object], device: torch.device) -> float:
-    # With one thread its own time counts: that of other processes on the same cores is none of the operation's.
+    # With one thread its own CPU time counts, so that other processes on the same cores do not distort it.
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_alone else time.perf_counter
     seconds: list[float] = []
@@ -309,7 +308,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _cast_rate(device: torch.device) -> float:
-    """Return elements per second from fp32 to bf16 and back, the slower way."""
+    """Return elements per second from fp32 to bf16 and back, whichever is slower."""
     full, half = torch.ones(_COPIED_BYTES // 4, device=device), torch.ones(_COPIED_BYTES // 4, device=device).bfloat16()
     slower = max(_median_s(lambda: half.copy_(full), device), _median_s(lambda: full.copy_(half), device))
     return full.numel() / slower
@@ -325,7 +324,7 @@ def _update_rate(device: torch.device) -> float:
 
 
 def _host_s_per_op(device: torch.device, default: float) -> float:
-    """Return the seconds that modules, autograd and its graph take around an operation, in a model that computes little."""
+    """Return the seconds of modules, autograd and its graph per operation, in a model that computes little."""
     width, blocks = 8, 8
     layers = [
         part

@@ -1,4 +1,4 @@
-"""What one forward and backward of a model does on one rank: values, made by a dry run, read by everything that plans."""
+"""The profile of one forward and backward of a model on one rank: values that a dry run makes and all plans read."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child
 from shardwise.plan.schedule import StepEvent
 
-# ---- One way to train a model: the door, the mesh, the sizes of units, and what a step is made of.
+# ---- One way to train a model: the API, the mesh, the sizes of units, and the structure of a step.
 
-DOORS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")  # as ``shardwise train --shard`` calls them
+DOORS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")  # as ``shardwise train --shard`` names them
 UNIT_DOORS = frozenset(
     {"full", "hybrid", "replicate"}
-)  # units move; the others keep parameters whole, under DDP or alone
+)  # their parameters are sharded in units; the others replicate parameters, under DDP or alone
 SHARED, SEND_RECV, TIERS = "shared memory", "send/recv", "shared memory, send/recv between hosts"
 ROUTES = ("collective", SHARED, SEND_RECV, TIERS)
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
 
 # Bytes of state per parameter of element-wise optimizers, in fp32.
 OPTIMIZERS: Mapping[str, int] = MappingProxyType(
-    {"adamw": 8, "adam": 8, "adagrad": 4, "momentum": 4, "sgd": 0, "muon": 8}  # Muon's: AdamW for what is no matrix
+    {"adamw": 8, "adam": 8, "adagrad": 4, "momentum": 4, "sgd": 0, "muon": 8}  # Muon: AdamW for all but matrices
 )
 MATRIX_STATE_BYTES = 4  # of Muon's momentum
 
@@ -35,21 +35,21 @@ class Setting:
 
     Attributes:
         door: one of ``DOORS``.
-        ranks: data-parallel ranks.  tensor: ranks that split every block among them, and are one data-parallel rank together;
-            of the doors, those with units.  replicas: groups of them that hold whole copies, with "hybrid".
+        ranks: data-parallel ranks.  tensor: ranks that split every block and form one data-parallel rank; only for APIs
+            with units.  replicas: with "hybrid", the number of groups that each have a full copy.
         min_unit_bytes: smaller blocks are merged; ``ONE_UNIT``: all parameters are one unit.
-        precision: "fp32" or "bf16" (computed in bf16, gradients reduced and kept in fp32).
-        recompute: repeated blocks are computed again in backward.
+        precision: "fp32" or "bf16" (computed in bf16, gradients reduced and stored in fp32).
+        recompute: repeated blocks are recomputed in backward.
         offload: shards, gradients and optimizer state are in the host's memory.
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
-        depth: units unsharded ahead.
-        transport: of CPU ranks, one of ``ROUTES``: "collective" is the backend's, the others are those that units take.
-        hosts: that the ranks of one parameter's shards are on, with ``TIERS``.
-        near_replicas: CPU ranks that hold the same are on one host, and sum gradients in shared memory.
-        matrices: parameters of two dims are updated whole, each by an owner that gathers it, as ``ShardedOptimizer`` does for
-            Muon; the rest, of ``state_bytes``, element by element.
-        compression: in how many bits parameters and gradients travel, of the doors with units.
+        depth: units to prefetch.
+        transport: of CPU ranks, one of ``ROUTES``: "collective" is the backend's, the others are those of units.
+        hosts: number of hosts of the ranks of one parameter's shards, with ``TIERS``.
+        near_replicas: CPU ranks with the same shard are on one host, and sum gradients in shared memory.
+        matrices: parameters of two dims are updated whole, each by an owner that gathers it, as ``ShardedOptimizer``
+            does for Muon; the rest, of ``state_bytes``, element by element.
+        compression: the compression of parameters and gradients, of the APIs with units.
     """
 
     door: str = "full"
@@ -84,12 +84,12 @@ class Setting:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that a parameter is cut over."""
+        """Ranks over which a parameter is sharded."""
         return self.ranks // self.replicas if self.door in ("full", "hybrid") else 1
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same shard."""
+        """Ranks with the same shard."""
         return self.ranks // self.num_shards
 
     @property
@@ -118,7 +118,7 @@ class Setting:
         return ", ".join(words)
 
 
-ROOT = 0  # the number of the block that holds what is in no repeated block
+ROOT = 0  # the number of the block with everything outside repeated blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,11 @@ class ParamFacts:
 
     Attributes:
         name: its path in the model.
-        shape: of the whole parameter, in elements.
-        dtype: name of the dtype that it is kept in; ``itemsize``: bytes of an element in it.
+        shape: of the full parameter, in elements.
+        dtype: name of the stored dtype; ``itemsize``: bytes of an element in it.
         is_floating: mixed precision casts it.
         is_trainable: it gets a gradient.
-        block: number of the block that it belongs to; ``ROOT``: of none.
+        block: number of its block; ``ROOT``: outside repeated blocks.
     """
 
     name: str
@@ -149,17 +149,17 @@ class ParamFacts:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole parameter as it is kept."""
+        """Bytes of the full parameter in the stored dtype."""
         return self.numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is computed in a stretch of a step.
+    """The computation in a stretch of a step.
 
     Attributes:
         flops: floating-point operations of matrix products and attention.
-        traffic_bytes: read and written by the operations that are bound by memory.
+        traffic_bytes: read and written by the memory-bound operations.
         num_ops: operations that the host launches.
         ops: (number of the operation in ``Profile.op_names``, how often it runs).
         ring_bytes, num_rings: of collectives among ranks that split a block: an all-reduce is two rings over its bytes.
@@ -184,12 +184,11 @@ class StepMark:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What follows a mark, up to the next one.
+    """A part of a step, from a mark to the next one.
 
     Attributes:
         mark: where it begins.
-        peak_bytes: most bytes of activations and temporaries at one time; parameters, inputs and gradients that have
-            arrived do not count.
+        peak_bytes: maximum of activations and temporaries; parameters, inputs and arrived gradients do not count.
         left_bytes: of them at its end.
     """
 
@@ -201,18 +200,18 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A model and one forward and backward of it on one rank, as a dry run has seen them.
+    """A model and one forward and backward of it on one rank, as recorded by a dry run.
 
     Attributes:
         model: name of its class.
         params: its distinct parameters.
         buffer_bytes: its distinct buffers.  input_bytes: of a microbatch.
         blocks: paths of the root ("", number ``ROOT``) and of the repeated blocks, in module order.
-        families: for each module that has repeated blocks, its children: what grouping reads.
+        families: for each module with repeated blocks, its children, for grouping.
         stretches: the step in order.
-        saved_bytes: for each block, what autograd keeps of its forward for its backward.
+        saved_bytes: for each block, what autograd saves of its forward for its backward.
         op_names: operations by number.
-        precision: "fp32", "bf16" (parameters are cast) or "autocast".  recomputes: blocks are computed again in backward.
+        precision: "fp32", "bf16" (parameters are cast) or "autocast".  recomputes: blocks are recomputed in backward.
         batch: sequences, or rows, of a microbatch.
         tensor: ranks that split every block: parameters and work are those of the first of them.
     """
@@ -242,7 +241,7 @@ class Profile:
         return sum(stretch.work.flops for stretch in self.stretches)
 
     def for_batch(self, batch: int) -> Profile:
-        """Return the profile of another microbatch: activations and work grow with the batch, parameters do not."""
+        """Return the profile of another microbatch: activations and work scale with the batch, parameters do not."""
         factor = batch / self.batch
         stretches = tuple(_scaled(stretch, factor) for stretch in self.stretches)
         saved = tuple(int(num_bytes * factor) for num_bytes in self.saved_bytes)
@@ -251,7 +250,7 @@ class Profile:
 
 
 def _scaled(stretch: Stretch, factor: float) -> Stretch:
-    # Operations that were timed one by one are not of this size any more: the roofline speaks for them.
+    # Operations that were timed one by one no longer have this size: use the roofline.
     done = stretch.work
     work = Work(
         done.flops * factor, done.traffic_bytes * factor, done.num_ops, (), done.ring_bytes * factor, done.num_rings

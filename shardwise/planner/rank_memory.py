@@ -1,4 +1,4 @@
-"""What one rank holds over the events of a step, by kind, in closed form: the rank that holds most stands for all."""
+"""The memory of one rank over the events of a step, by kind, in closed form; the rank with the most memory stands for all."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from shardwise.planner.rank_units import (
 )
 
 KINDS = (
-    "parameters",  # shards, and what is whole on every rank; buffers of the model
+    "parameters",  # shards, replicated parameters, and the model's buffers
     "optimizer",
     "gradients",  # reduced, until the optimizer has used them
     "full parameters",
-    "full gradients",  # as backward makes them, and as they wait for later microbatches
+    "full gradients",  # as backward makes them, and unsynced ones that wait for later microbatches
     "staging",  # of collectives
     "activations",  # and temporaries of operations
-    "idle buffers",  # of the pool, on CPU; elsewhere the device's allocator has them
-    "libraries",  # what those of an accelerator work in
+    "idle buffers",  # of the buffer pool, on CPU; elsewhere the device's allocator has them
+    "libraries",  # workspaces of the accelerator's libraries
 )
 UPDATE = "optimizer step"  # the last event of a step
 _CLASSES_PER_DOUBLING_BITS = 4
@@ -53,7 +53,7 @@ _OUTBOX_SLOTS = 3  # as in collectives/host/shared_memory.py: pages of shared me
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a step: where it is, the bytes of each of ``KINDS``, and the last event of a block that it comes after."""
+    """A moment of a step: its place, the bytes of each of ``KINDS``, and the last event of a block before it."""
 
     place: str
     held: tuple[int, ...]
@@ -67,24 +67,24 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The moments of a step in order, and the highest of them; ``host_bytes``: held in the host's memory (offload)."""
+    """The moments of a step in order; ``host_bytes``: in the host's memory (offload)."""
 
     moments: tuple[Moment, ...]
     host_bytes: int = 0
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most is held."""
+        """The moment of the highest memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
     def by_event(self) -> tuple[Moment, ...]:
-        """Return, for each event of a block in order, the highest moment between it and the next one."""
+        """Return, for each event of a block in order, the highest moment before the next event."""
         groups = groupby(self.moments, key=lambda moment: moment.event)
         return tuple(max(group, key=lambda moment: moment.total) for _, group in groups)
 
 
 def pooled(num_bytes: int) -> int:
-    """Return the bytes of the storage of our pool for ``num_bytes``: as collectives/buffer_pool.py, in closed form."""
+    """Return the storage size of the buffer pool for ``num_bytes``, as in collectives/buffer_pool.py, in closed form."""
     if num_bytes <= 512:
         return 512 if num_bytes else 0
     grain = 1 << max((num_bytes - 1).bit_length() - _CLASSES_PER_DOUBLING_BITS, 0)
@@ -93,7 +93,7 @@ def pooled(num_bytes: int) -> int:
 
 @dataclass(slots=True)
 class _Pool:
-    """Storages by class: on CPU those that come back are kept; ``idle`` counts them."""
+    """Storages by size class: on CPU the pool keeps those that are released; ``idle`` counts their bytes."""
 
     keeps: bool
     free: dict[int, int] = field(default_factory=dict[int, int])
@@ -115,7 +115,7 @@ class _Pool:
 
 
 class _Rank:
-    """What is held now."""
+    """The current memory of a rank."""
 
     def __init__(
         self, profile: Profile, units: Sequence[RankUnit], setting: Setting, device: str, library_bytes: int
@@ -147,16 +147,16 @@ class _Rank:
         if setting.near_replicas:
             self.held["staging"] += sums_bytes(_sum_slot(units, setting))
         self.host_bytes = shards + state + sum(u.section_bytes for u in units) if self.is_on_host else 0
-        self.loans: dict[tuple[str, int], int] = {}
+        self.in_use: dict[tuple[str, int], int] = {}
         self.reducing: list[int] = []  # units whose packed gradients are in use
-        self.coded = self.sent = 0  # bytes of coded gradients on their way; of those that are sent from where they lie
+        self.coded = self.sent = 0  # bytes of coded gradients in flight; bytes of gradients that are sent in place
         self.arrived = [0] * len(units)
-        self.waiting = [0] * len(units)  # held for later microbatches
+        self.waiting = [0] * len(units)  # unsynced, for later microbatches
         self.kept = [0] * len(units)  # small sections that stay from step to step
         self.is_committed = [False] * len(units)
 
     def note(self, place: str, activations: int = -1) -> None:
-        """Write down what is held; ``activations``: at the highest point of what is computed here."""
+        """Record the current bytes; ``activations``: at the peak of the computation here."""
         held = self.held
         if activations >= 0:
             held["activations"] = activations
@@ -165,11 +165,11 @@ class _Rank:
 
     def acquire(self, kind: str, unit: int, num_bytes: int) -> None:
         size = self.pool.acquire(num_bytes)
-        self.loans[kind, unit] = self.loans.get((kind, unit), 0) + size
+        self.in_use[kind, unit] = self.in_use.get((kind, unit), 0) + size
         self.held["full parameters" if kind == "full" else "staging"] += size
 
     def give_back(self, kind: str, unit: int) -> None:
-        size = self.loans.pop((kind, unit), 0)
+        size = self.in_use.pop((kind, unit), 0)
         self.pool.take_back(size)
         self.held["full parameters" if kind == "full" else "staging"] -= size
 
@@ -207,7 +207,7 @@ class _Rank:
             self.waiting[number] = 0
 
     def gradient_comes(self, passage: Passage, num_bytes: int) -> None:
-        """Count a gradient, as backward has made it; at the last one all are cast to the dtype of the reduction."""
+        """Count a gradient as backward makes it; after the last one, cast all to the dtype of the reduction."""
         self.arrived[passage.unit] += num_bytes
         self.held["full gradients"] += num_bytes
         unit = self.units[passage.unit]
@@ -223,9 +223,9 @@ class _Rank:
         self.reductions_end()
         summed = (
             unit.reduced_bytes if self.waiting[number] else 0
-        )  # what waited, and the new ones, stay beside their sum
+        )  # unsynced and new gradients stay alive with their sum
         held["full gradients"] += summed
-        stays = self.setting.num_shards == 1 and self.on_cpu  # an all-reduce happens in the gradients themselves
+        stays = self.setting.num_shards == 1 and self.on_cpu  # an all-reduce works in place
         if not stays:
             if unit.facts.reduce_bytes:
                 self.acquire("scatter", number, unit.facts.reduce_bytes)
@@ -241,7 +241,7 @@ class _Rank:
             self.coded += unit.coded_bytes
             held["staging"] += unit.coded_bytes
         if unit.facts.in_place:
-            self.sent += summed + self.arrived[number]  # messages are sent from where they lie
+            self.sent += summed + self.arrived[number]  # messages are sent in place
         else:
             held["full gradients"] -= summed + self.arrived[number]
         if stays:
@@ -257,7 +257,7 @@ class _Rank:
         self.coded = self.sent = 0
 
     def add_waiting(self) -> None:
-        """End a microbatch that is not the last: what it has left is added to what waited."""
+        """End a microbatch that is not the last: add its gradients to the unsynced ones."""
         for number, unit in enumerate(self.units):
             if self.waiting[number] > unit.reduced_bytes:
                 self.held["full gradients"] += unit.reduced_bytes
@@ -269,13 +269,13 @@ class _Rank:
 def memory_of(
     profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, device: str, library_bytes: int = 0
 ) -> RankMemory:
-    """Return what one rank holds over a step, once warm.
+    """Return the memory of one rank over a warm step.
 
     Args:
         profile: of the precision and recomputation of ``setting``.
         units, steps: of ``setting``.
-        device: "cpu" or an accelerator: on CPU our own pool keeps buffers, there the device's allocator does.
-        library_bytes: of that allocator, that libraries keep.
+        device: "cpu" or an accelerator: on CPU the buffer pool keeps buffers, elsewhere the device's allocator does.
+        library_bytes: of that allocator, for libraries.
     """
     rank = _Rank(profile, units, setting, device, library_bytes)
     if setting.door not in UNIT_DOORS:
@@ -329,7 +329,7 @@ def _compute(rank: _Rank, profile: Profile, passage: Passage) -> None:
 
 
 def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: Steps) -> RankMemory:
-    """Parameters are whole on every rank; DDP ("none", "optimizer") or nobody ("gradients") has the gradients."""
+    """Count replicated parameters; gradients are DDP's ("none", "optimizer") or plain ("gradients")."""
     setting, held = rank.setting, rank.held
     whole = sum(param.num_bytes for param in profile.params)
     trainable = [param for param in profile.params if param.is_trainable]
@@ -355,7 +355,7 @@ def _under_ddp(rank: _Rank, profile: Profile, units: Sequence[RankUnit], steps: 
 
 
 def _reduce_to_owners(rank: _Rank, params: Sequence[ParamFacts]) -> None:
-    """Send gradients of ``params`` to their owners, message by message: every rank owns a part of each."""
+    """Send gradients of ``params`` to their owners, message by message; every rank owns a part of each."""
     ranks = rank.setting.ranks
     before = len(rank.moments)
     on_the_way: list[tuple[int, ...]] = []
@@ -370,7 +370,7 @@ def _reduce_to_owners(rank: _Rank, params: Sequence[ParamFacts]) -> None:
     for message in on_the_way:
         _arrive(rank, message)
     idle = KINDS.index("idle buffers")
-    for number, moment in enumerate(rank.moments[:before]):  # the pool is as large from the second step on
+    for number, moment in enumerate(rank.moments[:before]):  # from the second step on, the pool has this size
         held = (*moment.held[:idle], moment.held[idle] + rank.pool.idle, *moment.held[idle + 1 :])
         rank.moments[number] = replace(moment, held=held)
 
@@ -391,7 +391,7 @@ def _sum_slot(units: Sequence[RankUnit], setting: Setting) -> int:
     return sum_slot_bytes(max(shared, *sections))
 
 
-# ---- The memory of one rank over a step, drawn: stacked by kind, the peak named.
+# ---- A drawing of one rank's memory over a step: stacked by kind, with the peak labelled.
 
 COLOURS = ("#4c72b0", "#8172b3", "#937860", "#55a868", "#c44e52", "#dd8452", "#64b5cd", "#cccccc", "#8c8c8c")
 

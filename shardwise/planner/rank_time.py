@@ -1,4 +1,4 @@
-"""How long a step takes on one rank: computation, communication that nothing hides, and the host that launches both."""
+"""The time of a step on one rank: computation, exposed communication, and the host that launches both."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwise.observe import Call, Op
 from shardwise.planner.profile import OPTIMIZERS, SHARED, TIERS, UNIT_DOORS, Profile, Setting, Stretch
 from shardwise.planner.rank_units import RankUnit, Steps, optimizer_transfers, update_flops
 
-# ---- What ranks run on: rates, memory and links, as values that a small JSON file holds.
+# ---- The hardware of ranks: rates, memory and links, as values in a small JSON file.
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A link of one rank: bytes per second in each direction, and seconds until the first byte is there."""
+    """A link of one rank: bytes per second in each direction, and seconds until the first byte arrives."""
 
     bytes_per_s: float
     latency_s: float
@@ -31,24 +31,24 @@ class Hardware:
 
     Attributes:
         name: for readers.
-        device: "cuda" or "cpu": buffers are kept by the device's allocator, or by our own pool.
-        memory_bytes: of the device.  usable: the part of it that a plan may fill: the rest is for the runtime,
+        device: "cuda" or "cpu": the device's allocator keeps buffers, or shardwise's buffer pool.
+        memory_bytes: of the device.  usable: the part of it that a plan may fill; the rest is for the runtime,
             communication libraries and fragmentation.
         flops_per_s: dense, by precision ("fp32", "bf16"), of the data sheet.  efficiency: the part that matrix products
             of transformers reach.
         memory_bytes_per_s: of the device.
-        library_bytes: of ``memory_bytes``, that libraries of the device work in.
+        library_bytes: of ``memory_bytes``, for workspaces of the device's libraries.
         host_s_per_op: for launching one operation.  host_s_per_unit: for one unit, forward and backward.
-        host_s_per_update: of the optimizer for one parameter of a unit, beside its elements.
+        host_s_per_update: of the optimizer for one parameter of a unit, in addition to its elements.
         inside, between: links within a host and between hosts.  host_memory: to the memory of the host (offload).
-        shared: between ranks of one host through shared memory: a rank copies from the others' memory by itself, and
+        shared: between ranks of one host through shared memory: a rank copies from the others' memory itself, and
             nothing else runs meanwhile; None: they use ``inside``.
         ranks_per_host: devices of a host.
-        overlaps: communication runs beside computation.
-        op_seconds: measured seconds of operations by name and shapes, in place of the rates.  ``host_s_per_op`` is then what
-            Python and autograd take around each of them.
-        cast_elements_per_s: measured, from fp32 to bf16 and back.  update_elements_per_s: of the optimizer's, AdamW's, fused.
-            0: both as fast as memory is read and written.
+        overlaps: communication overlaps computation.
+        op_seconds: measured seconds of operations by name and shapes, instead of the rates.  ``host_s_per_op`` is then
+            the overhead of Python and autograd for each of them.
+        cast_elements_per_s: measured, from fp32 to bf16 and back.  update_elements_per_s: of the optimizer, AdamW,
+            fused. 0: both at the speed of memory.
     """
 
     name: str
@@ -78,10 +78,10 @@ GIB = 2**30
 
 
 def cublas_bytes(capability: int) -> int:
-    """Return the bytes that torch gives to cuBLAS on a GPU of this major compute capability.
+    """Return the bytes that torch reserves for cuBLAS on a GPU of this major compute capability.
 
-    A workspace for the thread of forward and one for that of backward.  Source: ``CUBLAS_WORKSPACE_CONFIG`` in torch's notes
-    on reproducibility, and what an H100 showed.
+    One workspace for the thread of forward and one for that of backward.  Source: ``CUBLAS_WORKSPACE_CONFIG`` in
+    torch's notes on reproducibility, and measurements on an H100.
     """
     return 2 * (32 * 2**20 if capability >= 9 else 2 * 4096 * 2**10 + 8 * 16 * 2**10)
 
@@ -142,10 +142,10 @@ _WIRES = ("inside", "between", "host_memory", "shared")
 
 
 def read_hardware(source: str | Path) -> Hardware:
-    """Return the preset called ``source``, or what the JSON file there says.
+    """Return the preset called ``source``, or the contents of the JSON file there.
 
-    A file has the fields of :class:`Hardware`; with ``"like": "h100"`` it has only what differs from that preset.
-    Raises: ConfigError.
+    A file has the fields of :class:`Hardware`; with ``"like": "h100"`` only those that differ from that preset. Raises:
+    ConfigError.
     """
     if str(source).lower() in HARDWARE:
         return HARDWARE[str(source).lower()]
@@ -180,7 +180,7 @@ def _made(values: dict[str, object], path: Path) -> Hardware:
 
 
 def hardware_json(hardware: Hardware) -> str:
-    """Return what :func:`read_hardware` reads."""
+    """Return the JSON that :func:`read_hardware` reads."""
     values = _fields_of(hardware)
     values |= {name: asdict(wire) for name in _WIRES if (wire := getattr(hardware, name)) is not None}
     values |= {"flops_per_s": dict(hardware.flops_per_s), "op_seconds": dict(hardware.op_seconds)}
@@ -197,7 +197,7 @@ def matrix_rate(hardware: Hardware, precision: str) -> float:
 
 
 def ring_s(hardware: Hardware, num_bytes: float, ranks: int, is_within: bool) -> float:
-    """Return the seconds of a ring all-gather, or reduce-scatter, whose result, or input, has ``num_bytes``.
+    """Return the seconds of a ring all-gather, whose result has ``num_bytes``, or of a reduce-scatter with such an input.
 
     Source: (n - 1) / n of the bytes pass every link, in n - 1 steps: Patarasuk and Yuan 2009.
     """
@@ -220,10 +220,10 @@ class RankTime:
     """A step of one rank, in seconds.
 
     Attributes:
-        step_s: all of it.  compute_s: of operations.  exposed_s: waits for other ranks that nothing hides.
-        host_s: what the host needs to launch everything; a step is never shorter.
+        step_s: total.  compute_s: of operations.  exposed_s: waits for other ranks that overlap nothing.
+        host_s: time of the host to launch everything; a step is never shorter.
         optimizer_s: of the update.
-        communication_s: of all collectives, hidden or not.
+        communication_s: of all collectives, overlapped or exposed.
         inside_bytes, between_bytes: that this rank sends within its host, and to other hosts.
         waits: exposed seconds by unit, the longest first.
     """
@@ -255,7 +255,7 @@ class _Clock:
     waits: dict[str, float] = field(default_factory=dict[str, float])
 
     def launch(self, unit: str, num_bytes: float, ranks: int, is_within: bool, is_column: bool = False) -> float:
-        """Start a ring collective over ``ranks`` for ``unit``, with ``is_column`` one of each host; return when it ends."""
+        """Start a ring collective over ``ranks`` for ``unit`` (``is_column``: one rank per host); return its end time."""
         hardware = replace(self.hardware, ranks_per_host=1) if is_column else self.hardware
         seconds = ring_s(hardware, num_bytes, ranks, is_within)
         self.send(num_bytes * (ranks - 1) / ranks, seconds, is_within)
@@ -267,7 +267,7 @@ class _Clock:
         return self.comm_free_at
 
     def send(self, num_bytes: float, seconds: float, is_within: bool = True) -> None:
-        """Count what is sent, hidden or not."""
+        """Count what is sent, overlapped or exposed."""
         self.inside += num_bytes if is_within else 0
         self.between += 0 if is_within else num_bytes
         self.moved_s += seconds
@@ -284,13 +284,13 @@ class _Clock:
             self.waits[unit] = self.waits.get(unit, 0.0) + seconds
 
     def wait(self, unit: str, end: float) -> None:
-        """Let computation go on at ``end`` at the earliest."""
+        """Continue computation at ``end`` at the earliest."""
         self.expose(unit, end - self.now)
         self.now = max(self.now, end)
 
 
 def seconds_of(work: Stretch, profile: Profile, hardware: Hardware) -> float:
-    """Return the seconds of what is computed after a mark."""
+    """Return the seconds of the computation after a mark."""
     if hardware.op_seconds and work.work.ops:
         known = [hardware.op_seconds.get(profile.op_names[number]) for number, _ in work.work.ops]
         if all(each is not None for each in known):
@@ -306,7 +306,7 @@ def time_of(
     profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, hardware: Hardware
 ) -> RankTime:
     """Return the seconds of a step of ``setting``: all of its microbatches, and the update."""
-    # The ranks of a split are neighbours, so that a host has fewer ranks of the axes of data.
+    # The ranks of a split are neighbours, so a host has fewer data-parallel ranks.
     near = replace(hardware, ranks_per_host=max(hardware.ranks_per_host // setting.tensor, 1))
     clock = _Clock(setting, near)
     numbers = {unit.facts.name: number for number, unit in enumerate(units)}
@@ -341,7 +341,7 @@ def time_of(
 
 
 def _split_ranks_talk(clock: _Clock, stretch: Stretch, hardware: Hardware) -> None:
-    """Count the collectives of the ranks that split a block: what follows needs them, so that nothing hides them."""
+    """Count the collectives of the ranks that split a block: the next operation needs them, so they overlap nothing."""
     work, ranks = stretch.work, clock.setting.tensor
     if not work.num_rings:
         return
@@ -365,7 +365,7 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
         clock.ends[number] = end
     elif call.op is Op.WAIT:
         clock.wait(name, clock.ends.get(number, 0.0))
-        clock.now += 0.0 if unit.facts.in_place else unit.moved_bytes * copy_s  # messages come where they belong
+        clock.now += 0.0 if unit.facts.in_place else unit.moved_bytes * copy_s  # messages arrive in place
     elif call.op is Op.REDUCE and is_last:
         is_packed = setting.num_shards > 1 and not unit.facts.in_place
         clock.now += unit.reduced_bytes * copy_s if is_packed else 0.0
@@ -396,7 +396,7 @@ def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:
 
 
 def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_last: bool) -> None:
-    """Count the copies by which this rank reads all sections, lays out its gradients for the others, and sums its own."""
+    """Count the copies by which this rank reads all sections, copies its gradients to the outbox, and sums its own."""
     num_shards, name = clock.setting.num_shards, call.unit or "(root)"
     if call.op is Op.WAIT:
         num_bytes, added = unit.moved_bytes, 0
@@ -406,13 +406,13 @@ def _through_memory(clock: _Clock, call: Call, unit: RankUnit, shared: Wire, is_
         return
     seconds = num_bytes / shared.bytes_per_s + added / clock.hardware.memory_bytes_per_s + shared.latency_s
     hosts = clock.setting.hosts
-    if hosts > 1:  # each section comes to a host once, sums leave it once: a ring over the ranks of a column
+    if hosts > 1:  # each section enters a host once, each sum leaves it once: a ring over the ranks of a column
         clock.launch(name, num_bytes * hosts / num_shards, hosts, is_within=False, is_column=True)
     clock.block(name, num_bytes * (1 - hosts / num_shards), seconds)
 
 
 def _sum_in_memory(clock: _Clock, unit: RankUnit, shared: Wire) -> None:
-    """Count the copies by which this rank lays out a unit's gradients for its replicas, sums a slice, and reads the others'."""
+    """Count the copies by which this rank publishes a unit's gradients to its replicas, sums a slice, and reads the others'."""
     replicas, num_bytes = clock.setting.num_replicas, unit.section_bytes
     moved = 2 * num_bytes * (replicas - 1) // replicas
     added = (replicas + 1) * num_bytes / replicas
@@ -421,7 +421,7 @@ def _sum_in_memory(clock: _Clock, unit: RankUnit, shared: Wire) -> None:
 
 
 def _without_units(clock: _Clock, profile: Profile, compute: float) -> None:
-    """DDP reduces during the last backward, ZeRO-2 after it; ZeRO sends the updated parameters of each owner to all."""
+    """Count DDP's reduction during the last backward or ZeRO-2's after it, and ZeRO's broadcasts of updated parameters."""
     setting, hardware = clock.setting, clock.hardware
     is_within = setting.ranks <= hardware.ranks_per_host
     num_bytes = sum(param.num_bytes for param in profile.params if param.is_trainable)
@@ -437,7 +437,7 @@ def _without_units(clock: _Clock, profile: Profile, compute: float) -> None:
 
 
 def _exchange_matrices(clock: _Clock, profile: Profile) -> None:
-    """Count the two all-to-alls by which owners of whole matrices get shards, and give them back updated."""
+    """Count the two all-to-alls by which owners of whole matrices get shards, and send them back updated."""
     setting = clock.setting
     is_within = setting.num_shards <= clock.hardware.ranks_per_host
     for transfer in optimizer_transfers(profile, setting):

@@ -1,4 +1,4 @@
-"""The units of a model that one rank would hold, with sizes and padding exactly as the layout makes them."""
+"""The units of a model on one rank, with sizes and padding exactly as the layout computes them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from shardwise.planner.profile import (
     params_by_block,
 )
 
-# ---- What an optimizer's step sends between ranks, call by call, as a trace finds it: the rank that sends first
-# stands for all.
+# ---- The transfers of an optimizer's step, call by call, as a trace records them; the rank that sends most stands for
+# all.
 
 _ALIGNMENT = 16  # of tensors in an exchange, as in collectives/owned.py
 _STATUS_BYTES = 8
@@ -50,8 +50,8 @@ class Transfer:
     """One call of an optimizer.
 
     Attributes:
-        what: as spans name it: "reduction" and "all-gather" of ZeRO, "exchange" of whole matrices.
-        num_bytes: of the buffer that goes out, this rank's own part included.
+        what: as traces name it: "reduction" and "all-gather" of ZeRO, "exchange" of whole matrices.
+        num_bytes: of the send buffer, this rank's own part included.
     """
 
     what: str
@@ -63,7 +63,7 @@ class Exchanges:
     """The two exchanges of a step over whole matrices, as the first rank makes them.
 
     Attributes:
-        gather_out, gather_in: bytes of shards that it sends to owners, and that it gets as one.
+        gather_out, gather_in: bytes of shards that it sends to owners, and that it receives as an owner.
         scatter_out, scatter_in: of updated shards, likewise.
         whole_bytes: of the matrices that it owns, without gradients.
         owned_numel: their elements.  matrix_numel: of its shards of all matrices.
@@ -79,12 +79,12 @@ class Exchanges:
 
 
 def is_matrix(param: ParamFacts) -> bool:
-    """Return True if an optimizer of whole matrices takes ``param``."""
+    """Return True if a whole-matrix optimizer updates ``param``."""
     return param.is_trainable and len(param.shape) == 2
 
 
 def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, ...]:
-    """Return the calls of one step of the optimizer of ``setting``; DDP's own all-reduces are not among them."""
+    """Return the calls of one step of the optimizer of ``setting``, without DDP's own all-reduces."""
     if setting.ranks == 1:
         return ()
     trainable = [param for param in profile.params if param.is_trainable]
@@ -100,7 +100,7 @@ def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, .
 
 
 def messages(params: Sequence[ParamFacts], ranks: int) -> Iterator[int]:
-    """Yield the bytes of each message that takes gradients of ``params`` to their owners: run by run, the last one first."""
+    """Yield the bytes of each message that sends gradients of ``params`` to their owners: run by run, the last one first."""
     for run in reversed(runs_of([param.numel for param in params], ranks)):
         sizes: dict[str, int] = {}
         for param in params[run.start : run.stop]:
@@ -109,7 +109,7 @@ def messages(params: Sequence[ParamFacts], ranks: int) -> Iterator[int]:
 
 
 def exchanges_of(profile: Profile, setting: Setting) -> Exchanges:
-    """Return what the first rank exchanges in a step over whole matrices: closed form in ranks."""
+    """Return what the first rank exchanges in a step over whole matrices, in closed form in ranks."""
     ranks, params = setting.num_shards, [param for param in profile.params if is_matrix(param)]
     owners = assign_owners([step_cost(torch.optim.Muon, param.shape) for param in params], ranks)
     counts: dict[int, int] = {}
@@ -131,7 +131,7 @@ def exchanges_of(profile: Profile, setting: Setting) -> Exchanges:
 
 
 def exchange_moments(found: Exchanges) -> Iterator[tuple[str, int]]:
-    """Yield the moments of a step over whole matrices, with the bytes that are there for it alone."""
+    """Yield the moments of a step over whole matrices, with the bytes of its buffers."""
     values_and_gradients = 2 * found.whole_bytes
     yield "send shards to owners", found.gather_out + found.gather_in
     yield "put matrices together", found.gather_in + values_and_gradients
@@ -139,7 +139,7 @@ def exchange_moments(found: Exchanges) -> Iterator[tuple[str, int]]:
 
 
 def update_flops(profile: Profile, setting: Setting) -> float:
-    """Return the floating-point operations by which the first rank updates its matrices: five Newton-Schulz iterations.
+    """Return the floating-point operations of the first rank's update of its matrices: five Newton-Schulz iterations.
 
     Source: Muon, kellerjordan.github.io/posts/muon: X X^T, its square, and the product with X, of the shorter side.
     """
@@ -161,7 +161,7 @@ def _aligned(num_bytes: int) -> int:
     return align(num_bytes, _ALIGNMENT)
 
 
-# ---- Bytes of messages under a ``CompressionPolicy``: as the codec lays them out, for ranks that are not there.
+# ---- Bytes of messages under a ``CompressionPolicy``, as the codec lays them out.
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -171,7 +171,7 @@ class Coded:
     """The message of one section.
 
     Attributes:
-        message_bytes: of it.  coded_numel: elements that are coded, padding to blocks included; rest_bytes: of the others.
+        message_bytes: its size.  coded_numel: coded elements, with padding to blocks; rest_bytes: of the others.
     """
 
     message_bytes: int
@@ -181,7 +181,7 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Codings:
-    """What a policy makes of the sections of a model."""
+    """The sections of a model under a policy."""
 
     policy: CompressionPolicy
     num_shards: int
@@ -206,7 +206,7 @@ class Codings:
         return Coded(section.message_bytes, section.coded_numel, section.rest_numel * itemsize)
 
     def is_coded(self, param: ParamFacts) -> bool:
-        """Return True if the policy takes ``param``."""
+        """Return True if the policy codes ``param``."""
         return param.is_floating and takes(self.policy, param.name, param.shape, param.itemsize)
 
 
@@ -216,7 +216,7 @@ KEPT_SECTION_BYTES = 1 << 20  # reduced gradients up to this size stay for the n
 
 @dataclass(frozen=True, slots=True)
 class RankUnit:
-    """A unit as one rank holds it, the rank that holds most.
+    """A unit on one rank, the rank with the most memory.
 
     Attributes:
         facts: what planning a step needs.
@@ -224,15 +224,17 @@ class RankUnit:
         shard_bytes: of its sections, padding included.
         state_numel: elements that the optimizer updates here.
         section_bytes: of its reduced gradients, as the reduction leaves them.
-        gradient_bytes: of the gradients of the whole unit, as backward makes them; ``reduced_bytes``: as they are reduced.
-        largest_gradient_bytes: of the largest parameter's, as backward makes it.
-        padding_ratio: elements that an all-gather moves divided by those there are.
-        moved_bytes: of an all-gather's result; scattered_bytes: of a reduce-scatter's input; summed_bytes: of the two rings
-            that sum sections over replicas.  All as they travel, coded or not.
-        decoding_bytes: that a coded all-gather takes until its sections are decoded; coding_bytes: that a coded reduction
-            takes beside its packed gradients at first; coded_bytes: that it holds until the sum; residual_bytes: between steps.
-        outbox_bytes: that its reduction writes for other ranks, or for all if it has no large tensors, in shared memory.
-        cast_bytes: of this rank's section in the dtype of the all-gather, where that is another than it is kept in.
+        gradient_bytes: of the gradients of the full unit, as backward makes them; ``reduced_bytes``: as they are
+            reduced.
+        largest_gradient_bytes: of the largest parameter's gradient, as backward makes it.
+        padding_ratio: elements that an all-gather moves divided by those of the parameters.
+        moved_bytes: of an all-gather's result; scattered_bytes: of a reduce-scatter's input; summed_bytes: of the two
+            rings that sum sections over replicas.  All as they are sent, coded or not.
+        decoding_bytes: of a coded all-gather until its sections are decoded; coding_bytes: of a coded reduction in
+            addition to its packed gradients; coded_bytes: of it until the sum; residual_bytes: between steps.
+        outbox_bytes: that its reduction writes for other ranks, or for all if it has no large tensors, in shared
+            memory.
+        cast_bytes: of this rank's section in the dtype of the all-gather, if that differs from the stored one.
     """
 
     facts: UnitFacts
@@ -274,7 +276,7 @@ def unit_paths(profile: Profile, setting: Setting) -> list[tuple[str, ...]]:
 
 
 class _UnitSizes:
-    """Makes units; those of equal parameters are computed once."""
+    """Computes units; those with equal parameters are computed once."""
 
     def __init__(self, profile: Profile, setting: Setting, device: str) -> None:
         self._profile = profile
@@ -394,9 +396,9 @@ class _UnitSizes:
         )
 
     def _gather_staging(self, moved: _Moved) -> tuple[int, bool]:
-        """Return what a launched gather holds, and whether the full parameters are among it."""
+        """Return the bytes of a launched gather, and whether they include the full parameters."""
         if not self._is_cut or self._setting.transport in (SHARED, TIERS):
-            return 0, False  # sections are read where they lie
+            return 0, False  # sections are read in place
         if moved.tail_bytes is not None:
             return moved.full_bytes + (self._setting.num_shards - 1) * moved.tail_bytes, True
         return moved.packed, False
@@ -412,10 +414,10 @@ class _UnitSizes:
         return setting.num_shards * bucket.section_numel * itemsize
 
     def _reduced(self, members: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> _Reduced:
-        """Return how gradients in ``bucket`` travel: coded between replicas where there are any, else between shards."""
+        """Return how gradients in ``bucket`` are sent: coded between replicas if there are any, else between shards."""
         setting = self._setting
         section = bucket.section_numel * itemsize
-        own = 1 if bucket.num_large else 0  # stays out of the outbox where parts are copied one by one
+        own = 1 if bucket.num_large else 0  # it is not in the outbox if parts are copied one by one
         plain = _Reduced(section * setting.num_shards, 2 * section, outbox_bytes=section * (setting.num_shards - own))
         coded = None if self._codings is None else self._codings.section("reduce", members, bucket, itemsize)
         ranks = setting.num_replicas if setting.num_replicas > 1 else setting.num_shards
@@ -438,7 +440,7 @@ class _UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Reduced:
-    """What gradients of one dtype travel as, in bytes: fields are those of :class:`RankUnit`."""
+    """The bytes in which gradients of one dtype are sent; fields are those of :class:`RankUnit`."""
 
     scattered_bytes: int = 0
     summed_bytes: int = 0
@@ -463,7 +465,7 @@ class _Moved:
     tail_bytes: int | None  # of small tensors, which are one message; None: nothing is sent as messages
 
 
-# ---- The step of a profile as the engine would take it with some units: events, and the calls that follow from each
+# ---- The step of a profile as the engine would run it with some units: events, and the calls that follow from each
 # mark.
 
 
@@ -472,10 +474,10 @@ class Passage:
     """A mark of the profile and what the engine does there.
 
     Attributes:
-        stretch: what is computed after it.
+        stretch: the computation after it.
         calls: of the engine, at the mark.
         unit: number of the unit of the mark.
-        ends: the backward of the unit ends here: its last gradient has come.
+        ends: the backward of the unit ends here, with its last gradient.
     """
 
     stretch: Stretch
@@ -485,13 +487,13 @@ class Passage:
 
     @property
     def mark(self) -> StepMark:
-        """Where it is."""
+        """The mark."""
         return self.stretch.mark
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A step of some units: its passages, and what comes after the last: units without gradients are released, then commits."""
+    """A step of some units: its passages; then the release of units without gradients, then commits."""
 
     plan: StepPlan
     passages: tuple[Passage, ...]
@@ -537,7 +539,7 @@ def steps_of(profile: Profile, units: Sequence[RankUnit], depth: int) -> Steps:
 
 
 class _Places:
-    """Which events of blocks are events of their units: the first block's entry, the last one's exit.
+    """Decides which events of blocks are events of their units: the first block's entry, the last one's exit.
 
     Attributes:
         in_backward: units whose backward has begun.
@@ -549,7 +551,7 @@ class _Places:
         self.in_backward: set[int] = set()
 
     def passes(self, unit: int, event: StepEvent, block: int) -> bool:
-        """Return True if ``unit`` reaches ``event`` as ``block``, one of its blocks, does."""
+        """Return True if ``unit`` reaches ``event`` when ``block``, one of its blocks, does."""
         left = self._left[unit]
         if event is StepEvent.PRE_FORWARD:
             if left:
