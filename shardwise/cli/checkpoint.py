@@ -115,7 +115,7 @@ def table_of_verified(results: Sequence[tuple[Path, Manifest | str, int]]) -> Ta
 def table_of_differences(
     tensors: Sequence[TensorDifference], values: Sequence[ValueDifference], alone: Sequence[tuple[Path, Sequence[str]]]
 ) -> list[Table]:
-    """Return what differs: tensors, values, and names that one of the two checkpoints of ``alone`` has."""
+    """Return the differences: tensors, values, and names that only one of the two checkpoints (``alone``) has."""
     found: list[Table] = []
     if tensors:
         heads = ("tensor", "first", "second", "elements", "largest difference", "relative")
@@ -148,17 +148,17 @@ def _short(value: object) -> str:
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text)} characters)"
 
 
-# ---- What ``shardwise checkpoint`` does.
+# ---- The commands of ``shardwise checkpoint``.
 
 FILES = Files()
 _OLD = ".metadata"  # of torch's own format
-_WIDTH = 400  # columns: names of tensors are long, and a terminal folds lines better than a table its cells
+_WIDTH = 400  # columns: names of tensors are long, and a terminal folds lines better than table cells
 
 
 def run_checkpoint(arguments: argparse.Namespace) -> int:
-    """Do what was asked for; return the exit code: 0, or 1 for damage and differences.
+    """Run the command; return the exit code: 0, or 1 for damage and differences.
 
-    Raises: ConfigError for a place without checkpoints, DamagedCheckpointError where one cannot be read.
+    Raises: ConfigError for a place without checkpoints, DamagedCheckpointError if one cannot be read.
     """
     console = PlainConsole(highlight=False, width=_WIDTH)
     if arguments.action == "verify":
@@ -173,9 +173,9 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
 
 
 def find_checkpoints(path: Path, step: int | None) -> list[Path]:
-    """Return the checkpoints at ``path``, oldest first; with ``step`` that one alone.
+    """Return the checkpoints at ``path``, oldest first; with ``step`` only that one.
 
-    Raises: ConfigError that says what is there instead.
+    Raises: ConfigError with what is there instead.
     """
     if (path / MANIFEST).is_file():
         return [path]
@@ -202,7 +202,7 @@ def find_checkpoints(path: Path, step: int | None) -> list[Path]:
 
 @contextmanager
 def _progress(total: int, what: str) -> Generator[Progress, None, None]:
-    """Show how many of ``total`` bytes are done, on standard error, if somebody looks."""
+    """Show how many of ``total`` bytes are done, on standard error, if that is a terminal."""
     bar = Progress(
         TextColumn(what),
         BarColumn(bar_width=32),
@@ -236,7 +236,7 @@ def _show(console: Console, checkpoints: list[Path], with_sums: bool) -> int:
 def _manifest_or_reason(path: Path) -> Manifest | str:
     try:
         return read_manifest(FILES, path)
-    except DamagedCheckpointError as error:  # a list shows what there is, also what is damaged
+    except DamagedCheckpointError as error:  # a list shows damaged checkpoints too
         return str(error)
 
 

@@ -1,4 +1,4 @@
-"""The options of ``shardwise checkpoint``: read before anybody knows whether rich is there."""
+"""The options of ``shardwise checkpoint``, which must parse even if rich is not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PLACE = "a run, a folder of checkpoints, or one checkpoint"
 
 
 def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add ``checkpoint`` and what it can do."""
+    """Add ``checkpoint`` and its subcommands."""
     parser = commands.add_parser(
         "checkpoint",
         help="look into checkpoints, verify and compare them",

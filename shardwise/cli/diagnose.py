@@ -1,4 +1,4 @@
-"""``shardwise diagnose``: read what the ranks of a failed job have written, and say in plain words what happened."""
+"""``shardwise diagnose``: read the records of the ranks of a failed job, and explain what happened."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
 
 
 def write_dumps(records: Sequence[Record], out: Path) -> int:
-    """Write the dumps of ``records`` into the folder ``out``, in place of those of an earlier call; return how many."""
+    """Write the dumps of ``records`` into the folder ``out``, replacing those of an earlier call; return how many."""
     dumps = {f"{PREFIX}{rank}": pickle.dumps(dump) for rank, dump in to_dumps(records).items()}
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob(f"{PREFIX}*"):  # the analyzer reads all that it finds
+    for old in out.glob(f"{PREFIX}*"):  # the analyzer reads every file there
         old.unlink()
     for name, dump in dumps.items():
         replace_file(out, name, dump)
@@ -80,9 +80,9 @@ def last_job() -> Path:
 
 
 def find_records(folder: Path) -> tuple[list[Record], bool]:
-    """Return the records of ``folder`` that can be read, and True if they are of the start before the last one.
+    """Return the readable records of ``folder``, and True if they are of the previous start.
 
-    Raises: ConfigError that says what is there instead.
+    Raises: ConfigError with what is there instead.
     """
     place = folder / BLACK_BOX if (folder / BLACK_BOX).is_dir() else folder
     if not place.is_dir():

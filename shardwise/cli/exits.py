@@ -1,4 +1,4 @@
-"""Exit codes of the command, and the variables by which a rank knows its launcher, and the file through which ranks meet."""
+"""Exit codes of the command, the variables by which a rank knows its launcher, and the file through which ranks meet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_extras(names: Sequence[str], command: str = "train") -> None:
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_FINAL = (
-    3  # of a rank, to its launcher: it failed, and would fail again; the command's own code is EXIT_FAILED then
+    3  # a rank's code for its launcher: it failed, and would fail again; the command's own code is EXIT_FAILED then
 )
 EXIT_INTERRUPTED = 130
 LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"

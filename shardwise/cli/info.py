@@ -1,4 +1,4 @@
-"""``shardwise info``: what this host and installation offer, as plain text to paste into a report of a bug, or as JSON."""
+"""``shardwise info``: the capabilities of this host and installation, as plain text for a bug report, or as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.one_host import host_memory_bytes, usable_cores
 from shardwise.recipes.bench.figures import cpu_model
 from shardwise.version import UNKNOWN, __version__, find_version
 
-# ---- What this host and this installation offer to shardwise, and why not more: looked at, never guessed.
+# ---- What this host and this installation offer to shardwise, and why not more: checked, never guessed.
 
 PACKAGES = (
     "numpy", "safetensors", "xxhash", "rich", "tensorboard", "matplotlib", "tokenizers", "datasets", "pyarrow",
@@ -43,12 +43,12 @@ _BACKENDS: Mapping[str, Callable[[], bool]] = {
     "ucc": dist.is_ucc_available,
 }
 _OPEN_LIMIT_S = 30.0
-_TRANSPORT = "GLOO_DEVICE_TRANSPORT"  # gloo's own: which kind of connections it makes
+_TRANSPORT = "GLOO_DEVICE_TRANSPORT"  # gloo's own variable: which kind of connections it makes
 
 
 @dataclass(frozen=True, slots=True)
 class HostFeature:
-    """Something that a host may offer: ``why_not`` says why it does not, "" if it does; ``detail`` says more of it."""
+    """A capability of a host: ``why_not``: why it is missing, "" if it exists; ``detail``: more about it."""
 
     detail: str = ""
     why_not: str = ""
@@ -60,7 +60,7 @@ class HostFeature:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Everything ``shardwise info`` tells, in its order; nothing in it names the host or its user."""
+    """Everything that ``shardwise info`` prints, in order; nothing in it names the host or its user."""
 
     software: Mapping[str, str]
     backends: Mapping[str, HostFeature]
@@ -72,7 +72,7 @@ class HostFacts:
 
 
 def look_at_host(environment: Mapping[str, str]) -> HostFacts:
-    """Return what there is.  Takes about a second on a host with GPUs, which are initialized; starts one small process."""
+    """Return the facts.  Takes about a second on a host with GPUs, which are initialized; starts one small process."""
     return HostFacts(
         software=_software(),
         backends={name: _backend(is_built) for name, is_built in _BACKENDS.items()},
@@ -208,7 +208,7 @@ def run_info(arguments: argparse.Namespace) -> int:
 
 
 def in_lines(facts: HostFacts) -> Iterator[str]:
-    """Yield the facts as lines of text, a heading over each kind."""
+    """Yield the facts as lines of text, with a heading for each kind."""
     yield from _named(facts.software)
     yield from _section("backends", facts.backends)
     devices = {f"GPU {number}": text for number, text in enumerate(facts.devices)}

@@ -1,1 +1,1 @@
-"""What ``shardwise train`` does on one rank: a small GPT, its text, its loop, its run folder."""
+"""The program of ``shardwise train`` on one rank: a small GPT, its text, its loop, its run folder."""

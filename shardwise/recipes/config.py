@@ -1,4 +1,4 @@
-"""What a training run is: the values that decide its losses, checked once, before any process is started."""
+"""The configuration of a training run: the values that decide its losses, checked once, before any process starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 
 T = TypeVar("T")
-NUM_BYTES = 256  # the vocabulary of text without a tokenizer
+NUM_BYTES = 256  # the vocabulary without a tokenizer
 DTYPES = ("fp32", "bf16")
 SHARDS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")
-ENGINE_SHARDS = frozenset({"full", "hybrid", "replicate"})  # those of our own engine: offload and --tp go with them
+ENGINE_SHARDS = frozenset({"full", "hybrid", "replicate"})  # those of our own engine, which support offload and --tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ _EXECUTION = frozenset({
     "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "recompute", "compile", "compile_backend",
     "accumulate",
 })  # fmt: skip
-_LATER = frozenset({"text_column", "tokenizer", "init", "model_from"})  # that runs of earlier versions do not name
-# What --resume may change: nothing here alters which windows a step sees or what a past step computed.
+_LATER = frozenset({"text_column", "tokenizer", "init", "model_from"})  # runs of earlier versions lack them
+# --resume may change these: none alters which windows a step sees or what a past step computed.
 RESUME_MAY_CHANGE = _EXECUTION | {
     "steps", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"
 }  # fmt: skip
@@ -93,7 +93,7 @@ _AT_LEAST_ONE = (
 
 
 def check_config(config: TrainConfig) -> None:
-    """Refuse values that cannot be trained with.  Raises: ConfigError that names the option and the next action."""
+    """Refuse values that cannot be trained with.  Raises: ConfigError with the option and the next action."""
     shape = config.model
     for name in ("layers", "width", "heads", "context"):
         value = getattr(shape, name)
@@ -161,9 +161,9 @@ def _check_together(config: TrainConfig) -> None:
 
 
 def data_ranks(config: TrainConfig, num_ranks: int) -> int:
-    """Return over how many parts of the batch ``num_ranks`` ranks work: the ranks of one tensor-parallel group share one.
+    """Return the number of parts of the batch for ``num_ranks`` ranks: the ranks of a tensor-parallel group share one part.
 
-    Raises: ConfigError if ``num_ranks`` cannot be laid out as --tp and --shard hybrid ask.
+    Raises: ConfigError if ``num_ranks`` cannot be laid out for --tp and --shard hybrid.
     """
     if num_ranks % config.tp:
         raise ConfigError(
@@ -180,7 +180,7 @@ def data_ranks(config: TrainConfig, num_ranks: int) -> int:
 
 
 def check_ranks(config: TrainConfig, num_ranks: int) -> None:
-    """Refuse ranks that the options cannot use, or a batch that is not cut into equal microbatches.
+    """Refuse numbers of ranks that do not suit the options, or that do not cut the batch into equal microbatches.
 
     Raises: ConfigError.
     """
@@ -201,10 +201,10 @@ def config_to_json(config: TrainConfig) -> dict[str, object]:
 
 
 def config_to_toml(config: TrainConfig, num_ranks: int, device_type: str) -> str:
-    """Return the options of ``shardwise train`` that repeat a run; paths are absolute, and options that are off left out."""
+    """Return the options of ``shardwise train`` that repeat a run; paths are absolute, and default flags are omitted."""
     values = dataclasses.asdict(config)
     sizes = values.pop("model")
-    if config.model_from is not None:  # it has its own
+    if config.model_from is not None:  # the new run gets its own
         sizes = {"context": sizes["context"]}
     values = sizes | values | {"nproc": num_ranks, "device": device_type}
     for name, path in (("data", config.data), ("tokenizer", config.tokenizer), ("init", config.init)):
@@ -220,7 +220,7 @@ def _to_toml(value: object) -> str:
 
 
 def config_from_json(values: Mapping[str, object]) -> TrainConfig:
-    """Rebuild a config; options of execution that it does not know, of a later version, are the defaults.
+    """Rebuild a config; options of execution that ``values`` lack, because a later version added them, get their defaults.
 
     Raises: ConfigError if other names are missing, or some are unknown (another version, or an edited file).
     """
@@ -237,7 +237,7 @@ def config_from_json(values: Mapping[str, object]) -> TrainConfig:
 
 
 def typed(kind: type[T], values: Mapping[str, object], what: str) -> T:
-    """Return an instance of the dataclass ``kind``, every field of its own type.  Raises: ConfigError that names the field."""
+    """Return an instance of the dataclass ``kind`` with checked field types.  Raises: ConfigError with the field."""
     if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  of a file
         raise ConfigError(f"{what}: holds a {type(values).__name__}, expected a table; the file was edited.")
     hints = get_type_hints(kind)

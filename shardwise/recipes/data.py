@@ -1,9 +1,9 @@
 """Text as numbers: find the files, split them, cache them as two memory-mapped files, cut them into windows.
 
-A number is a byte, or a token of ``--tokenizer``.  A window is ``context`` inputs and the number after each.  Windows are
-numbered 0, 1, 2, ... over the whole run: number g is in epoch g // num_windows, and inside an epoch a seeded permutation visits
-each window once.  Step s takes numbers [s * batch, (s + 1) * batch), whatever the number of ranks, so a run can resume on
-another number of ranks exactly.
+A number is a byte, or a token of ``--tokenizer``.  A window is ``context`` inputs and the number after each.  Windows
+are numbered 0, 1, 2, ... over the whole run: number g is in epoch g // num_windows, and inside an epoch a seeded
+permutation visits each window once.  Step s uses numbers [s * batch, (s + 1) * batch) at any number of ranks, so a run
+can resume exactly on another number of ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from shardwise.errors import ConfigError
 from shardwise.recipes.config import NUM_BYTES, typed
 from shardwise.safe_files import create_file, open_input, opened, read_bytes, read_text, replace_file
 
-# ---- What a run reads: plain text, JSONL, Parquet files, and folders of the ``datasets`` package, as sources with a
-# beginning and
-# an end, and their documents one after another.
+# ---- The inputs of a run: plain text, JSONL, Parquet files, and folders of the ``datasets`` package, as sources with a
+# begin and an end, and their documents in order.
 #
 # Only Parquet needs ``pyarrow``, and only dataset folders need ``datasets``: ``pip install 'shardwise[data]'``.
 
@@ -47,15 +46,15 @@ _MOST_CONTROL = 0.02
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """A part of what is read: [start, stop) of a file's bytes, or of the rows of a table.
+    """A part of the input: [start, stop) of a file's bytes, or of the rows of a table.
 
     Attributes:
         path: the file, or the folder of a dataset.
-        name: relative to the folder that was named; files are split by it.
+        name: relative to the folder that the user named; files are split by it.
         kind: "text" and "jsonl" are measured in bytes, "parquet" and "datasets" in rows.
-        column: of JSONL and tables: where the text is.
+        column: of JSONL and tables: the column with the text.
         unit_bytes: of a row, on average; 1 for files measured in bytes.
-        part: of a dataset with splits: "train" or "validation"; "" for what is still to be split.
+        part: of a dataset with splits: "train" or "validation"; "" if it is still to be split.
     """
 
     path: Path
@@ -69,12 +68,12 @@ class TextSource:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes on the disk: of a table, about."""
+        """Its bytes on disk; approximate for a table."""
         return int((self.stop - self.start) * self.unit_bytes)
 
 
 def optional_module(name: str, what: str) -> Any:
-    """Return a module of a package that only some runs need.  Raises: ConfigError, about ``what``, that says how to get it."""
+    """Return a module of a package that only some runs need.  Raises: ConfigError, about ``what``, with how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -85,7 +84,7 @@ def optional_module(name: str, what: str) -> Any:
 
 
 def file_source(path: Path, name: str, column: str) -> TextSource:
-    """Return a file whole, as what its name says it is.  Raises: ConfigError if it has no such column, or is no text at all."""
+    """Return the source of a whole file, by its name.  Raises: ConfigError if it lacks the column, or is not text."""
     kind = "jsonl" if path.suffix in _JSONL else "parquet" if path.suffix in _PARQUET else "text"
     size = path.stat().st_size
     if kind == "parquet":
@@ -101,13 +100,13 @@ def file_source(path: Path, name: str, column: str) -> TextSource:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Return True for a folder that ``save_to_disk`` of the datasets package wrote."""
+    """Return True for a folder written by ``save_to_disk`` of the datasets package."""
     is_one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     return is_one or (folder / "dataset_dict.json").is_file()
 
 
 def dataset_sources(folder: Path, column: str) -> list[TextSource]:
-    """Return the splits of a dataset folder; those of a held-out name are only validated on.  Raises: ConfigError."""
+    """Return the splits of a dataset folder; held-out ones are used for validation only.  Raises: ConfigError."""
     if not (folder / "dataset_dict.json").is_file():
         return [_dataset_source(folder, folder.name, column, "")]
     names = sorted(path.name for path in folder.iterdir() if is_dataset(path))
@@ -134,12 +133,12 @@ def _open_dataset(folder: Path) -> Any:
     datasets = optional_module("datasets", f"--data {folder} (a datasets folder)")
     try:
         return datasets.load_from_disk(str(folder))
-    except Exception as error:  # pyarrow and datasets raise what they like
+    except Exception as error:  # pyarrow and datasets can raise anything
         raise ConfigError(f"--data {folder}: the datasets package cannot read it: {first_line(error)}") from error
 
 
 def read_documents(source: TextSource) -> Iterator[str]:
-    """Yield the texts of a JSONL file or table, in order.  Raises: ConfigError that names the line or row that has none."""
+    """Yield the texts of a JSONL file or table, in order.  Raises: ConfigError with the first line or row without text."""
     if source.kind == "jsonl":
         yield from _read_jsonl(source)
     elif source.kind == "parquet":
@@ -163,7 +162,7 @@ def read_chunks(source: TextSource) -> Iterator[bytes]:
 
 
 def _read_jsonl(source: TextSource) -> Iterator[str]:
-    """A line belongs to the part of the file in which it begins, so that any cut is a cut between documents."""
+    """Yield the texts of a source's lines; a line belongs to the part in which it begins, so any cut is between documents."""
     with source.path.open("rb") as file:
         if source.start:
             file.seek(source.start - 1)
@@ -219,7 +218,7 @@ def _no_column(where: str, column: str, names: Sequence[str]) -> ConfigError:
 
 
 def why_binary(path: Path) -> str:
-    """Return what says that a file is no text, "" if nothing does: looks at its beginning and its middle."""
+    """Return the evidence that a file is not text, "" if there is none, from its beginning and its middle."""
     with path.open("rb") as file:
         start = file.read(_SAMPLE_BYTES)
         if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -233,22 +232,21 @@ def why_binary(path: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what ``error`` says, its name if it says nothing."""
+    """Return the first line of ``error``, or its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-# ---- From text to numbers and back: bytes as they are, or the tokens of a ``tokenizers`` JSON file
-# (``--tokenizer``).
+# ---- From text to numbers and back: bytes, or the tokens of a ``tokenizers`` JSON file (``--tokenizer``).
 
 TOKENIZER = "tokenizer.json"
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _TOGETHER = 256  # documents that are encoded at once, on all cores
-_CHUNK_CHARACTERS = 1 << 16  # of plain text, cut behind a line
+_CHUNK_CHARACTERS = 1 << 16  # of plain text, cut after a line
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Every byte is a number; documents of files that have several end with a newline.
+    """Every byte is a number; documents of files with several documents end with a newline.
 
     Attributes:
         size: numbers are in [0, size).
@@ -276,16 +274,15 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """Return the text of ``numbers``; what is no UTF-8 becomes the replacement character."""
+        """Return the text of ``numbers``; bytes that are not UTF-8 become replacement characters."""
         return bytes(number for number in numbers if number < NUM_BYTES).decode("utf-8", errors="replace")
 
 
 class Tokens:
-    """The tokens of a ``tokenizers`` JSON file; documents end with its end-of-text token, with a newline if it has none.
+    """The tokens of a ``tokenizers`` JSON file; documents end with its end-of-text token, or with a newline if it has none.
 
-    Attributes are those of :class:`Bytes`.
-
-    Nothing else is added to a text: a template with special tokens, which the file may have, is for other uses.
+    Attributes are those of :class:`Bytes`.  Nothing else is added to a text: a template with special tokens in the file
+    is not used.
     """
 
     unit = "token"
@@ -333,17 +330,17 @@ class Tokens:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """Return the text of ``numbers``; those of no token are passed over."""
+        """Return the text of ``numbers``; unknown numbers are skipped."""
         return str(
             self._tokenizer.decode([number for number in numbers if number < self.size], skip_special_tokens=False)
         )
 
 
-Vocabulary = Bytes | Tokens  # what the numbers of a run's text stand for
+Vocabulary = Bytes | Tokens  # the meaning of the numbers of a run's text
 
 
 def open_vocabulary(path: Path | None) -> Vocabulary:
-    """Return the tokens of the file ``path``, bytes for None.
+    """Return the tokens of the file ``path``, or bytes for None.
 
     Raises: ConfigError if there is no such file, it cannot be read, or the tokenizers package is missing.
     """
@@ -355,7 +352,7 @@ def open_vocabulary(path: Path | None) -> Vocabulary:
 
 
 def _plain_texts(source: TextSource) -> Iterator[str]:
-    """Yield plain text in chunks that end behind a line if there are lines; wrong UTF-8 becomes the replacement character."""
+    """Yield plain text in chunks that end after a line if possible; bytes that are not UTF-8 become replacement characters."""
     left = b""
     for chunk in read_chunks(source):
         left += chunk
@@ -368,7 +365,7 @@ def _plain_texts(source: TextSource) -> Iterator[str]:
 
 
 def _whole_characters(data: bytes) -> int:
-    """Return how many bytes of ``data`` to take so that no UTF-8 character is cut in two."""
+    """Return how many bytes of ``data`` to use so that no UTF-8 character is cut."""
     for back in range(1, min(4, len(data)) + 1):
         if data[-back] & 0xC0 != 0x80:
             return len(data) - back if data[-back] >= 0xC0 else len(data)
@@ -382,7 +379,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests",
 
 @dataclass(frozen=True, slots=True)
 class DataSplit:
-    """Which sources are trained on and which only validated on; no byte is in both."""
+    """The sources for training, and those for validation only; no byte is in both."""
 
     train: tuple[TextSource, ...]
     validation: tuple[TextSource, ...]
@@ -390,7 +387,7 @@ class DataSplit:
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """What config.json keeps about the text.
+    """The facts about the text in config.json.
 
     Attributes:
         train_bytes, validation_bytes: of the two cached files.
@@ -420,8 +417,8 @@ class TextFacts:
 def find_sources(data: str | None, column: str = "text") -> tuple[str, list[TextSource]]:
     """Return (description, sources) of a file, a folder, or (None) the standard library of the running Python.
 
-    ``column``: of JSONL, Parquet and dataset folders, where the text is.  Binary files of a folder are passed over.
-    Raises: ConfigError if there is nothing to read, or nothing that is text.
+    ``column``: of JSONL, Parquet and dataset folders, the one with the text.  Binary files of a folder are skipped.
+    Raises: ConfigError if there is nothing to read, or no text.
     """
     if data is None:
         return "source text of the Python standard library", _standard_library()
@@ -474,12 +471,10 @@ def _is_hidden(path: Path) -> bool:
 
 
 def split_sources(sources: Sequence[TextSource]) -> DataSplit:
-    """Split by file, about a tenth of the bytes to validation; a single file is cut near its end.
+    """Split by file, with about a tenth of the bytes for validation; a single file is cut near its end.
 
-    A dataset that has splits of its own is split as it says.
-
-    Files are drawn in the order of a hash of their names: neighbours in a folder do not land together, and adding a
-    file moves few others.  At least one file stays in each part.
+    A dataset with its own splits uses those.  Files are drawn in the order of a hash of their names, so that neighbours
+    in a folder are spread, and an added file moves few others.  Each part has at least one file.
     """
     if any(source.part for source in sources):
         held_out = tuple(source for source in sources if source.part == "validation")
@@ -503,7 +498,7 @@ def split_sources(sources: Sequence[TextSource]) -> DataSplit:
 
 
 def check_length(split: DataSplit, context: int) -> None:
-    """Refuse plain text shorter than one window in either part; of other kinds that is known when they are read.
+    """Refuse plain text shorter than one window in either part; for other kinds this is known only when they are read.
 
     Raises: ConfigError.
     """
@@ -569,7 +564,7 @@ def _write_part(
 
 
 def read_facts(folder: Path) -> TextFacts | None:
-    """Return what ``write_cache`` left in ``folder``, or None if there is no whole cache."""
+    """Return the facts of the cache in ``folder``, or None if there is no complete cache."""
     try:
         text = read_text(folder, "facts.json")
         with suppress(ConfigError, ValueError, RecursionError):
@@ -587,7 +582,7 @@ def _size_of(folder: Path, name: str) -> int:
 
 
 def digest_of(folder: Path) -> str:
-    """Return the digest of a cache's bytes as they are now, as ``write_cache`` counted it."""
+    """Return the digest of a cache's current bytes, as ``write_cache`` computed it."""
     digest = hashlib.sha256()
     for name in ("train.bin", "validation.bin"):
         with open_input(folder, name) as file:
@@ -614,7 +609,7 @@ class Windows:
 
 
 def open_windows(path: Path, context: int, itemsize: int = 1) -> Windows:
-    """Map a cached file of numbers of ``itemsize`` bytes; nothing is read until a window is asked for."""
+    """Map a cached file of numbers of ``itemsize`` bytes; nothing is read before a window is requested."""
     with open_input(path.parent, path.name) as file:
         return Windows(np.memmap(file, dtype=f"<u{itemsize}", mode="r"), context)
 
@@ -626,7 +621,7 @@ def count_windows(length: int, context: int) -> int:
 
 @lru_cache(maxsize=2)
 def epoch_order(num_windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the permutation of one epoch: a function of its arguments alone, so all ranks agree without talking."""
+    """Return the permutation of one epoch: a function of its arguments, so all ranks agree without communication."""
     return np.random.default_rng((seed, epoch)).permutation(num_windows)
 
 
@@ -645,7 +640,7 @@ def microbatch_numbers(step: int, microbatch: int, rank: int, num_ranks: int, ba
 def validation_part(num_windows: int, wanted: int, rank: int, num_ranks: int) -> tuple[list[int], list[int]]:
     """Return (windows, weights) of one rank: evenly spread over the text, equally many on every rank.
 
-    Ranks must call forward equally often, so a short part is filled up with window 0 at weight 0.
+    Ranks must call forward equally often, so a short part is filled with window 0 at weight 0.
     """
     count = min(wanted, num_windows)
     chosen = [i * num_windows // count for i in range(count)][rank::num_ranks]

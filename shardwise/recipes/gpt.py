@@ -114,8 +114,8 @@ class Llama(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention over (batch, time, width).
 
-    Query, key and value of a head lie together in the outputs of ``qkv``, so that any cut between heads is a cut of its
-    rows: with tensor parallelism each rank computes the heads whose rows it holds.
+    Query, key and value of a head are adjacent in the outputs of ``qkv``, so that any cut between heads is a cut
+    between rows: with tensor parallelism each rank computes the heads of its rows.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -145,10 +145,10 @@ class MLP(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and MLP, each on a normalised input and added to the stream.
+    """Attention and MLP, each on a normalised input and added to the residual stream.
 
-    With ``recompute`` only the input is kept for backward, which computes the rest again.  That happens inside forward,
-    so that hooks on the block see one forward.
+    With ``recompute`` only the input is saved for backward, which computes the rest again.  That happens inside
+    forward, so that hooks on the block see one forward.
     """
 
     def __init__(self, shape: ModelShape, *, recompute: bool) -> None:
@@ -192,7 +192,7 @@ class GPT(nn.Module):
 
 
 def build_gpt(shape: ModelShape, seed: int, *, recompute: bool = False, vocabulary: int = NUM_BYTES) -> GPT:
-    """Return a GPT whose weights depend on ``shape`` and ``seed`` alone, so every rank builds the same one.
+    """Return a GPT whose weights depend only on ``shape`` and ``seed``, so that every rank builds the same one.
 
     Source: GPT-2 initialisation: normal(0, 0.02), outputs of residual branches scaled by 1/sqrt(2 * layers).
     """
@@ -215,7 +215,7 @@ def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def logits_of(output: object, tokens: Tensor) -> Tensor:
-    """Return the logits that a model made of ``tokens``: its output, or the ``logits`` of it.
+    """Return the logits of a model for ``tokens``: its output, or the output's ``logits``.
 
     Raises: ConfigError for another shape than (batch, time, vocabulary).
     """
@@ -234,10 +234,10 @@ def logits_of(output: object, tokens: Tensor) -> Tensor:
 def generate(
     model: nn.Module, prompt: Sequence[int], length: int, context: int, seed: int, device: torch.device
 ) -> list[int]:
-    """Return ``prompt``, which has one number or more, and ``length`` bytes or tokens sampled after it.
+    """Return ``prompt``, of one number or more, and ``length`` bytes or tokens sampled after it.
 
-    Every rank must call it together: each forward unshards parameters.  The number of forwards never depends on what
-    was sampled, so ranks stay in step even if their last bits differ.
+    All ranks must call it together, because each forward unshards parameters.  The number of forwards does not depend
+    on the samples, so ranks stay in step even if their last bits differ.
     """
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)

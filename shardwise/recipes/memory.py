@@ -1,4 +1,4 @@
-"""Bytes that a rank holds, and what an unsharded run would hold."""
+"""The memory of a rank, and what an unsharded run would need."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from shardwise.recipes.config import ENGINE_SHARDS, NUM_BYTES, ModelShape, Train
 from shardwise.recipes.gpt import GPT, next_byte_loss
 from shardwise.recipes.sharding import HEADS, RunRanks, blocks_of, build_own
 
-# ---- What is recorded of some steps of a run.
+# ---- Traces of some steps of a run.
 
 StepWatch = Callable[[int], AbstractContextManager[None]]
 
 
 def traced_steps(model: nn.Module | None, steps: int, write: Callable[[Trace], None]) -> StepWatch:
-    """Return what traces steps 1 to ``steps`` (0-based; the first one warms up) and calls ``write`` after the last."""
+    """Return a callback that traces steps 1 to ``steps`` (0-based; the first one warms up) and then calls ``write``."""
     stack = ExitStack()
     traces: list[Trace] = []
 
@@ -58,19 +58,19 @@ def traced_steps(model: nn.Module | None, steps: int, write: Callable[[Trace], N
     return watch
 
 
-# ---- The bytes of tensors that are alive, counted where torch allocates them, after every operation.
+# ---- The bytes of live tensors, counted where torch allocates them, after every operation.
 
 
 class LiveBytes:
-    """Follows the storages that operations make or touch; on a GPU the caching allocator is asked instead.
+    """Counts the storages that operations allocate or use; on a GPU the caching allocator counts.
 
-    Memory that neither Python nor an operation has touched does not count: :meth:`restart` after a step that was watched, too.
-    Memory that other ranks share with this one counts there.  Ranks go on exchanging tensors the way they do unwatched.
+    Memory that neither Python nor an operation has used does not count: call :meth:`restart` after a watched step.
+    Memory that other ranks share with this one counts there.  The watch does not change how ranks exchange tensors.
 
     Attributes:
-        live: bytes now.
-        peaks: (the last event, most bytes from there on), in order.
-        at: the operation after which most was held since :meth:`restart`.
+        live: current bytes.
+        peaks: (the last event, most bytes since then), in order.
+        at: the operation with the highest memory since :meth:`restart`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,17 +88,17 @@ class LiveBytes:
         return max(num_bytes for _, num_bytes in self.peaks)
 
     def restart(self, event: str = "") -> None:
-        """Forget all peaks but what is held now."""
+        """Forget all peaks except the current bytes."""
         self.peaks, self._highest = [], 0
         self.pass_event(event)
 
     def pass_event(self, event: str) -> None:
-        """Note the peak of what follows under ``event``."""
+        """Record the peak of what follows under ``event``."""
         self.peaks.append((event, self.live))
 
     @contextmanager
     def watching(self) -> Generator[None, None, None]:
-        """Count in the body; what Python knows of tensors when it begins is there already."""
+        """Count inside the context; tensors that Python knows at its begin count from the start."""
         is_counted = self._device.type != "cuda"
         for each in gc.get_objects() if is_counted else ():
             if type(each) in (torch.Tensor, nn.Parameter) and each.device.type == self._device.type:
@@ -127,14 +127,14 @@ class LiveBytes:
             self._highest, self.at = self.live, str(func)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)  # a storage keeps its Python object for as long as it lives
+        key = id(storage)  # a storage keeps its Python object alive as long as it lives
         if key in self._storages:
             return
         size = storage.nbytes()
-        start = storage.data_ptr() if size else 0  # without memory it may not be asked where it lies
+        start = storage.data_ptr() if size else 0  # torch refuses the address of a storage without memory
         is_part = any(low <= start and start + size <= high for low, high in self._ranges.values())
         if is_part or any(low <= start < high for low, high in foreign_ranges()):
-            size = 0  # it counts already, or elsewhere
+            size = 0  # it is counted already, or elsewhere
 
         def forget(_: object) -> None:
             self.live -= size
@@ -149,7 +149,7 @@ class LiveBytes:
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """What one rank holds.  ``peak_bytes`` is the peak resident set on CPU, the allocator's peak on a GPU."""
+    """The memory of one rank.  ``peak_bytes`` is the peak resident set on CPU, the allocator's peak on a GPU."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -162,7 +162,7 @@ class HeldBytes:
 
 
 def fold_held(fold: Callable[[Iterable[int]], int], held: Sequence[HeldBytes]) -> HeldBytes:
-    """Fold each figure over ranks: ``fold_held(max, held)`` is the largest of each."""
+    """Reduce each figure over ranks: ``fold_held(max, held)`` is the largest of each."""
     return HeldBytes(*map(fold, zip(*map(astuple, held), strict=True)))
 
 
@@ -179,9 +179,9 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
-    """Measure what this rank holds now; gradients are there only between backward and zero_grad.
+    """Measure this rank's current memory; gradients exist only between backward and zero_grad.
 
-    ``optimizer``: the one that holds this rank's state.
+    ``optimizer``: the one with this rank's state.
     """
     states = (value for state in optimizer.state.values() for value in state.values())
     return HeldBytes(
@@ -192,7 +192,7 @@ def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
 
 
 def unsharded_of(model: nn.Module) -> HeldBytes:
-    """Return what one rank holds of ``model`` without sharding: AdamW's two averages are in the dtypes of the parameters."""
+    """Return one rank's memory of ``model`` without sharding: AdamW's two averages are in the dtypes of the parameters."""
     params = {id(param): param for param in model.parameters()}.values()
     trained = local_bytes(param for param in params if param.requires_grad)
     return HeldBytes(local_bytes(params), trained, 2 * trained)
@@ -211,17 +211,17 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-# ---- What a rank holds over one step of a run, beside what the plan says of it.
+# ---- A rank's memory over one step of a run, compared with the plan.
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """A step of the rank that held most.
+    """A step of the rank with the most memory.
 
     Attributes:
-        step: its number, from 1.  rank: whose.
-        peaks: for each event of a block in order, its name and the most bytes between it and the next one.
-        planned: what the plan says; None where the model cannot be planned.
+        step: its number, from 1.  rank: the rank.
+        peaks: for each event of a block in order, its name and the most bytes before the next event.
+        planned: the plan; None if the model cannot be planned.
     """
 
     step: int
@@ -231,7 +231,7 @@ class StepMemory:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The event after which most was held, and the bytes."""
+        """The event with the highest memory, and the bytes."""
         return max(self.peaks, key=lambda item: item[1])
 
     def __str__(self) -> str:
@@ -245,11 +245,11 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """What ranks hold.
+    """The memory of ranks.
 
     Attributes:
-        held: between passes, of each rank; ``unsharded``: what any of them would hold of the whole model.
-        step: over one step, of the rank that holds most; None: it was not measured.
+        held: between passes, of each rank; ``unsharded``: what any rank would need for the full model.
+        step: over one step, of the rank with the most memory; None if it was not measured.
     """
 
     held: Sequence[HeldBytes]
@@ -258,13 +258,13 @@ class HeldMemory:
 
 
 class StepMeter:
-    """Measures one step of a run, the second of two that it watches: in the first one it learns what there is.
+    """Measures one step of a run, the second of two that it watches: the first shows which storages exist.
 
     Args:
-        plain: the model without a wrapper around it.
+        plain: the model without a wrapper.
 
     Attributes:
-        number: of the step, 0-based within the run; with 0 there is none before.
+        number: of the step, 0-based within the run; step 0 has no step before it.
     """
 
     def __init__(self, plain: nn.Module, optimizer: Optimizer, device: torch.device, number: int) -> None:
@@ -329,12 +329,12 @@ class StepMeter:
 
 
 def measured_number(config: TrainConfig, start_step: int, traced: int) -> int:
-    """Return which step of a run is measured, 0-based within it: the third, after those that are traced, or the last one."""
+    """Return the measured step of a run, 0-based: the third, after those that are traced, or the last one."""
     return max(min(2 + traced, config.steps - start_step - 1), 0)
 
 
 def largest_of(ranks: RunRanks, step: int, peaks: Sequence[tuple[str, int]]) -> StepMemory | None:
-    """Return the step of the rank that held most, without a plan; None if none was measured.  Collective."""
+    """Return the step of the rank with the most memory, without a plan; None if none was measured.  Collective."""
     most = max((num_bytes for _, num_bytes in peaks), default=0)
     found = ranks.gather(most)
     rank = found.index(max(found))
@@ -343,7 +343,7 @@ def largest_of(ranks: RunRanks, step: int, peaks: Sequence[tuple[str, int]]) -> 
 
 
 def setting_of(config: TrainConfig, num_ranks: int, route: str = "") -> Setting:
-    """Return how a run of ``config`` trains; ``route``: by which its units exchange tensors, as ``describe_units`` says."""
+    """Return the setting of a run of ``config``; ``route``: that of its units, as ``describe_units`` shows it."""
     return Setting(
         door=config.shard,
         ranks=num_ranks // config.tp,
@@ -359,9 +359,9 @@ def setting_of(config: TrainConfig, num_ranks: int, route: str = "") -> Setting:
 
 
 def planned_memory(config: TrainConfig, vocabulary: int, ranks: RunRanks, model: nn.Module) -> RankMemory | None:
-    """Return what a rank of the run holds over a step by plan; ``model``: the one that runs, for its routes.
+    """Return a rank's planned memory over a step of the run; ``model``: the running one, for its routes.
 
-    None if the model of the user's own does not run on the meta device or on fake tensors.
+    None if a model of the user does not run on the meta device or on fake tensors.
     """
     route = ""
     if config.shard in ENGINE_SHARDS:
@@ -374,7 +374,7 @@ def planned_memory(config: TrainConfig, vocabulary: int, ranks: RunRanks, model:
         with torch.device("meta"):
             meant = planned_model(config, vocabulary)
         run = dry_run(meant, [tokens, tokens], next_byte_loss, precision=setting.computes_in, split=split)
-    except Exception:  # whatever a model of somebody else raises there
+    except Exception:  # a model of the user can raise anything there
         if config.model_from is None:
             raise
         return None
@@ -384,16 +384,15 @@ def planned_memory(config: TrainConfig, vocabulary: int, ranks: RunRanks, model:
 
 
 def planned_model(config: TrainConfig, vocabulary: int) -> nn.Module:
-    """Return the model of a run, as :func:`build_trainer` makes it; within ``torch.device("meta")`` without memory."""
+    """Return the model of a run, as :func:`build_trainer` makes it; inside ``torch.device("meta")`` without memory."""
     if config.model_from is not None:
         return build_own(config.model_from, config.seed, vocabulary, config.model.context)
     return GPT(config.model, recompute=config.recompute, vocabulary=vocabulary)
 
 
-# ---- The least memory that a training step can take, from sizes alone, so that what cannot fit is refused before
-# ranks start.
-# A lower bound that counts what is certain: parameters, gradients and AdamW's state in fp32, what autograd keeps of a
-# microbatch, and the logits.  What fits by it may still not fit; what does not fit by it never will.
+# ---- The least memory of a training step, from sizes only, to refuse before ranks start what cannot fit.
+# A lower bound that counts what is certain: parameters, gradients and AdamW's state in fp32, what autograd saves of a
+# microbatch, and the logits. What fits by this bound may still not fit; what does not fit by it never will.
 
 _FP32, _INT64 = 4, 8
 _TRIES = 10_000
@@ -402,13 +401,13 @@ _KINDS_OF_STATE = 4  # a parameter, its gradient, and AdamW's two averages
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The memory that one rank may take.
+    """The memory available to one rank.
 
     Attributes:
         num_bytes: for the computation: of its GPU, or of the host divided by the ranks there.
-        host_bytes: of the host divided by the ranks there, where --offload keeps shards and state of a GPU; None for CPU ranks,
-            which have all in one place.
-        place: what it is, in words.
+        host_bytes: of the host divided by the ranks there, for shards and state with --offload; None for CPU ranks,
+            whose memory is all in one place.
+        place: a description of it.
     """
 
     num_bytes: int
@@ -418,12 +417,12 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class LeastBytes:
-    """What a rank takes at least.
+    """The least memory of a rank.
 
     Attributes:
         state: parameters, gradients and optimizer state.
-        gradients: the part of ``state`` that is not there yet while activations are.
-        per_sequence: what one sequence of a microbatch keeps until its backward.
+        gradients: the part of ``state`` that does not exist yet while activations do.
+        per_sequence: what one sequence of a microbatch saves until its backward.
         num_sequences: of a microbatch.
     """
 
@@ -441,7 +440,7 @@ def count_gpt_parameters(shape: ModelShape, vocabulary: int) -> int:
 
 
 def least_bytes(config: TrainConfig, num_ranks: int, vocabulary: int = NUM_BYTES) -> LeastBytes:
-    """Return what each of ``num_ranks`` ranks takes at least; of a model of the user's own the logits alone are known."""
+    """Return the least memory of each of ``num_ranks`` ranks; for a model of the user, only the logits are known."""
     num_sequences = config.batch // (data_ranks(config, num_ranks) * config.accumulate)
     around = config.model.context * (2 * _INT64 + 2 * _FP32 * vocabulary)  # tokens, targets, logits, their log-softmax
     if config.model_from is not None:
@@ -466,10 +465,11 @@ def _shards(config: TrainConfig, num_ranks: int) -> tuple[int, int]:
 
 
 def _kept_of_token(config: TrainConfig) -> int:
-    """Return the bytes that autograd keeps of a token in all blocks.
+    """Return the bytes that autograd saves of a token in all blocks.
 
-    Of a block: inputs of both norms, of qkv and of the MLP's first layer (four times the width, whole on every rank); query,
-    key, value, the result of attention and the MLP between its layers, before and after GELU (twelve times, divided by --tp).
+    Of a block: inputs of both norms, of qkv and of the MLP's first layer (four times the width, on every rank); query,
+    key, value, the result of attention and the MLP between its layers, before and after GELU (twelve times, divided by
+    --tp).
     """
     width, layers = config.model.width, config.model.layers
     block = 4 * width + 12 * width // config.tp
@@ -478,7 +478,7 @@ def _kept_of_token(config: TrainConfig) -> int:
 
 
 def check_memory(config: TrainConfig, num_ranks: int, limit: MemoryLimit, vocabulary: int = NUM_BYTES) -> None:
-    """Refuse sizes that cannot fit into the memory of a rank.  Raises: ConfigError that names the option to change."""
+    """Refuse sizes that cannot fit into the memory of a rank.  Raises: ConfigError with the option to change."""
     least = least_bytes(config, num_ranks, vocabulary)
     host_bytes = limit.host_bytes if config.offload else None
     if least.state > (limit.num_bytes if host_bytes is None else host_bytes):

@@ -1,7 +1,8 @@
-"""The run folder: what is in it, how one is started, how one is resumed, and how it stays whole.
+"""The run folder: its contents, and how a run starts, resumes and stays consistent.
 
-config.json, config.toml, metrics.jsonl, text/ (the cached text), tokenizer.json, checkpoints/, tensorboard/, report.png.
-Only rank 0 writes here (checkpoints apart).  Everything that can be refused is refused before the first byte is written.
+config.json, config.toml, metrics.jsonl, text/ (the cached text), tokenizer.json, checkpoints/, tensorboard/,
+report.png. Only rank 0 writes here (except checkpoints).  Everything that can be refused is refused before the first
+byte is written.
 """
 
 from __future__ import annotations
@@ -68,12 +69,11 @@ from shardwise.recipes.data import (
 )
 from shardwise.safe_files import check_folders, open_append, parse_object, read_json, read_text, replace_file
 
-# ---- Where a user's own module is found, without running it: a run folder of a stranger must not choose what is
-# imported.
+# ---- Finding a user's module without running it: a run folder from another user must not choose what is imported.
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Return where Python finds a module, in the current folder too: the script of an installed command does not look there."""
+    """Return where Python finds a module, also in the current folder, which an installed command does not search."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -84,16 +84,16 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def file_of(model_from: str) -> str | None:
-    """Return the file of the module (of its outermost package), None if there is none.  Nothing of it runs."""
+    """Return the file of the module (of its outermost package), None if there is none.  It is not executed."""
     found = find_module(model_from.partition(":")[0].partition(".")[0])
     origin = None if found is None else found.origin
     return None if origin is None or not os.path.isabs(origin) else os.path.realpath(origin)
 
 
 def check_recorded(run: Path, model_from: str, recorded: object) -> None:
-    """Refuse a module that the run's folder names unless it is where it was, and the folder is this user's.
+    """Refuse a module named by the run's folder unless its file is the same as before, and the folder is this user's.
 
-    ``recorded``: the file that it was found in when the run was written last.  Raises: ConfigError.
+    ``recorded``: its file when the run was written last.  Raises: ConfigError.
     """
     owners = {each.stat().st_uid for each in (run, run / "config.json")}
     found = file_of(model_from)
@@ -111,7 +111,7 @@ def check_recorded(run: Path, model_from: str, recorded: object) -> None:
         )
 
 
-# ---- Restarts of a run: what a rank is told of one, what the run folder keeps of all, and how far a run has come
+# ---- Restarts of a run: what a rank gets to know of one, what the run folder records of all, and the progress
 # meanwhile.
 
 RESTARTS = "restarts.jsonl"
@@ -120,21 +120,21 @@ _STEP_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The ``number``-th time that a run was started again by itself, and why."""
+    """The ``number``-th automatic restart of a run, and its cause."""
 
     number: int
     cause: str
 
 
 def note_restart(folder: Path, restart: Restart, step: int, num_ranks: int) -> None:
-    """Write down that the run goes on after ``step`` on ``num_ranks`` ranks.  Only rank 0 calls it."""
+    """Record that the run continues after ``step`` on ``num_ranks`` ranks.  Only rank 0 calls it."""
     line = {"kind": "restart", "step": step, "ranks": num_ranks, "number": restart.number, "cause": restart.cause}
     with open_append(folder, RESTARTS) as file:
         file.write(json.dumps(line | {"time": round(time.time(), 3)}) + "\n")
 
 
 def read_restarts(folder: Path) -> list[dict[str, float | str]]:
-    """Return what was written down, oldest first."""
+    """Return the recorded restarts, oldest first."""
     try:
         return [parse_object(line, str(folder / RESTARTS)) for line in whole_lines(folder, RESTARTS)]
     except FileNotFoundError:
@@ -142,22 +142,22 @@ def read_restarts(folder: Path) -> list[dict[str, float | str]]:
 
 
 def whole_lines(folder: Path, name: str) -> list[str]:
-    """Return the lines of a file that were written to their end."""
+    """Return the complete lines of a file."""
     return [line for line in read_text(folder, name).splitlines(keepends=True) if line.endswith("\n")]
 
 
 class StepFile:
-    """A file that says how many steps a run has done, for who watches its processes; one short write per step."""
+    """A file with the number of steps that a run has done, for the process that watches it; one short write per step."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, step: int) -> None:
-        """Say that ``step`` steps are done."""
+        """Record that ``step`` steps are done."""
         os.pwrite(self._fd, step.to_bytes(_STEP_BYTES, "little"), 0)
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Stop writing."""
         os.close(self._fd)
 
 
@@ -169,10 +169,10 @@ def steps_in(path: Path) -> int:
         return 0
 
 
-# ---- Checkpoints of run folders from before ``shardwise.checkpoint``: torch DCP folders, read without running what
-# they hold.
-# DCP pickles its ``.metadata``, and the values that are no tensors.  ``TorchDcpReader`` admits the classes such folders are
-# made of and nothing else, and no rank asks another, which would unpickle what it sends.
+# ---- Checkpoints of run folders from before ``shardwise.checkpoint``: torch DCP folders, read without executing their
+# contents.
+# DCP pickles its ``.metadata``, and values other than tensors. ``TorchDcpReader`` admits only the classes of such
+# folders, and ranks do not send each other objects, which would be unpickled.
 
 STATE = "state.json"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -189,13 +189,13 @@ def list_old_checkpoints(folder: Path) -> list[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what a killed run left half written."""
+    """Delete the partial checkpoints of a killed run."""
     for path in folder.glob(".writing-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def read_old_values(checkpoint: Path) -> Mapping[str, Any]:
-    """Return what state.json says.  Raises: UnsafeFileError, KeyError."""
+    """Return the contents of state.json.  Raises: UnsafeFileError, KeyError."""
     values = read_json(checkpoint, STATE)
     if values["format"] != 1:
         raise KeyError("format")
@@ -205,12 +205,12 @@ def read_old_values(checkpoint: Path) -> Mapping[str, Any]:
 def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Load parameters, optimizer state and random state into any number of ranks and any sharding strategy.
 
-    Raises: ConfigError if the checkpoint is damaged or holds other parameters; maybe on this rank alone.
+    Raises: ConfigError if the checkpoint is damaged or has other parameters; possibly only on this rank.
     """
     state = _collect_state(model, optimizer)
     reader = TorchDcpReader(checkpoint)
     try:
-        reader.read_metadata()  # DCP of torch 2.11 keeps the reason to itself if this fails inside of it
+        reader.read_metadata()  # DCP of torch 2.11 hides the cause if this fails inside it
         dcp.load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, CheckpointError, OSError) as error:
         raise ConfigError(
@@ -252,13 +252,12 @@ def _collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _zero_partition(model: nn.Module, zero: ZeroRedundancyOptimizer, loading: bool = False) -> Stateful:
-    """Return the state under the keys of torch's flattened state dicts: a checkpoint does not depend on the strategy."""
+    """Return the state by the keys of torch's flattened state dicts, so that a checkpoint does not depend on the strategy."""
     names = {name.removeprefix("module."): param for name, param in model.named_parameters()}  # DDP adds the prefix
     return zero.sharded(names, loading=loading, flat=True)
 
 
-# ---- Checkpoints of a run: ``shardwise.checkpoint`` folders that hold the model, the optimizer, and how far the run
-# is.
+# ---- Checkpoints of a run: ``shardwise.checkpoint`` folders with the model, the optimizer, and the progress.
 
 _PROGRESS = "progress"
 _FIELDS = ("step", "windows", "num_parameters")
@@ -266,7 +265,7 @@ _FIELDS = ("step", "windows", "num_parameters")
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """How far a run is: ``step`` steps and ``windows`` windows of the text are done, by a model of shape ``model``."""
+    """The progress of a run: ``step`` steps and ``windows`` windows of the text are done, by a model of shape ``model``."""
 
     step: int
     windows: int
@@ -276,7 +275,7 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run goes on from.  ``skipped``: newer checkpoints that were damaged, and how."""
+    """The progress from which a run continues.  ``skipped``: newer checkpoints that were damaged, and how."""
 
     checkpoint: Path
     done: RunProgress
@@ -290,7 +289,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_progress(checkpoint: Path) -> RunProgress:
-    """Return how far the run was.  Raises: ConfigError if it is no checkpoint of a run, or a damaged one."""
+    """Return the progress in a checkpoint.  Raises: ConfigError if it is not one of a run, or damaged."""
     try:
         if is_old(checkpoint):
             return progress_from_json(read_old_values(checkpoint))
@@ -303,13 +302,13 @@ def read_progress(checkpoint: Path) -> RunProgress:
 
 
 def progress_from_json(values: Mapping[str, Any]) -> RunProgress:
-    """Return what ``asdict`` made of a Progress.  Raises: KeyError, TypeError, ConfigError."""
+    """Return the Progress that ``asdict`` has converted.  Raises: KeyError, TypeError, ConfigError."""
     shape = typed(ModelShape, values["model"], "the checkpoint's model")
     return typed(RunProgress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
 
 
 def start_saving(folder: Path, progress: RunProgress, model: nn.Module, optimizer: Optimizer, keep: int) -> None:
-    """Begin a checkpoint together with all ranks; files are written while training goes on.  ``model``: the plain one.
+    """Begin a checkpoint with all ranks; files are written while training continues.  ``model``: the unwrapped one.
 
     Raises: CheckpointError on every rank if this one cannot begin, or the one before was not written.
     """
@@ -318,9 +317,9 @@ def start_saving(folder: Path, progress: RunProgress, model: nn.Module, optimize
 
 
 def finish_saving(folder: Path, keep: int, *, is_first: bool) -> None:
-    """Return when the last checkpoint is there whole; those in the old form then go like other old ones.
+    """Return once the last checkpoint is complete; then remove old ones of the old form too.
 
-    Raises: CheckpointError on every rank if it was not written; earlier ones are as they were.
+    Raises: CheckpointError on every rank if it was not written; earlier ones are unchanged.
     """
     finish(folder)
     if is_first:
@@ -331,9 +330,9 @@ def finish_saving(folder: Path, keep: int, *, is_first: bool) -> None:
 
 
 def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> Resumed:
-    """Load the newest checkpoint that is whole to the byte on all ranks, into any number of ranks and any sharding strategy.
+    """Load the newest checkpoint that verifies on all ranks, into any number of ranks and any sharding strategy.
 
-    Raises: ConfigError on every rank if there is none, or it holds other parameters; nothing was changed then.
+    Raises: ConfigError on every rank, before any change, if there is none, or if it has other parameters.
     """
     newest = list_checkpoints(folder)[-1]
     if is_old(newest):
@@ -357,19 +356,19 @@ CONFIG = "config.json"
 CONFIG_FILE = "config.toml"  # the options, for --config
 _LOCK = ".lock"
 _FOLDERS = ("checkpoints", "text", "tensorboard", f"{BLACK_BOX}/{BEFORE}")  # of a run: none of them is a link
-_BEGUN_BY = "begun_by"  # the job that may resume it without being asked to
+_BEGUN_BY = "begun_by"  # the job that may resume it automatically
 _MODULE = "module"  # the file of --model-from
 _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run begins: a new folder ``out`` (None: runs/<time>), or ``resume`` an old one.  One of the two is None.
+    """The start of a run: a new folder ``out`` (None: runs/<time>), or ``resume`` an old one.  One of the two is None.
 
     Attributes:
-        job: a name of the process that would start the run again; None if none would.
-        restart: set if it has done so: ``out`` is resumed if this very job has begun it with the same config.
-        step_file: where rank 0 says how many steps are done, for that process.
+        job: a name of the process that would restart the run; None if none would.
+        restart: set after a restart: ``out`` is resumed if this same job began it with the same config.
+        step_file: where rank 0 reports how many steps are done, for that process.
         trace_steps: how many steps after the first are traced.
     """
 
@@ -383,7 +382,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class TrainRun:
-    """A run that is ready to train.  ``checkpoint`` is None at the beginning; ``done`` says how far it is."""
+    """A run that is ready to train.  ``checkpoint`` is None for a new run; ``done`` is the progress."""
 
     folder: Path
     config: TrainConfig
@@ -401,7 +400,7 @@ class TrainRun:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer's file; None where bytes are trained on."""
+        """The tokenizer's file; None when training on bytes."""
         return self.folder / TOKENIZER if self.facts.tokenizer else None
 
     @property
@@ -410,7 +409,7 @@ class TrainRun:
 
 
 def run_to_json(run: TrainRun) -> dict[str, Any]:
-    """Return what rank 0 has found, for the others; the config they all have."""
+    """Return rank 0's result as JSON for the other ranks; all have the config."""
     values = asdict(run)
     del values["config"]
     return values | {"folder": str(run.folder), "checkpoint": None if run.checkpoint is None else str(run.checkpoint)}
@@ -424,7 +423,7 @@ def run_from_json(values: Mapping[str, Any], config: TrainConfig) -> TrainRun:
 
 
 def check_new_folder(out: Path) -> None:
-    """Refuse a folder that holds anything.  Raises: ConfigError."""
+    """Refuse a folder that is not empty.  Raises: ConfigError."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file, expected a folder that is new or empty.")
     if out.is_dir() and any(out.iterdir()):
@@ -438,7 +437,7 @@ def check_new_folder(out: Path) -> None:
 
 
 def _free_name(folder: Path) -> Path:
-    """Return a name in ``folder`` that is not taken."""
+    """Return an unused name in ``folder``."""
     names = (f"run-{number}" if number > 1 else "run" for number in itertools.count(1))
     return next(folder / name for name in names if not (folder / name).exists())
 
@@ -452,7 +451,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def read_run_config(folder: Path) -> TrainConfig:
-    """Read the config of an earlier run.  Raises: ConfigError if ``folder`` is no run folder."""
+    """Read the config of an earlier run.  Raises: ConfigError if ``folder`` is not a run folder."""
     if not folder.is_dir():
         raise ConfigError(f"--resume {folder}: no such folder.")
     try:
@@ -465,13 +464,13 @@ def read_run_config(folder: Path) -> TrainConfig:
 
 
 def check_own_module(folder: Path, config: TrainConfig) -> None:
-    """Refuse to import what a folder of a stranger names as its model.  Raises: ConfigError."""
+    """Refuse to import the model named by another user's folder.  Raises: ConfigError."""
     if config.model_from is not None:
         check_recorded(folder, config.model_from, read_json(folder, CONFIG).get(_MODULE))
 
 
 def merge_resumed(saved: TrainConfig, asked: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the config to go on with.  Raises: ConfigError if ``asked`` changes what past steps were computed with."""
+    """Return the config to continue with.  Raises: ConfigError if ``asked`` changes what past steps were computed with."""
     refused = {name: pair for name, pair in changed_values(saved, asked).items() if name not in RESUME_MAY_CHANGE}
     if refused:
         listed = ", ".join(
@@ -484,9 +483,9 @@ def merge_resumed(saved: TrainConfig, asked: TrainConfig, folder: Path) -> Train
 
 
 def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, RunProgress] | None:
-    """Return the last complete checkpoint; None if the run ended before its first, so that it begins again.
+    """Return the last complete checkpoint; None if the run ended before its first, so that it starts over.
 
-    Raises: ConfigError if it is of another model, or there is nothing left to do.
+    Raises: ConfigError if it is of another model, or no steps are left.
     """
     found = list_checkpoints(folder / "checkpoints")
     if not found:
@@ -509,7 +508,7 @@ def find_checkpoint(folder: Path, config: TrainConfig) -> tuple[Path, RunProgres
 
 
 def _newest_readable(found: Sequence[Path]) -> tuple[Path, RunProgress]:
-    """Return the newest that says how far it is; whether its tensors are whole is known when they are loaded."""
+    """Return the newest checkpoint with progress; whether its tensors are intact is known once they are loaded."""
     for checkpoint in reversed(found[1:]):
         with contextlib.suppress(ConfigError):
             return checkpoint, read_progress(checkpoint)
@@ -521,7 +520,7 @@ def _sizes(shape: Mapping[str, object]) -> str:
 
 
 def check_start(start: Start, config: TrainConfig) -> None:
-    """Refuse what cannot be started, writing nothing.  Raises: ConfigError."""
+    """Refuse what cannot be started, before anything is written.  Raises: ConfigError."""
     check_config(config)
     if start.resume is not None:
         check_folders(start.resume, _FOLDERS)
@@ -546,7 +545,7 @@ def prepare_run(start: Start, config: TrainConfig) -> TrainRun:
         return _reopen(start.resume, config)
     folder = new_folder(start.out)
     try:
-        # Whatever happens now can be resumed.
+        # From here on the run can be resumed.
         _write_values(folder, config, {_BEGUN_BY: start.job})
         if config.tokenizer is not None:
             replace_file(folder, TOKENIZER, Path(config.tokenizer).read_bytes())
@@ -558,17 +557,17 @@ def prepare_run(start: Start, config: TrainConfig) -> TrainRun:
 
 
 def discard_new(folder: Path) -> None:
-    """Leave a folder that was new or empty so that the same command can be tried again."""
+    """Remove what was written to a folder that was new or empty, so that the same command can be tried again."""
     for name in ("text", BLACK_BOX):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in (CONFIG, TOKENIZER, _LOCK):
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # somebody has put something there
+    with contextlib.suppress(OSError):  # another process has put something there
         folder.rmdir()
 
 
 def tokenizer_of(start: Start, config: TrainConfig) -> Path | None:
-    """Return the tokenizer's file: the run's own once there is a run; None for bytes."""
+    """Return the tokenizer's file: the run's own copy once it exists; None for bytes."""
     if config.tokenizer is None:
         return None
     return Path(config.tokenizer).resolve() if start.resume is None else start.resume / TOKENIZER
@@ -583,7 +582,7 @@ def _write_text(folder: Path, config: TrainConfig) -> TextFacts:
 
 
 def _found_again(start: Start, config: TrainConfig) -> Start:
-    """Return ``start`` as a resume if it is a restart, and its job itself has begun a run of this config in the folder."""
+    """Return ``start`` as a resume if it is a restart, and the same job began a run of this config in the folder."""
     if start.restart is None or start.out is None or not (start.out / CONFIG).exists():
         return start
     saved = read_run_config(start.out)
@@ -601,7 +600,7 @@ def _reopen(folder: Path, config: TrainConfig) -> TrainRun:
 
 
 def _text_again(folder: Path, config: TrainConfig) -> TextFacts:
-    """Return the cached text if it is what the run began with, to the byte; else make it again, if that gives the same."""
+    """Return the cached text if its bytes are those that the run began with; else rebuild it, if that gives the same bytes."""
     text = read_json(folder, CONFIG).get("text")
     known = cast(dict[str, object], text).get("digest") if isinstance(text, dict) else None
     facts = read_facts(folder / "text")
@@ -621,7 +620,7 @@ def _text_again(folder: Path, config: TrainConfig) -> TextFacts:
 
 
 def new_folder(out: Path | None) -> Path:
-    """Make the folder ``out``, or one of a new name that tells the time, and return it.
+    """Create the folder ``out``, or one named after the time, and return it.
 
     Raises: ConfigError if there are too many of that name.
     """
@@ -640,7 +639,7 @@ def new_folder(out: Path | None) -> Path:
 
 
 def write_config(run: TrainRun, num_ranks: int, device_type: str, num_parameters: int, version: str) -> None:
-    """Write config.json and config.toml whole: readers see the old one or the new one."""
+    """Write config.json and config.toml atomically: readers see the old one or the new one."""
     known = read_json(run.folder, CONFIG)
     values = {
         "shardwise": version,
@@ -662,7 +661,7 @@ def _write_values(folder: Path, config: TrainConfig, values: Mapping[str, object
 
 
 def lock_run(folder: Path) -> IO[str]:
-    """Hold the folder for this process until the returned file is closed.  Raises: ConfigError if another has it."""
+    """Lock the folder for this process until the returned file is closed.  Raises: ConfigError if another has it."""
     file = open_append(folder, _LOCK)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -675,7 +674,7 @@ def lock_run(folder: Path) -> IO[str]:
 
 
 def drop_later_metrics(metrics: Path, step: int | None) -> None:
-    """Keep the lines up to ``step``, none for None: what came after the checkpoint will be computed again."""
+    """Keep the lines up to ``step``, none for None: later steps will be computed again."""
     if os.path.lexists(metrics):
         lines = zip(whole_lines(metrics.parent, metrics.name), read_metrics(metrics), strict=True)
         kept = [line for line, values in lines if step is not None and values["step"] <= step]
@@ -683,7 +682,7 @@ def drop_later_metrics(metrics: Path, step: int | None) -> None:
 
 
 def read_metrics(metrics: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl in order.  Raises: ConfigError for one that names no step."""
+    """Return the lines of metrics.jsonl in order.  Raises: ConfigError for one without a step."""
     found = [parse_object(line, str(metrics)) for line in whole_lines(metrics.parent, metrics.name)]
     for values in found:
         if type(values.get("step")) is not int:

@@ -1,6 +1,7 @@
-"""The values of ``--shard``: one entry each, saying how to wrap the model, build its optimizer, reduce, clip and sync.
+"""The values of ``--shard``: for each, how to wrap the model, build its optimizer, reduce, clip and sync.
 
-A new sharding strategy is a new entry in ``STRATEGIES``; the trainer, the checkpoints and the command line read the table.
+A new sharding strategy is a new entry in ``STRATEGIES``; the trainer, the checkpoints and the command line read the
+table.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from shardwise.recipes.data import first_line
 from shardwise.recipes.gpt import GPT, GPTBlock, logits_of
 from shardwise.recipes.run_folder import find_module
 
-# ---- The few exchanges between ranks that a training loop needs beside its gradients.
+# ---- The exchanges between ranks that a training loop needs in addition to its gradients.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RunRanks:
-    """Where this process stands: its rank, how many there are, and its device.  The default process group is theirs.
+    """The position of this process: its rank, the number of ranks, and its device, in the default process group.
 
-    ``tp`` neighbours at a time form a tensor-parallel group: they work on the same part of the batch, ``data_rank`` of
+    ``tp`` neighbours at a time form a tensor-parallel group: they share a part of the batch, ``data_rank`` of
     ``num_data_ranks``.
     """
 
@@ -77,11 +78,11 @@ class RunRanks:
         return self.rank == 0
 
     def wait_for_all(self) -> None:
-        """Return when every rank has come here."""
+        """Return once every rank has called this."""
         self._named(dist.barrier)
 
     def mean(self, values: Sequence[torch.Tensor]) -> list[float]:
-        """Return each value's mean over ranks, summed in rank order so that it never depends on the transport."""
+        """Return each value's mean over ranks, summed in rank order so that it does not depend on the transport."""
         return [total / self.num_ranks for total in self.total(values)]
 
     def total(self, values: Sequence[torch.Tensor]) -> list[float]:
@@ -90,7 +91,7 @@ class RunRanks:
         return torch.stack(self._each(mine, len(mine))).cumsum(0)[-1].tolist()
 
     def highest(self, values: Sequence[int]) -> list[int]:
-        """Return the highest of each value over ranks."""
+        """Return the maximum of each value over ranks."""
         if self.num_ranks == 1:
             return list(values)
         found = torch.tensor(values)
@@ -98,7 +99,7 @@ class RunRanks:
         return found.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order, on every rank.  JSON must hold it: no rank runs what another sends."""
+        """Return every rank's value, in rank order, on every rank.  Values are JSON: nothing that a rank sends is executed."""
         mine = json.dumps(value).encode()
         sizes = [int(size) for size in self._each(torch.tensor([len(mine)]), 1)]
         row = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -107,7 +108,7 @@ class RunRanks:
         return [json.loads(bytes(part[:size].tolist())) for part, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, value: T | None) -> T:
-        """Return rank 0's value on every rank; the others pass None.  JSON must hold it."""
+        """Return rank 0's value on every rank; the others pass None.  Values are JSON."""
         found = self.gather(value)[0]
         assert found is not None
         return found
@@ -121,12 +122,11 @@ class RunRanks:
         naming_lost_peers(act, "ranks cannot tell each other where they are", range(self.num_ranks), self.rank)
 
 
-# ---- ``--model-from module:function``: a model of the user's own, built alike on every rank; ``--init``: weights to
-# begin with.
+# ---- ``--model-from module:function``: a model of the user, built equally on every rank; ``--init``: initial weights.
 
 
 def check_module(model_from: str) -> None:
-    """Refuse a module that Python does not find; nothing of it runs, but for the packages around it.  Raises: ConfigError."""
+    """Refuse a module that Python does not find; nothing is executed but its parent packages.  Raises: ConfigError."""
     name = model_from.partition(":")[0]
     if find_module(name) is None:
         raise ConfigError(
@@ -138,8 +138,8 @@ def check_module(model_from: str) -> None:
 def build_own(model_from: str, seed: int, vocabulary: int, context: int) -> nn.Module:
     """Return the model that the user's function builds, with torch's generator seeded.
 
-    The function gets those of ``vocabulary`` and ``context`` that it has parameters of that name for.
-    Raises: ConfigError if it is not there, cannot be called like this, or returns no module; what it raises itself.
+    The function gets ``vocabulary`` and ``context`` if it has parameters of these names. Raises: ConfigError if it does
+    not exist, cannot be called like this, or returns no module; its own exceptions.
     """
     name, _, attribute = model_from.partition(":")
     check_module(model_from)
@@ -199,7 +199,7 @@ def try_own(model: nn.Module, model_from: str, vocabulary: int, window: Tensor) 
 
 
 def check_alike(model: nn.Module, ranks: RunRanks, model_from: str) -> None:
-    """Refuse ranks that built models of other weights: each would train its own shards of another model.  Collective.
+    """Refuse ranks that built models with different weights: each would train its shards of another model.  Collective.
 
     Raises: ConfigError on every rank.
     """
@@ -222,7 +222,7 @@ def _fingerprint(model: nn.Module) -> str:
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the blocks of a model that are sharded and compiled one by one; none if it has no repeated ones."""
+    """Return the blocks of a model that are sharded and compiled separately; none if it has no repeated ones."""
     if isinstance(model, GPT):
         return list(model.blocks)
     children = (child for family in families_of(model, frozenset()) for child in repeated_blocks(family))
@@ -232,7 +232,7 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 def load_init(path: str, plain: nn.Module) -> None:
     """Load safetensors weights, a file or a folder with ``model.safetensors`` or its index.  Collective.
 
-    Raises: ConfigError on every rank, nothing changed, if names or shapes are others than the model's; it lists them.
+    Raises: ConfigError on every rank, before any change, with the names or shapes that differ from the model's.
     """
     try:
         load(Path(path), {"model": plain})
@@ -240,12 +240,12 @@ def load_init(path: str, plain: nn.Module) -> None:
         raise ConfigError(f"--init {path} does not fit the model: {' '.join(str(error).split())}") from error
 
 
-# ---- What is done to the GPT before a sharding strategy shards it: heads split over ranks (--tp), blocks compiled (--compile).
+# ---- Changes of the GPT before it is sharded: heads split over ranks (--tp), blocks compiled (--compile).
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The axes of all ranks.
+    """The mesh axes of all ranks.
 
     ``data``: ("dp",), or ("replicate", "shard") for --shard hybrid.  ``tensor``: ("tp",), the innermost axis; None
     without tensor parallelism.
@@ -256,7 +256,7 @@ class Meshes:
 
 
 def build_meshes(config: TrainConfig, ranks: RunRanks) -> Meshes:
-    """Lay the ranks out as the options ask; ``check_ranks`` has made sure that they fit.  Collective."""
+    """Lay the ranks out for the options; ``check_ranks`` has checked that they fit.  Collective."""
     num_data = ranks.num_ranks // config.tp
     if config.shard == "hybrid":
         names, sizes = ("replicate", "shard"), (config.replicas, num_data // config.replicas)
@@ -293,9 +293,9 @@ def split_heads(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def compile_blocks(model: nn.Module, backend: str) -> None:
-    """Compile the attention and the MLP of every block: inside its unit, so that gathering stays outside the graphs.
+    """Compile the attention and the MLP of every block, inside its unit, so that gathers are outside the graphs.
 
-    Of a model of the user's own, the parts of its repeated blocks.
+    In a model of the user, compile the parts of its repeated blocks.
     """
     for block in blocks_of(model):
         for part in (block.attention, block.mlp) if isinstance(block, GPTBlock) else block.children():
@@ -303,9 +303,9 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
 
 
 def why_not_compiled(backend: str, ranks: RunRanks) -> str | None:
-    """Return None if every rank can compile with ``backend``, else on every rank a sentence that says which cannot.
+    """Return None if every rank can compile with ``backend``, else, on every rank, a sentence about the ranks that cannot.
 
-    Tries a small function, since a missing compiler shows only when code is generated.  Collective.
+    Compiles a small function, because a missing compiler shows only when code is generated.  Collective.
     """
     reason: str | None = None
     try:
@@ -362,24 +362,24 @@ def build_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def build_zero_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Return AdamW of which every rank keeps and updates the same number of elements."""
+    """Return AdamW; every rank stores and updates the same number of elements of its state."""
     return ZeroRedundancyOptimizer(
         param_groups(model, config), AdamW, partition="even", lr=config.lr, betas=(0.9, 0.95), fused=True
     )
 
 
 def clip_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Scale gradients to a total norm of at most ``max_norm``; return the norm before, the same on all ranks."""
+    """Scale gradients to a total norm of at most ``max_norm``; return the norm before scaling, the same on all ranks."""
     return clip_grad_norm_(model.parameters(), max_norm)
 
 
 def clip_owned_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """The same where each gradient is only with its owner.  Collective."""
+    """The same for gradients that only their owners have.  Collective."""
     return cast(ZeroRedundancyOptimizer, optimizer).clip_grad_norm_(max_norm)
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that holds this rank's state."""
+    """Return the optimizer with this rank's state."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
@@ -409,7 +409,7 @@ def _engine_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
 
 
 def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)  # else gradients are held twice
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)  # otherwise gradients would exist twice
 
 
 def _ddp_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""The main job on one rank: prepare the run folder, train, validate, sample, report."""
+"""The main program of one rank: prepare the run folder, train, validate, sample, report."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ from shardwise.recipes.sharding import (
 )
 from shardwise.safe_files import opened_folder, replace_file
 
-# ---- Ends of a run before its last step: on request, and because there is nothing left to train.
+# ---- Ends of a run before its last step: on request, or because training diverged.
 
 Asked = Callable[[], int]  # the number of the signal that asks this rank to stop, 0 if there is none
-Listening = Callable[[], AbstractContextManager[Asked]]  # entered for as long as there are steps between which to stop
+Listening = Callable[[], AbstractContextManager[Asked]]  # entered while steps remain between which to stop
 
 
 class DivergedError(ShardwiseError, ArithmeticError):
-    """The loss, its gradients or the parameters are no longer numbers: nothing that could be trained further is left."""
+    """The loss, its gradients or the parameters are not finite, so that training cannot continue."""
 
 
 def listen_to_nobody() -> AbstractContextManager[Asked]:
@@ -104,7 +104,7 @@ def listen_to_nobody() -> AbstractContextManager[Asked]:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """All that a step needs on one rank."""
+    """Everything that a step needs on one rank."""
 
     run: TrainRun
     ranks: RunRanks
@@ -114,8 +114,8 @@ class Trainer:
     train: Windows
     validation: Windows
     num_parameters: int
-    unsharded: HeldBytes  # what a rank would hold of it without any sharding
-    notes: tuple[str, ...]  # what a person should know before the first step
+    unsharded: HeldBytes  # a rank's memory without any sharding
+    notes: tuple[str, ...]  # what the user should know before the first step
 
     @property
     def config(self) -> TrainConfig:
@@ -123,13 +123,13 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that all ranks together train on in a step."""
+        """Tokens of a step, over all ranks."""
         return self.config.batch * self.config.model.context
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What is left to tell when the steps are done."""
+    """The results after the last step."""
 
     held: tuple[HeldBytes, ...]
     tokens_per_s: float
@@ -137,7 +137,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The run was asked to end by a signal, and has saved ``step`` steps."""
+    """A signal asked the run to stop, and it has saved ``step`` steps."""
 
     step: int
     signal: int
@@ -186,7 +186,7 @@ def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _DoneStep:
-    """A step that was made: its figures but for the loss, this rank's part of that, and what it held if that was measured."""
+    """A finished step: its figures except the loss, this rank's part of the loss, and its memory if measured."""
 
     figures: TrainedStep
     loss: Tensor
@@ -194,7 +194,7 @@ class _DoneStep:
 
 
 class _Figures:
-    """The figures of the steps since the last line, and how long training took: validation and checkpoints do not count."""
+    """The figures of the steps since the last line, and the time of training without validation and checkpoints."""
 
     def __init__(self, trainer: Trainer, run_log: RunLog) -> None:
         self._trainer = trainer
@@ -204,7 +204,7 @@ class _Figures:
         self.trained_s = 0.0
 
     def add(self, step: _DoneStep) -> None:
-        """Keep a step, which has just ended: it took as long as it is since the one before, or since the clock was started."""
+        """Record a step that has just ended; its time counts from the step before, or from the start of the clock."""
         now = time.perf_counter()
         speed = self._trainer.tokens_per_step / (now - self._last)
         self._last = now
@@ -213,7 +213,7 @@ class _Figures:
         self._run_log.advance(step.figures.step)
 
     def write(self) -> None:
-        """Stop the clock and write down what there is, with losses of all ranks.  Collective."""
+        """Stop the clock and write the recorded figures, with losses of all ranks.  Collective."""
         window_s = time.perf_counter() - self._began
         self.trained_s += window_s
         if not self._pending:
@@ -237,7 +237,7 @@ def train_steps(
 ) -> Finished | Stopped:
     """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
 
-    Raises: DivergedError on every rank when loss, gradients or parameters are not finite; no checkpoint has them.
+    Raises: DivergedError on every rank if loss, gradients or parameters are not finite; no checkpoint contains them.
     """
     config, start = trainer.config, trainer.run.start_step
     if start == 0:
@@ -253,7 +253,7 @@ def train_steps(
             step = _train_step(trainer, number, measure=done == config.steps)
         held = step.held
         is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
-        # Each rank sees its own signals and its own part of the loss: afterwards all know the same.
+        # Each rank sees its own signals and its own part of the loss; after this exchange all know the same.
         signal, num_broken = trainer.ranks.highest([asked(), int(is_broken)])
         if num_broken:
             figures.write()
@@ -349,8 +349,8 @@ def validate(trainer: Trainer) -> float:
 def save(trainer: Trainer, done: int) -> None:
     """Begin the checkpoint after ``done`` steps; the position in the text is counted in windows of all ranks.
 
-    Raises: DivergedError on every rank, before anything is written, if a parameter is not finite; CheckpointError on every
-    rank if it cannot begin, or the one before was not written.
+    Raises: DivergedError on every rank, before anything is written, if a parameter is not finite; CheckpointError on
+    every rank if it cannot begin, or the one before was not written.
     """
     config = trainer.config
     is_broken = not all(map(_is_finite, trainer.model.parameters()))
@@ -363,7 +363,7 @@ def save(trainer: Trainer, done: int) -> None:
 
 
 def finish_saves(trainer: Trainer) -> None:
-    """Return when the last checkpoint is there.  Raises: CheckpointError on every rank if it was not written."""
+    """Return once the last checkpoint is complete.  Raises: CheckpointError on every rank if it was not written."""
     finish_saving(trainer.run.checkpoints, trainer.config.keep, is_first=trainer.ranks.is_first)
 
 
@@ -377,12 +377,11 @@ _PROMPT = "def "
 
 
 def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listening = listen_to_nobody) -> int:
-    """Run the main job; every rank calls it with the same arguments.
+    """Run the main program; every rank calls it with the same arguments.
 
-    Return 0, or the number of the signal that ended training early, with a checkpoint.  ``listening`` is entered for as
-    long as a run can be asked to stop; before and after, signals do what they did.
-    Raises: ConfigError, OSError, DivergedError or a checkpoint error, possibly on one rank only: the caller must end the
-    others.
+    Return 0, or the number of the signal that ended training early, with a checkpoint.  ``listening`` is entered while
+    a run can be asked to stop; before and after, signals keep their handlers. Raises: ConfigError, OSError,
+    DivergedError or a checkpoint error, possibly on one rank only: the caller must end the others.
     """
     check_ranks(config, ranks.num_ranks)
     ranks = replace(ranks, tp=config.tp)
@@ -390,7 +389,8 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         told = ranks.from_first(run_to_json(prepare_run(start, config)) if ranks.is_first else None)
         run = run_from_json(told, config)
         is_new = start.resume is None and start.restart is None
-        # The first rank takes a new folder away again where the options were wrong: until that is known, no other writes there.
+        # The first rank removes a new folder if the options were wrong; until that is decided, no other rank writes
+        # there.
         writes_early = ranks.is_first or not is_new
         if writes_early:
             stack.enter_context(record(run.folder / BLACK_BOX))
@@ -399,7 +399,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         try:
             trainer = build_trainer(run, ranks)
         except ConfigError:
-            stack.close()  # before it is raised on: wrong options are nothing for the black box
+            stack.close()  # before the re-raise, so that no record is written about wrong options
             if ranks.is_first and is_new:
                 discard_new(run.folder)
             raise
@@ -431,16 +431,16 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
 
 
 def metering(trainer: Trainer, traced: int) -> StepMeter | None:
-    """Return what measures the memory of a step after the first ``traced`` + 1; None where operations are not seen."""
+    """Return the measurement of the memory of a step after the first ``traced`` + 1; None if operations are not visible."""
     config, start = trainer.config, trainer.run.start_step
-    if config.compile or start >= config.steps:  # a compiled part allocates where nobody sees it
+    if config.compile or start >= config.steps:  # allocations in a compiled part are not visible
         return None
     number = measured_number(config, start, traced)
     return StepMeter(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.ranks.device, number)
 
 
 def _largest_step(trainer: Trainer, meter: StepMeter | None) -> StepMemory | None:
-    """Return the measured step of the rank that held most, on rank 0 beside its plan.  Collective."""
+    """Return the measured step of the rank with the most memory, on rank 0 with its plan.  Collective."""
     if meter is None:
         return None
     run, ranks = trainer.run, trainer.ranks
@@ -451,7 +451,7 @@ def _largest_step(trainer: Trainer, meter: StepMeter | None) -> StepMemory | Non
 
 
 def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> list[StepWatch]:
-    """Return what records ``asked`` steps after the first and writes them to the run's folder, one file for each rank."""
+    """Return the trace of ``asked`` steps after the first, which is written to the run's folder, one file per rank."""
     steps = min(asked, trainer.config.steps - trainer.run.start_step - 1)
     if steps < 1:
         if asked:
@@ -511,7 +511,7 @@ def _say_start(trainer: Trainer, run_log: RunLog) -> None:
 def _sample(trainer: Trainer) -> str:
     config, ranks = trainer.config, trainer.ranks
     plain = trainer.strategy.plain(trainer.model)
-    # one byte more each time: compiled parts would be compiled again and again
+    # one byte more each time would compile the compiled parts again and again
     with torch.compiler.set_stance("force_eager"), trainer.strategy.precision(config, ranks.device):
         if not config.sample_bytes:
             return ""
@@ -522,7 +522,7 @@ def _sample(trainer: Trainer) -> str:
 
 
 def _conclude(trainer: Trainer, finished: Finished, sample: str, memory: StepMemory | None) -> None:
-    from shardwise.recipes.report import draw_report  # matplotlib: only rank 0, only when training is over
+    from shardwise.recipes.report import draw_report  # matplotlib: only rank 0, only after training
 
     run, config = trainer.run, trainer.config
     unsharded = trainer.unsharded

@@ -1,4 +1,4 @@
-"""What shardwise's own tests are built from, public so that yours can be too."""
+"""The tools of shardwise's own tests, public so that yours can use them too."""
 
 from shardwise.testing import faults
 from shardwise.testing.pool import RankFailure, WorkerPool

@@ -1,4 +1,4 @@
-"""Faults on purpose: one rank is killed, stopped, made late, or made wrong at a named place.
+"""Fault injection: one rank is killed, stopped, delayed, or made to send wrong data at a named place.
 
 Example:
     >>> from shardwise.testing import faults
@@ -28,12 +28,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise import observe, torch_private
 from shardwise.errors import ConfigError
 
-# ---- What a fault is: a value, so that it can be drawn at random, printed, and sent to the ranks.
+# ---- Faults as values, so that they can be drawn at random, printed, and sent to ranks.
 
 Kind = Literal["kill", "stop", "terminate", "interrupt", "raise", "delay", "drop", "corrupt"]
 KINDS: tuple[Kind, ...] = ("kill", "stop", "terminate", "interrupt", "raise", "delay", "drop", "corrupt")
 
-# Where this process may be struck.  Other names are places that a program has named itself, with reach().
+# The places where faults strike. Other names are places that a program has named itself, with reach().
 PLACES: dict[str, str] = {
     "init": "the start of fully_shard (each call), replicate, ZeroRedundancyOptimizer or ShardedOptimizer",
     "between steps": "before the first module of a step runs",
@@ -57,17 +57,18 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: kill (SIGKILL), stop (SIGSTOP), terminate (SIGTERM), interrupt (SIGINT), raise, delay, drop (this rank leaves a
-            collective out), corrupt (one number of what this rank brings is another).
-        at: one of ``PLACES``, or a name that the program gives to ``reach``.
+        kind: kill (SIGKILL), stop (SIGSTOP), terminate (SIGTERM), interrupt (SIGINT), raise, delay, drop (this rank
+            skips a collective), corrupt (one number that this rank sends is changed).
+        at: one of ``PLACES``, or a name that the program passes to ``reach``.
         rank: global rank that is struck; None: every rank.
-        step: in which step, counted from 1 from the time the fault was set; a step ends with the optimizer's.  None: any.
+        step: in which step, counted from 1 from the time the fault was set; a step ends with the optimizer's.  None:
+            any.
         call: at which occasion in that step, counted from 1 (with ``step`` None: in all).
-        times: how often, with ``step`` once in each of as many steps; after that nothing more happens.
+        times: how often, with ``step`` once in each of that many steps; after that nothing more happens.
         error: what ``raise`` raises: an exception, or a class of exceptions.
         seconds: of ``delay``.
 
-    Raises: ConfigError for a kind that there is not, or that cannot be at this place.
+    Raises: ConfigError for an unknown kind, or one that cannot strike at this place.
 
     Example:
         >>> Fault("delay", at="forward", rank=1, seconds=0.5).text
@@ -94,7 +95,7 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """Say what the fault is, in a few words."""
+        """The fault in a few words."""
         more = ""
         if self.kind == "delay":
             more = f" ({self.seconds:g} s)"
@@ -105,7 +106,7 @@ class Fault:
         return f"{self.kind}{more} of {who} at {self.at}{when}"
 
 
-# ---- What each kind of fault does to the process, or to what it is about to send.
+# ---- The effect of each kind of fault on the process, or on the data that it is about to send.
 
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -116,9 +117,9 @@ _SIGNALS = {
 
 
 def strike(fault: Fault, subject: object) -> None:
-    """Do what ``fault`` does.  ``subject``: what the place is about, for faults that change it.
+    """Carry out ``fault``.  ``subject``: the object of the place, for faults that change it.
 
-    Raises: ConfigError if this process ignores the signal that is the fault.
+    Raises: ConfigError if this process ignores the signal of the fault.
     """
     number = _SIGNALS.get(fault.kind)
     if number is not None:
@@ -137,12 +138,12 @@ def strike(fault: Fault, subject: object) -> None:
 
 
 def is_left_out(fault: Fault) -> bool:
-    """Return True if what begins at the place is not done."""
+    """Return True if the announced action is skipped."""
     return fault.kind == "drop"
 
 
 def corrupt(subject: object) -> None:
-    """Change the first element of the first tensor in ``subject`` that has any: its sign and its size."""
+    """Change the first element of the first non-empty tensor in ``subject``: its sign and its size."""
     with torch.no_grad():
         for tensor in _tensors(subject):
             local = torch_private.local_of(tensor).detach()
@@ -153,7 +154,7 @@ def corrupt(subject: object) -> None:
 
 
 def _tensors(subject: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of what a place is about: a tensor, or any nesting of sequences, or an end of a collective."""
+    """Yield the tensors in the object of a place: a tensor, any nesting of sequences, or an end of a collective."""
     if isinstance(subject, torch.Tensor):
         yield subject
     elif isinstance(subject, Sequence):
@@ -166,17 +167,17 @@ def _tensors(subject: object) -> Iterator[torch.Tensor]:
 
 
 # ---- Set a fault in this process, and count the occasions until it strikes.
-# Places are reached without touching torch or shardwise: the library says where it comes to (``black_box``), and torch lets
-# anybody hook all modules and optimizers.  Outside of :func:`inject` none of these hooks is there.
+# Places are reached without changes to torch or shardwise: the library announces its actions (``observe``), and torch
+# has hooks for all modules and optimizers. Outside :func:`inject` none of these hooks is set.
 
 
 class Injected:
     """A fault that is set.
 
     Attributes:
-        fault: which.  num_struck: how often it has struck this process.
+        fault: the fault.  num_struck: how often it has struck this process.
         tell: called right before it strikes.
-        step: the number of the running step.
+        step: the number of the current step.
     """
 
     def __init__(self, fault: Fault) -> None:
@@ -191,7 +192,7 @@ class Injected:
         self._struck_in: int | None = None
 
     def come(self, place: str, subject: object = None) -> bool:
-        """Take note that this process comes to ``place``; return True if what begins there is to be left out."""
+        """Record that this process reaches ``place``; return True to skip what begins there."""
         fault = self.fault
         if place != fault.at or self.is_over or not self._is_mine():
             return False
@@ -210,14 +211,14 @@ class Injected:
     def _is_mine(self) -> bool:
         return self.fault.rank is None or self.fault.rank == this_rank()
 
-    # ---- what the hooks call ----
+    # ---- hooks ----
 
     def hear(self, place: str, _what: str, subject: object) -> bool:
-        """Hear of an event of the library."""
+        """Handle an event of the library."""
         return self.come(place, subject)
 
     def before_module(self, module: nn.Module, _args: object) -> None:
-        """Hear that a module is about to run."""
+        """Handle the begin of a module's forward."""
         if self._is_between and torch.is_grad_enabled():
             self._is_between = False
             self.come("between steps")
@@ -225,7 +226,7 @@ class Injected:
             self.come("forward" if torch.is_grad_enabled() else "evaluation")
 
     def after_module(self, module: nn.Module, _args: object, output: object) -> None:
-        """Hear that a module has run."""
+        """Handle the end of a module's forward."""
         if isinstance(output, torch.Tensor) and output.requires_grad and not any(True for _ in module.children()):
             output.register_hook(partial(self._gradient, weakref.ref(self)))
 
@@ -239,12 +240,12 @@ class Injected:
         return changed if self.fault.kind == "corrupt" else None
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Hear that an optimizer is about to step."""
+        """Handle the begin of an optimizer's step."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self.come("optimizer step", [param.grad for param in params if param.grad is not None])
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Hear that it has: of optimizers that step inside others, or beside them, each counts the same steps."""
+        """Handle its end: nested optimizers, and several side by side, count the same steps."""
         self._steps[optimizer] = count = self._steps.get(optimizer, 0) + 1
         if count + 1 > self.step:
             self.step = count + 1
@@ -253,13 +254,12 @@ class Injected:
 
 @contextmanager
 def inject(fault: Fault | Kind, at: str = "", **options: Any) -> Generator[Injected, None, None]:
-    """Let ``fault`` strike this process inside the block, if it is the rank that is meant; once, unless it says otherwise.
+    """Let ``fault`` strike this process inside the context, if it is the chosen rank; once, unless the fault says otherwise.
 
     Args:
         fault: a :class:`Fault`, or its kind; then ``at`` and ``options`` are its other fields.
 
-    Every rank may enter with the same fault.  Faults may be nested.
-    Raises: ConfigError for a fault that there cannot be.
+    Every rank may enter with the same fault.  Faults may be nested. Raises: ConfigError for an impossible fault.
 
     Example:
         >>> from shardwise.testing import faults
@@ -288,7 +288,7 @@ def inject(fault: Fault | Kind, at: str = "", **options: Any) -> Generator[Injec
 
 
 def reach(place: str) -> None:
-    """Say in your own program that it comes to ``place``, so that faults may strike there.  Costs nothing without any."""
+    """Mark a place in your own program at which faults may strike.  Costs nothing without faults."""
     observe.note(place)
 
 

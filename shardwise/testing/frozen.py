@@ -1,4 +1,4 @@
-"""Imported last by a server that processes are forked from: no collection in them goes through, or copies, what it holds."""
+"""Imported last by a server from which processes are forked: garbage collection in them skips its objects, without copies."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Small models that hold what breaks sharding: uneven, empty, tied, frozen, unused, scalar and mixed-dtype parameters."""
+"""Small models with what breaks sharding: uneven, empty, tied, frozen, unused, scalar and mixed-dtype parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Mixed(nn.Module):
-    """One module whose parameters differ in everything: dtype, size, layout, need of a gradient."""
+    """One module whose parameters differ in dtype, size, layout and requires_grad."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Mixed(nn.Module):
 
 
 class TiedModel(nn.Module):
-    """Token model whose embedding is its head."""
+    """Token model whose embedding weight is its head's weight."""
 
     def __init__(self, width: int = 6, vocabulary: int = 11, num_blocks: int = 2) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def mixed() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    """Return blocks of which one is frozen and one half so."""
+    """Return blocks of which one is frozen and one half frozen."""
     model = nn.Sequential(Block(7, 15), Block(7, 9), Block(7, 3))
     model[1].requires_grad_(False)
     model[2].up.requires_grad_(False)

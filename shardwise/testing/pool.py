@@ -1,6 +1,6 @@
-"""A pool of worker processes that stand for ranks, kept over a whole test session.
+"""A pool of worker processes that act as ranks, kept over a whole test session.
 
-Importing torch takes seconds, so the processes are started once; each call gets a fresh default process group.
+Importing torch takes seconds, so the processes are started once; each call gets a new default process group.
 
 Example:
     >>> from shardwise.testing import WorkerPool
@@ -28,20 +28,20 @@ from typing import Any
 
 from shardwise.one_host import ScratchFolder, stay_on_loopback
 
-GRACE_S = 5.0  # after one rank has failed, how long the others may take to notice
+GRACE_S = 5.0  # time for the others to notice after one rank has failed
 
 
 class RankFailure(AssertionError):
-    """One or more ranks raised, died or did not return in time; the message holds each rank's traceback or stack."""
+    """One or more ranks raised, died or did not return in time; the message has each rank's traceback or stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one rank made of a call: its value, or the text of its traceback, of its stack if it hung, of its exit code."""
+    """One rank's result of a call: its value, or the text of its traceback, of its stack if it hung, or of its exit code."""
 
     value: Any
     error: str | None
-    is_gone: bool = False  # it hung, died or got no group, so that the processes were replaced
+    is_gone: bool = False  # it hung, died or got no group, so the processes were replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ def _serve(pipe: Connection, stack_path: str) -> None:
         pipe.send(_run_task(task))
         if (
             not task.keeps_group
-        ):  # an ended group that something refers to keeps threads, hundreds of which take the cores
+        ):  # an ended group that is still referenced keeps threads, hundreds of which slow the machine down
             gc.collect()
-            if len(sys.modules) != num_modules:  # what modules hold is not looked through again
+            if len(sys.modules) != num_modules:  # garbage collection need not scan what modules reference again
                 num_modules = len(sys.modules)
                 gc.freeze()
 
@@ -96,7 +96,7 @@ def _run_task(task: _Task) -> Answer:
         os.environ["LOCAL_RANK"] = str(task.rank)
         return Answer(function(**kwargs), None)
     except BaseException:
-        # torch numbers the groups that a process makes: after one that failed here, this process would miss the others.
+        # torch numbers the groups of a process: after a failure here, this process would lag behind the others.
         return Answer(None, traceback.format_exc(), is_gone=not has_group)
     finally:
         if dist.is_initialized() and not task.keeps_group:
@@ -129,21 +129,21 @@ def _make_group(task: _Task) -> None:
         timeout=timedelta(seconds=task.timeout_s),
     )
     if "gloo" in task.backend:
-        # A rank that is done before another one is connected closes the connection which that one waits for.
+        # A rank that finishes before another one is connected would close the connection that the other waits for.
         dist.all_reduce(torch.zeros(()))
 
 
 class WorkerPool:
-    """Run functions on ``num_ranks`` processes that are joined by a fresh group per call: gloo's, or as asked.
+    """Run functions on ``num_ranks`` processes with a new group per call: gloo's, or as requested.
 
     Args:
-        max_ranks: the largest ``num_ranks`` that :meth:`run` will be asked for.
+        max_ranks: the largest ``num_ranks`` of :meth:`run`.
         timeout_s: seconds a call may take before the ranks' stacks are collected and the processes replaced.
-        keeps_group: make one group that lives as long as the processes; every call is then by ``max_ranks`` ranks.
-        preload: modules that a server imports once, which new processes are forked from: they start in milliseconds, and
-            sets of strings have one order in all of them.
-        fresh_preload: the same for fresh calls alone, which then leave the workers as they are.  One server serves all
-            pools of a process: it imports what was asked for before it began.
+        keeps_group: create one group that lives as long as the processes; every call then has ``max_ranks`` ranks.
+        preload: modules that a server imports once, from which new processes are forked: they start in milliseconds,
+            and sets of strings have one order in all of them.
+        fresh_preload: the same for fresh calls only, which then do not affect the workers.  One server serves all pools
+            of a process: it imports what was requested before it started.
     """
 
     def __init__(
@@ -188,11 +188,11 @@ class WorkerPool:
         """Call ``function(**kwargs)`` on every rank; return the results in rank order.
 
         Args:
-            function: importable (module-level); it and its arguments picklable.
-            backend: of the group; "none" makes no process group.  With NCCL every rank has a GPU, or shares one.
-            timeout_s: after how many seconds the pool gives up.  group_timeout_s: after how many a collective does.
-            fresh: call it in new processes: DTensor caches meshes with the names of their groups, and a later group of the
-                same shape may have other names.
+            function: importable (module-level); it and its arguments must be picklable.
+            backend: of the group; "none" creates no process group.  With NCCL every rank has a GPU, or shares one.
+            timeout_s: after how many seconds the pool gives up.  group_timeout_s: the timeout of collectives.
+            fresh: call it in new processes: DTensor caches meshes with the names of their groups, and a later group of
+                the same shape may have other names.
 
         Raises: RankFailure with every rank's traceback (or stack, if it hung).
         """
@@ -225,11 +225,11 @@ class WorkerPool:
         is_failure: Callable[[Any], bool] = lambda _: False,
         **kwargs: Any,
     ) -> list[Answer]:
-        """Do as :meth:`run`, but give every rank's answer, in rank order, whatever happened.
+        """Do :meth:`run`, but return every rank's answer, in rank order, whatever happened.
 
         Args:
-            is_failure: says of a returned value that the other ranks may be waiting for this one in vain: like a rank that
-                raised, it leaves them a few seconds.
+            is_failure: returns True for a value after which other ranks may wait for this one in vain: as after an
+                exception, they get a few seconds.
         """
         if num_ranks > self._max_ranks or (self._keeps_group and num_ranks != self._max_ranks):
             limit = "the group that is kept has" if self._keeps_group else "max_ranks is"
@@ -253,7 +253,7 @@ class WorkerPool:
         return [answers[rank] for rank in range(num_ranks)]
 
     def replace(self) -> None:
-        """End the processes at once; the next call starts new ones."""
+        """Kill the processes; the next call starts new ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

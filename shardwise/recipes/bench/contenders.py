@@ -38,8 +38,8 @@ _FP32, _BF16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bf
 class Contender:
     """One way to train the GPT.
 
-    ``wrap`` gets the model on its device; ``reduce`` is called between backward and step; ``refusal(ranks, backend)`` says
-    why this cannot run there, or None.  ``sharded``: what a rank holds only its share of.  ``dtype`` is that of the
+    ``wrap`` gets the model on its device; ``reduce`` is called between backward and step; ``refusal(ranks, backend)``
+    returns why this cannot run there, or None.  ``sharded``: what is sharded over ranks.  ``dtype`` is that of the
     computation, and decides how closely losses must agree.
     """
 
@@ -97,7 +97,7 @@ def _replicate_blocks(model: GPT, setup: Setup) -> nn.Module:
 
 
 def _replicate_whole(model: GPT, setup: Setup) -> nn.Module:
-    replicate(model, process_group=setup.mesh.get_group())  # as DDP is called: parameters stay plain tensors
+    replicate(model, process_group=setup.mesh.get_group())  # called like DDP: parameters stay plain tensors
     return model
 
 
@@ -201,20 +201,20 @@ def choose_names(patterns: Sequence[str] | None, ranks: int, backend: str) -> tu
     return tuple(name for name in CONTENDERS if name in wanted)
 
 
-# ---- Whether all contenders together fit into memory: they live in one process per rank while they are timed.
+# ---- A check that all contenders together fit into memory: they live in one process per rank while they are timed.
 
 _STATE_BYTES, _OTHER_BYTES = 8, 8  # per element, fp32: the two averages of AdamW; the parameter and its gradient
 
 
 def held_bytes(contender: Contender, num_parameters: int, ranks: int) -> float:
-    """Return roughly what one rank holds for ``contender``: parameters, gradients and the state of AdamW, in fp32."""
+    """Return roughly one rank's memory of ``contender``: parameters, gradients and the state of AdamW, in fp32."""
     state = _STATE_BYTES / (1 if contender.sharded == "nothing" else ranks)
     rest = _OTHER_BYTES / (ranks if contender.sharded == "everything" else 1)
     return num_parameters * (state + rest)
 
 
 def check_fit(config: BenchConfig, num_parameters: int, available_bytes: int) -> None:
-    """Refuse a benchmark whose ranks would be killed for memory, or swap.
+    """Refuse a benchmark whose ranks would run out of memory, or swap.
 
     ``available_bytes``: for all ranks together.  Raises: ConfigError.
     """

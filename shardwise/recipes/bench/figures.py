@@ -19,7 +19,7 @@ from shardwise.one_host import read_proc, usable_cores
 from shardwise.recipes.bench.contenders import Contender
 from shardwise.recipes.bench.setup import SHAPES, BenchConfig
 
-# ---- What the figures were measured on; nothing that names the host.
+# ---- The machine of the measurements; nothing names the host.
 
 
 def describe_machine(num_threads: int) -> dict[str, object]:
@@ -37,7 +37,7 @@ def describe_machine(num_threads: int) -> dict[str, object]:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor as the kernel tells it, else the machine's."""
+    """Return the name of the processor according to the kernel, else the machine's."""
     for line in read_proc("cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -50,16 +50,15 @@ LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """What one rank held while it trained one contender alone in its process; None where the host cannot tell.
+    """One rank's memory while it trained one contender alone in its process; None where the host cannot tell.
 
     Bytes are above those of the same process after imports and one step of a tiny plain model.
 
-    peak_live_bytes: most in use at one moment of a warm step: malloc'ed and shared pages (a page of n users counts 1/n),
-        or CUDA's allocator's.
-    peak_shared_bytes: most in pages of shared memory; a page that two ranks have touched counts on both.
-    peak_rss_bytes: highest resident set from building on.
-    rss_anonymous_bytes, rss_shared_bytes: parts of the resident set, where a sample found it largest.
-    faults_per_step: minor page faults of a warm step.
+    peak_live_bytes: maximum in use in a warm step: malloc'ed and shared pages (a page of n users counts 1/n), or CUDA's
+        allocator's.
+    peak_shared_bytes: maximum in pages of shared memory; a page that two ranks have used counts on both.
+    peak_rss_bytes: highest resident set, from the construction on. rss_anonymous_bytes, rss_shared_bytes: parts of the
+    resident set, in the sample with the largest one. faults_per_step: minor page faults of a warm step.
     wire_bytes_per_step: bytes through the loopback device, of all ranks together, with headers.
     """
 
@@ -144,7 +143,7 @@ def find_wrong_losses(
     return tuple(
         f"{name}: loss {loss:.6f}, expected {expected[name]:.6f} within {LOSS_TOLERANCE[dtypes[name]]:g}"
         for name, loss in losses.items()
-        if not abs(loss - expected[name]) <= LOSS_TOLERANCE[dtypes[name]]  # so that NaN is wrong too
+        if not abs(loss - expected[name]) <= LOSS_TOLERANCE[dtypes[name]]  # NaN must count as wrong
     )
 
 
@@ -212,7 +211,7 @@ NOTES: Mapping[str, str] = {
 
 
 def title_of(config: BenchConfig, num_parameters: int) -> str:
-    """Return one line that says what was measured."""
+    """Return one line that describes what was measured."""
     shape = SHAPES[config.shape].model
     return (
         f"{config.shape}: GPT of {shape.layers} blocks, width {shape.width}, {num_parameters / 1e6:.1f}M parameters; "
@@ -257,7 +256,7 @@ def write_json(
     command: str,
     num_parameters: int,
 ) -> None:
-    """Write everything that was measured, on what, and how to read it."""
+    """Write all measurements, the machine, and how to read them."""
     shape = SHAPES[config.shape]
     values = {
         "command": command,

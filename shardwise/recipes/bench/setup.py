@@ -1,4 +1,4 @@
-"""Where a contender is built, and the AdamW that all of them use."""
+"""The setup of a contender, and the AdamW that all of them use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT, NUM_BYTES, build_gpt
 
-# ---- What a benchmark measures, settled and checked before any process is started.
+# ---- The configuration of a benchmark, checked before any process starts.
 
 BACKENDS = ("auto", "gloo", "nccl")
 
@@ -65,9 +65,9 @@ class BenchConfig:
 
 
 def settle_ranks(backend: str, ranks: int | None, num_gpus: int, num_cores: int) -> tuple[str, int]:
-    """Return the backend and the number of ranks: as asked, else every GPU over NCCL, else up to 2 cores over gloo.
+    """Return the backend and the number of ranks: as requested, else every GPU over NCCL, else up to 2 cores over gloo.
 
-    Raises: ConfigError if NCCL is asked for, or chosen because there are GPUs, and there is not a GPU for every rank.
+    Raises: ConfigError if NCCL is requested, or chosen because there are GPUs, and there is not a GPU for every rank.
     """
     chosen = backend if backend != "auto" else ("nccl" if num_gpus else "gloo")
     if chosen == "gloo":
@@ -87,7 +87,7 @@ LR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every contender of one rank shares: shape, device, the 1-D mesh of all ranks, and this rank's batch.
+    """What all contenders of one rank share: shape, device, the 1-D mesh of all ranks, and this rank's batch.
 
     Shape: ``tokens`` (batch, context + 1) int64; the last context of them are the targets of the first.
     """
@@ -103,7 +103,7 @@ class Setup:
         return build_gpt(self.shape.model, self.seed).to(self.device)
 
     def hybrid_mesh(self) -> DeviceMesh:
-        """Return the mesh of two copies, each cut over half of the ranks.  Collective."""
+        """Return the mesh of two replicas, each sharded over half of the ranks.  Collective."""
         sizes = (2, self.mesh.size() // 2)
         return init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
@@ -129,7 +129,7 @@ def count_parameters(shape: ModelShape) -> int:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    """Return AdamW as torch chooses to run it."""
+    """Return AdamW in torch's default implementation."""
     return AdamW(model.parameters(), lr=LR)
 
 

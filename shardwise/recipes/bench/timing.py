@@ -26,7 +26,7 @@ from shardwise.recipes.gpt import next_byte_loss
 from shardwise.recipes.memory import peak_rss_bytes
 from shardwise.recipes.sharding import RunRanks
 
-# ---- What the kernel and the C library say about this process: memory, page faults, bytes on the loopback device.
+# ---- Figures of the kernel and the C library about this process: memory, page faults, bytes on the loopback device.
 # None stands for what this host does not tell (Linux with glibc tells everything).
 
 SAMPLE_S = 0.001
@@ -34,7 +34,7 @@ SAMPLE_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Bytes of this process in memory now, and the most since :func:`reset_peak`."""
+    """This process's current resident bytes, and the maximum since :func:`reset_peak`."""
 
     total: int
     peak: int
@@ -54,7 +54,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def malloc_live_bytes() -> int | None:
-    """Return bytes malloc has handed out and not got back: in its arenas and mapped one by one."""
+    """Return the bytes that malloc has in use: in its arenas and mapped separately."""
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return None
@@ -64,7 +64,7 @@ def malloc_live_bytes() -> int | None:
 
 
 def resident() -> Resident | None:
-    """Return what is resident, from /proc/self/status."""
+    """Return the resident set, from /proc/self/status."""
     fields = dict(line.split(":", 1) for line in read_proc("self/status").splitlines() if ":" in line)
     wanted = ("VmRSS", "VmHWM", "RssAnon", "RssShmem")
     if not all(name in fields for name in wanted):
@@ -73,9 +73,9 @@ def resident() -> Resident | None:
 
 
 def others_part_of_shared() -> int:
-    """Return the bytes of resident shared memory that are other processes': each page belongs in equal parts to all users.
+    """Return the bytes of resident shared memory that count for other processes: each page is divided equally among its users.
 
-    0 where the kernel does not tell.
+    0 if the kernel does not tell.
     """
     lines = read_proc("self/smaps_rollup").splitlines()
     own = next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:")), None)
@@ -84,7 +84,7 @@ def others_part_of_shared() -> int:
 
 
 def reset_peak() -> bool:
-    """Start counting ``Resident.peak`` anew; False if the kernel does not let us: then it counts from the start."""
+    """Restart the count of ``Resident.peak``; return False if the kernel does not allow it: then it counts from the start."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -93,7 +93,7 @@ def reset_peak() -> bool:
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident set: since :func:`reset_peak` where that works, else since the process started."""
+    """Return the largest resident set: since :func:`reset_peak` if that works, else since the process started."""
     now = resident()
     return peak_rss_bytes() if now is None else now.peak
 
@@ -119,7 +119,7 @@ def loopback_bytes() -> int | None:
 
 
 class PeakSampler:
-    """Look at memory every millisecond on a thread of its own, and keep the highest of what was seen.
+    """Sample memory every millisecond on a thread of its own, and keep the maxima.
 
     Attributes: ``live`` and ``shared``: most bytes live (malloc'ed and shared) and most shared at one moment, since the
     start or :meth:`forget_live`; ``largest``: the sample with the largest resident set.
@@ -142,8 +142,8 @@ class PeakSampler:
         self._thread.join()
 
     def sample(self) -> None:
-        """Look once."""
-        with self._lock:  # from the first look on: what was seen before forget_live() must not be kept after it
+        """Take one sample."""
+        with self._lock:  # samples from before forget_live() must not count after it
             live, now = malloc_live_bytes(), resident()
             if now is not None:
                 self.shared = max(self.shared or 0, now.shared)
@@ -153,7 +153,7 @@ class PeakSampler:
                     self.live = max(self.live or 0, live + now.shared)
 
     def forget_live(self) -> None:
-        """Start ``live`` and ``shared`` anew."""
+        """Restart ``live`` and ``shared``."""
         with self._lock:
             self.live = self.shared = None
 
@@ -167,7 +167,7 @@ WARM_UP = 4  # steps of each contender before the first that counts; the loss of
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What one rank measured.
+    """The measurements of one rank.
 
     ``seconds``: of each round, by contender; empty if ``wrong`` names contenders with wrong losses.  ``losses``: means
     over ranks after WARM_UP - 1 updates, the same on all ranks.
@@ -182,7 +182,8 @@ class RankTimes:
 def time_steps(config: BenchConfig, contenders: Mapping[str, Contender] = CONTENDERS) -> RankTimes:
     """Build ``config.names`` of ``contenders``, check their losses, then time rounds of one step each.
 
-    The order within a round is drawn from the seed, so that ranks agree.  A time lies between two barriers.  Collective.
+    The order within a round is drawn from the seed, so that ranks agree.  A time is measured between two barriers.
+    Collective.
     """
     setup = make_setup(config)
     ranks = RunRanks(dist.get_rank(), config.ranks, setup.device)
@@ -209,7 +210,7 @@ def take_step(trained: Trained, setup: Setup) -> Tensor:
 
 
 def wait_for_all(setup: Setup) -> None:
-    """Return when every rank has come here and the devices have done what was asked of them."""
+    """Return once every rank has called this and the devices have finished."""
     if setup.device.type == "cuda":
         torch.cuda.synchronize(setup.device)
     dist.barrier()
@@ -229,7 +230,7 @@ def _time_rounds(config: BenchConfig, trained: Mapping[str, Trained], setup: Set
 
 
 def _reference_loss(setup: Setup, average: bool) -> Tensor:
-    """Train without any API of ours, gradients averaged over ranks one by one if asked; return the loss to be reached."""
+    """Train without any API of shardwise, averaging gradients one by one if asked; return the expected loss."""
     model = setup.build_model()
     optimizer = adamw(model)
     loss = torch.zeros(())
@@ -245,7 +246,7 @@ def _reference_loss(setup: Setup, average: bool) -> Tensor:
     return loss.detach()
 
 
-# ---- Phase 2, on every rank of fresh processes: what one contender alone holds, faults and sends.
+# ---- Phase 2, on every rank of fresh processes: the memory, page faults and bytes sent of one contender alone.
 
 NUM_COLD, NUM_WARM = 2, 3  # steps that allocate state and settle; steps that are measured, sampled and again unsampled
 
@@ -283,7 +284,7 @@ def measure_memory(config: BenchConfig, name: str) -> MeasuredMemory:
 
 
 def _step_something_tiny(setup: Setup) -> None:
-    """Make torch load what it loads on first use: autograd, optimizers, the collectives."""
+    """Make torch load its lazily loaded parts: autograd, optimizers, the collectives."""
     model = nn.Linear(4, 4, device=setup.device)
     optimizer = adamw(model)
     model(torch.ones(1, 4, device=setup.device)).sum().backward()

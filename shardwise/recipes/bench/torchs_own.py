@@ -1,4 +1,4 @@
-"""torch's own sharding, imported here alone and only to be measured beside ours."""
+"""torch's own sharding, imported only here and only to be measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shard_blocks_bf16(model: GPT, setup: Setup) -> nn.Module:
 
 
 def shard_tuned(model: GPT, setup: Setup) -> nn.Module:
-    """FSDP2 as someone who measures would use it: small neighbouring blocks as one, each prefetching the next."""
+    """FSDP2 tuned by hand: small neighbouring blocks as one unit, each prefetching the next."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     blocks = cast("Sequence[nn.Module]", model.blocks)
@@ -66,6 +66,6 @@ def _zero(model: nn.Module, *, parameters_as_bucket_view: bool) -> Optimizer:
 
 
 def load() -> None:
-    """Import now what the functions above import, so that it does not count as memory of the contender that needs it."""
+    """Import what the functions above import, so that it does not count as memory of the contender that needs it."""
     for name in ("torch.distributed.fsdp", "torch.distributed.optim"):
         importlib.import_module(name)
