@@ -106,7 +106,10 @@ def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads:
 
     Ranks that own fewer elements so far (``loads``) get the remainder, so the totals differ by at most one block after
     any number of cuts.  The ranges tile the space; the rank with the last, incomplete block comes last, the others are
-    in rank order. Cost: O(W log W). Raises: ConfigError if ``num_ranks`` or ``block`` is below 1. Example:
+    in rank order.
+    Cost: O(W log W).
+    Raises: ConfigError if ``num_ranks`` or ``block`` is below 1.
+    Example:
         >>> even_ranges(10, 3, block=2)
         [range(0, 4), range(4, 8), range(8, 10)]
     """
@@ -138,7 +141,8 @@ def even_slices(
     """Concatenate the tensors, cut them with :func:`even_ranges`, and return the slices in that order.
 
     A tensor without elements becomes one empty slice of the rank that owns its place, so that its (empty) state has an
-    owner too. Example:
+    owner too.
+    Example:
         >>> [(p.tensor, p.owner, p.start, p.stop) for p in even_slices([3, 3], 2, block=1)]
         [(0, 0, 0, 3), (1, 1, 0, 3)]
     """
@@ -163,7 +167,8 @@ def even_slices(
 def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
     """Cut tensors, in order, into runs of full tensors with about as many elements as should be sent together.
 
-    A remainder of less than half a run belongs to the last run. Example:
+    A remainder of less than half a run belongs to the last run.
+    Example:
         >>> runs_of([1 << 19] * 5, 2)
         [range(0, 2), range(2, 5)]
     """
@@ -183,7 +188,8 @@ def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
 def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Cut elements ``start:stop`` (row-major) of a tensor into at most ``2 * len(shape) - 1`` rectangular boxes.
 
-    Checkpoints store boxes, not ranges.  The boxes are in element order and tile the range once. Example:
+    Checkpoints store boxes, not ranges.  The boxes are in element order and tile the range once.
+    Example:
         >>> [(b.offsets, b.sizes) for b in boxes((3, 4), 2, 11)]
         [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
     """

@@ -770,8 +770,8 @@ def skip_frames(function: Callable[..., Any], why: str) -> None:
     """Exclude ``function``, and everything that it calls, from torch.compile.
 
     No graph contains it, and its frames are not compiled.  Hooks that are registered after a module was compiled are
-    such frames.  A surrounding graph breaks there; ``why``: torch's text if
-    ``fullgraph=True`` forbids that.  Imports nothing of torch.compile.
+    such frames.  A surrounding graph breaks there; ``why``: torch's text if ``fullgraph=True`` forbids that.  Imports
+    nothing of torch.compile.
     """
     function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
     function._torchdynamo_disable_msg = why  # pyright: ignore[reportFunctionMemberAccess]

@@ -31,9 +31,8 @@ def wait_until(
     """Return the result of ``condition()`` once it is true; else its last result, when the wait is over.
 
     The wait is over after ``limit_s`` seconds, or once ``is_hopeless()``, which costs more than a condition and is
-    called every
-    ``LOOK_S``.  In both cases the condition is checked once more.  ``alarm()`` may raise; it is called before each
-    pause.
+    called every ``LOOK_S``.  In both cases the condition is checked once more.  ``alarm()`` may raise; it is called
+    before each pause.
     """
     start = looked = time.monotonic()
     pause_s, longest_s = pauses_s

@@ -50,8 +50,8 @@ Give = Callable[[str], torch.Tensor]
 def encode(value: Any, name: str, take: Take | None = None, depth: int = 0) -> Any:
     """Return ``value`` as JSON; ``name`` is its path, for errors and for the tensors inside.
 
-    ``take``: gets each tensor with its name.  Without it, tensors of a few elements are encoded as values. Raises:
-    ConfigError with the path of a value that cannot be encoded.
+    ``take``: gets each tensor with its name.  Without it, tensors of a few elements are encoded as values.
+    Raises: ConfigError with the path of a value that cannot be encoded.
     """
     if depth > _MOST_DEEP:
         raise ConfigError(f"{name}: nested more than {_MOST_DEEP} deep, or within itself; save a flatter state dict")
@@ -281,8 +281,8 @@ Windows = dict[tuple[int, object, tuple[int, ...]], Window]
 def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) -> list[LocalPart]:
     """Return this rank's parts of ``tensor``, on the live memory.
 
-    ``windows``: known windows of DTensors, by mesh, placements and shape; new ones are added. Raises: ConfigError for
-    partial sums, tensors without memory, and tensor subclasses.
+    ``windows``: known windows of DTensors, by mesh, placements and shape; new ones are added.
+    Raises: ConfigError for partial sums, tensors without memory, and tensor subclasses.
     """
     found = _parts(name, tensor, {} if windows is None else windows)
     for part in found:

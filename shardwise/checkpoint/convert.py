@@ -322,8 +322,8 @@ def export_torch(
     """Write a full checkpoint as one file of ``torch.save``: a dict with the state dicts of plain objects by name.
 
     Optimizers have the form of ``torch.optim``, with parameter indices.  Tensors are in a temporary file next to ``to``
-    until they are written, so memory does not grow with them.  Not collective. Raises: CheckpointError,
-    DamagedCheckpointError.
+    until they are written, so memory does not grow with them.  Not collective.
+    Raises: CheckpointError, DamagedCheckpointError.
 
     Example:
         >>> path = export_torch("run", "all.pt")  # doctest: +SKIP

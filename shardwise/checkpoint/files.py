@@ -377,8 +377,8 @@ class _ReadStep:
 def read_requests(files: Files, checkpoint: Path, manifest: Manifest, requests: Iterable[Request]) -> int:
     """Fill the targets of ``requests``; return how many bytes were read.
 
-    Memory: one block besides the targets, and up to a block of rows for targets that are not contiguous. Raises:
-    DamagedCheckpointError with file, block and tensor.
+    Memory: one block besides the targets, and up to a block of rows for targets that are not contiguous.
+    Raises: DamagedCheckpointError with file, block and tensor.
     """
     by_file: dict[int, list[_ReadStep]] = {}
     for request in requests:

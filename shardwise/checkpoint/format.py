@@ -110,9 +110,9 @@ def held_from_text(text: str) -> list[Held]:
 def share_out(held_by_rank: Sequence[Sequence[Held]]) -> tuple[Write, ...]:
     """Return which rank writes what: each part of each tensor once; replicated parts are balanced by bytes.
 
-    The result is equal on every rank, in file order: dtypes by size, so that all are aligned, then names. Cost: O(n log
-    n) in the parts of all ranks. Raises: CheckpointError if ranks disagree about a tensor, or if their parts do not
-    cover it.
+    The result is equal on every rank, in file order: dtypes by size, so that all are aligned, then names.
+    Cost: O(n log n) in the parts of all ranks.
+    Raises: CheckpointError if ranks disagree about a tensor, or if their parts do not cover it.
 
     Example:
         >>> pair = [Held("a", "F32", (2,), (whole((2,)),))]
@@ -672,8 +672,8 @@ def to_bytes(manifest: Manifest) -> bytes:
 def from_bytes(data: bytes, what: str = MANIFEST) -> Manifest:
     """Return the manifest in ``data``.
 
-    Memory: a small multiple of ``data``; sizes in it are checked against the sizes of the files before use. Raises:
-    DamagedCheckpointError, with ``what`` and the key, for any other bytes than were written.
+    Memory: a small multiple of ``data``; sizes in it are checked against the sizes of the files before use.
+    Raises: DamagedCheckpointError, with ``what`` and the key, for any other bytes than were written.
     """
     tail = len(_SUM_BEGIN) + _SUM_BYTES + len(_SUM_END)
     body, end = data[:-tail], data[-tail:]

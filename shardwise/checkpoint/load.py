@@ -59,8 +59,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 def find_foreign(files: Files, path: Path) -> tuple[Path, list[str]] | None:
     """Return the folder and names of the safetensors files that ``path`` refers to; None if it is something else.
 
-    ``path``: a file, or a folder with ``model.safetensors`` or its index. Raises: DamagedCheckpointError for an index
-    that refers to files outside its folder.
+    ``path``: a file, or a folder with ``model.safetensors`` or its index.
+    Raises: DamagedCheckpointError for an index that refers to files outside its folder.
     """
     path = path.resolve()  # the user may name a link
     if path.suffix == ".safetensors" or (path.is_file() and path.parent.name == _BLOBS):
@@ -141,7 +141,8 @@ def stream(
     """Read the tensors called ``names``, in this order.
 
     Memory: twice ``most_numel`` elements, or one row.  Neighbours are read together, because blocks contain many small
-    tensors. Raises: DamagedCheckpointError with file, block and tensor.
+    tensors.
+    Raises: DamagedCheckpointError with file, block and tensor.
     """
     pending: list[tuple[str, Window, bool]] = []
     numel = 0

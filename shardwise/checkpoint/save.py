@@ -265,8 +265,8 @@ class Saver:
         """Return once the ranks have agreed and this rank's bytes are copied; a thread writes them.
 
         Ranks agree while the bytes are copied to the places of the last save, which is right if the plan does not
-        change. Raises: CheckpointError on every rank if they do not agree.  A failed copy raises in the thread, on all
-        ranks.
+        change.
+        Raises: CheckpointError on every rank if they do not agree.  A failed copy raises in the thread, on all ranks.
         """
         draft = self._draft(collect, step, keep, buffers)
         self._number += 1
@@ -504,9 +504,9 @@ def save(
     Returns: the checkpoint's folder, None if ``wait`` is False.
 
     Each rank writes its own shards; replicas share the writing.  Collective.  The folder is locked for this job until
-    :func:`finish` or the exit of the process. Raises: CheckpointError on every rank, with the rank that failed and why;
-    earlier checkpoints stay.  ConfigError for a wrong
-    ``step`` or ``keep``; StateError outside ``group``.
+    :func:`finish` or the exit of the process.
+    Raises: CheckpointError on every rank, with the rank that failed and why; earlier checkpoints stay.  ConfigError for
+        a wrong ``step`` or ``keep``; StateError outside ``group``.
 
     Example:
         >>> save("run", {"model": model, "optimizer": optimizer}, step=100, keep=3)  # doctest: +SKIP
@@ -538,8 +538,8 @@ def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
         group: finish only the saves of this group; None: all saves of this process, of any group.
 
     Call it on every rank that saves, at any time: a rank waits for its own save only, and does not communicate.  A
-    folder without saves is finished. Raises: CheckpointError, on every rank, if the last background save failed;
-    everything is released all the same.
+    folder without saves is finished.
+    Raises: CheckpointError, on every rank, if the last background save failed; everything is released all the same.
 
     Example:
         >>> finish("run")

@@ -136,8 +136,8 @@ class BufferCheck:
     def settle(self, what: str, exchange: Callable[[Callable[[], Any]], list[Any]]) -> bool:
         """Compare buffers with ranks whose marks differ; return True if buffers were averaged.
 
-        ``exchange``: calls its argument and returns the results of every rank.  ``what`` begins the error. Raises:
-        CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
+        ``exchange``: calls its argument and returns the results of every rank.  ``what`` begins the error.
+        Raises: CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
         """
         reports = exchange(lambda: [self._choice, self._digests])
         choices = [choice for choice, _ in reports]

@@ -140,8 +140,10 @@ class StoreExchange:
 
         The wait ends after ``limit_s`` seconds for all ranks together (default: the timeout), when the process of a
         missing rank or of one in ``needs`` is gone, and when ``is_enough`` accepts the texts that have arrived (called
-        if ranks are late). Raises: TransportError if the store does not answer, or another user has connected; what
-        :func:`alarm.look` raises. Cost: one or two store requests per rank, then one per poll.
+        if ranks are late).
+        Raises: TransportError if the store does not answer, or another user has connected; what :func:`alarm.look`
+            raises.
+        Cost: one or two store requests per rank, then one per poll.
         """
         if self.notes is not None:
             check_peers()  # also before it waits: the awaited rank may have found another user and stopped

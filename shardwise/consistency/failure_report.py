@@ -82,8 +82,7 @@ def in_short(error: BaseException) -> str:
     """Return the first line of ``error``; of a backend's error, without its source line and advice.
 
     Example:
-        >>> in_short(RuntimeError("[/a/pair.cc:553] Connection closed by peer. This is typically caused by a crash.
-        GLHF!"))
+        >>> in_short(RuntimeError("[/a/pair.cc:553] Connection closed by peer. This is typically caused by a crash. GLHF!"))
         'Connection closed by peer'
     """
     first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -138,8 +137,7 @@ def cited_texts(found: Mapping[int, str]) -> str:
     """Return reports as the end of a message: each rank's own reason once, also those of ranks that they cite.
 
     Example:
-        >>> cited_texts({1: "DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7; rank 1 waited for
-        it."})
+        >>> cited_texts({1: "DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7; rank 1 waited for it."})
         '; the last error of rank 1: DesyncError: rank 2 is gone; the last error of rank 2: KeyError: 7'
         >>> cited_texts({1: "Timed out; the last error of rank 2: Timed out", 2: "Timed out"})
         '; the last error of ranks 1, 2: Timed out'
@@ -364,9 +362,8 @@ def statuses_in_words(statuses: Sequence[RankStatus]) -> str:
     Example:
         >>> first = RankStatus(0, "a.py:3", "f()", "rank 1", {"e": {"forward": 4}}, {"e": "forward"}, 30.0)
         >>> statuses_in_words([first, RankStatus(1, "a.py:9", "save()", "", {"e": {"forward": 3}}, {}, 29.0)])
-        'rank 0 is in its 4th forward (a.py:3, waits for rank 1, for 30 s); rank 1 is in save() after its 3rd forward
-        (a.py:9, \
-    for 29 s): they ran different numbers of forwards'
+        'rank 0 is in its 4th forward (a.py:3, waits for rank 1, for 30 s); rank 1 is in save() after its 3rd forward (a.py:9, \
+for 29 s): they ran different numbers of forwards'
     """
     track, kind = _difference(statuses)
     alike: dict[str, list[RankStatus]] = {}

@@ -250,8 +250,8 @@ _MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enou
 def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes must be equal on all ranks.
 
-    Of wrapper subclasses the inner tensors are overwritten. Raises: ConfigError for a subclass that does not define
-    ``__tensor_flatten__``.
+    Of wrapper subclasses the inner tensors are overwritten.
+    Raises: ConfigError for a subclass that does not define ``__tensor_flatten__``.
     """
     if group.size() == 1:
         return

@@ -261,9 +261,9 @@ class ShardedOptimizer(Optimizer):
     """Run ``optimizer_class`` over sharded parameters: DTensors, ShardedTensors, plain tensors, or a mix.
 
     Element-wise optimizers run on local tensors, with one update for all shards that are contiguous in flat memory
-    (those of
-    ``fully_shard`` are).  Optimizers that need whole matrices (Muon, Adafactor) get them: each matrix is gathered to
-    one owner rank, updated there and scattered back.  Optimizers that cannot be right on shards are refused.
+    (those of ``fully_shard`` are).  Optimizers that need whole matrices (Muon, Adafactor) get them: each matrix is
+    gathered to one owner rank, updated there and scattered back.  Optimizers that cannot be right on shards are
+    refused.
 
     Args:
         named_params: parameters by name, as ``dict(model.named_parameters())``; pairs are accepted too.
@@ -420,8 +420,7 @@ class ShardedOptimizer(Optimizer):
         send copies of their state.
 
         ``form``: how parameters are named: "indexed" as in a plain optimizer's state dict, "flat" with the keys of
-        torch's
-        ``flatten_optimizer_state_dict``, for checkpoints that others read in that form.
+        torch's ``flatten_optimizer_state_dict``, for checkpoints that others read in that form.
         """
         before_state_dict(self)
         result = after_state_dict(self, self._named_dict(self._backend.states()))

@@ -180,8 +180,7 @@ class Choices:
         optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``, ``muon`` (whole matrices, the rest
             AdamW).
         measures: time this machine's operations and links first.  threads: of a rank that shares a CPU host with
-            others, as
-            ``shardwise train`` and torchrun set it.
+            others, as ``shardwise train`` and torchrun set it.
         tensor: numbers of ranks that may split every block (tensor parallelism); 1: none.
         tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
         compression: the compression of parameters and gradients, for the doors that take such a policy.
@@ -670,8 +669,8 @@ def plan(
         choices: the options to choose from.
 
     Returns: a :class:`Plan`; ``print(plan)`` is its table.  Bytes are those of the rank with the most memory. Needs no
-    process group, no GPU and no memory for the model. Raises: ConfigError (a ValueError) for impossible arguments;
-    errors of the model's forward pass through.
+    process group, no GPU and no memory for the model.
+    Raises: ConfigError (a ValueError) for impossible arguments; errors of the model's forward pass through.
 
     Example:
         >>> import torch, shardwise

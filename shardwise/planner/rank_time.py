@@ -144,8 +144,8 @@ _WIRES = ("inside", "between", "host_memory", "shared")
 def read_hardware(source: str | Path) -> Hardware:
     """Return the preset called ``source``, or the contents of the JSON file there.
 
-    A file has the fields of :class:`Hardware`; with ``"like": "h100"`` only those that differ from that preset. Raises:
-    ConfigError.
+    A file has the fields of :class:`Hardware`; with ``"like": "h100"`` only those that differ from that preset.
+    Raises: ConfigError.
     """
     if str(source).lower() in HARDWARE:
         return HARDWARE[str(source).lower()]

@@ -138,8 +138,8 @@ def check_module(model_from: str) -> None:
 def build_own(model_from: str, seed: int, vocabulary: int, context: int) -> nn.Module:
     """Return the model that the user's function builds, with torch's generator seeded.
 
-    The function gets ``vocabulary`` and ``context`` if it has parameters of these names. Raises: ConfigError if it does
-    not exist, cannot be called like this, or returns no module; its own exceptions.
+    The function gets ``vocabulary`` and ``context`` if it has parameters of these names.
+    Raises: ConfigError if it does not exist, cannot be called like this, or returns no module; its own exceptions.
     """
     name, _, attribute = model_from.partition(":")
     check_module(model_from)

@@ -380,8 +380,9 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
     """Run the main program; every rank calls it with the same arguments.
 
     Return 0, or the number of the signal that ended training early, with a checkpoint.  ``listening`` is entered while
-    a run can be asked to stop; before and after, signals keep their handlers. Raises: ConfigError, OSError,
-    DivergedError or a checkpoint error, possibly on one rank only: the caller must end the others.
+    a run can be asked to stop; before and after, signals keep their handlers.
+    Raises: ConfigError, OSError, DivergedError or a checkpoint error, possibly on one rank only: the caller must end
+        the others.
     """
     check_ranks(config, ranks.num_ranks)
     ranks = replace(ranks, tp=config.tp)

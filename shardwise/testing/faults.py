@@ -259,7 +259,8 @@ def inject(fault: Fault | Kind, at: str = "", **options: Any) -> Generator[Injec
     Args:
         fault: a :class:`Fault`, or its kind; then ``at`` and ``options`` are its other fields.
 
-    Every rank may enter with the same fault.  Faults may be nested. Raises: ConfigError for an impossible fault.
+    Every rank may enter with the same fault.  Faults may be nested.
+    Raises: ConfigError for an impossible fault.
 
     Example:
         >>> from shardwise.testing import faults

@@ -633,11 +633,12 @@ def transaction(
         undoes_optimizer: False: copy nothing for the optimizer's step.  Ranks agree right before it that all have got
             so far; an exception during or after the step aborts the job: :class:`shardwise.StepError` on all ranks.
 
-    All ranks of the job must make the same transactions, and only the optimizer may change parameters. Cost: one
-    agreement per step; copies of buffers at its begin, and of existing gradients (call ``zero_grad`` before the block);
-    copies of this rank's parameters and optimizer state when the optimizer steps (``step.num_bytes``).  The memory of
-    the copies is reused in every step. Raises: ConfigError for groups of other backends than gloo, and for an optimizer
-    that steps inside backward; StateError in a transaction over the same model.
+    All ranks of the job must make the same transactions, and only the optimizer may change parameters.
+    Cost: one agreement per step; copies of buffers at its begin, and of existing gradients (call ``zero_grad`` before
+        the block); copies of this rank's parameters and optimizer state when the optimizer steps (``step.num_bytes``).
+        The memory of the copies is reused in every step.
+    Raises: ConfigError for groups of other backends than gloo, and for an optimizer that steps inside backward;
+        StateError in a transaction over the same model.
 
     Example:
         >>> import torch

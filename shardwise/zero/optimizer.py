@@ -73,8 +73,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         initialized: the constructor has ended.
         defaults: those of the local optimizer.
 
-    Construction is collective.  An error on one rank raises DesyncError on all, with that rank and the cause. Raises:
-    TypeError, ConfigError (a ValueError) for wrong arguments; DesyncError if ranks pass different parameters.
+    Construction is collective.  An error on one rank raises DesyncError on all, with that rank and the cause.
+    Raises: TypeError, ConfigError (a ValueError) for wrong arguments; DesyncError if ranks pass different parameters.
 
     Example:
         >>> ddp = DistributedDataParallel(model)  # doctest: +SKIP
@@ -155,8 +155,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's partition, then send every rank's partition to all.  Collective.
 
         Gradients must be equal on all ranks (DDP) or reduced with :meth:`reduce_gradients`.  ``closure`` and ``kwargs``
-        go to the local optimizer, whose result is returned.  With ``overlap_with_ddp`` it only warns. Raises:
-        DesyncError if another rank failed or did not take part, with its rank.
+        go to the local optimizer, whose result is returned.  With ``overlap_with_ddp`` it only warns.
+        Raises: DesyncError if another rank failed or did not take part, with its rank.
         """
         if self.overlap_with_ddp:
             logger.warning("`step()` should not be included in the training loop when `overlap_with_ddp=True`")
@@ -178,8 +178,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         For loops without DDP: sends half the bytes of an all-reduce.  Collective: the same parameters must have
         gradients on all ranks.  Afterwards ``.grad`` is an :class:`~shardwise.fsdp.clip.OwnedGradient` on every rank; a
         further backward and call add to it, until :meth:`zero_grad`.  It does nothing on one rank.  With
-        ``overlap_grad_reduce`` most of it has happened in backward. Raises: DesyncError on all ranks if they have
-        gradients of different parameters; StateError in ``Join``.
+        ``overlap_grad_reduce`` most of it has happened in backward.
+        Raises: DesyncError on all ranks if they have gradients of different parameters; StateError in ``Join``.
         """
         if self.world_size > 1:
             self._backend.reduce()

@@ -294,8 +294,9 @@ def hook_with_zero_step(
             step.  ``hook`` is not used then and must be ``allreduce_hook`` or None.
         warmup: "skip" skips the step in the first two (static graph: three) iterations, as torch does; "update" steps.
 
-    Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients. Raises: ConfigError (a ValueError)
-    for arguments that contradict each other. Example:
+    Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients.
+    Raises: ConfigError (a ValueError) for arguments that contradict each other.
+    Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))  # doctest: +SKIP
     """
     return _make(hook, ddp, zero, reduce, warmup, is_interleaved=False)

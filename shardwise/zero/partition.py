@@ -140,8 +140,8 @@ def check_partition(
 ) -> None:
     """Check ``partition``; for "even", step small tensors, in one part and in two, which must give the same result.
 
-    ``params``: from :func:`checked_params`; the options of the first group are used. Raises: ConfigError if the results
-    differ, if the optimizer refuses slices, or for an unknown partition.
+    ``params``: from :func:`checked_params`; the options of the first group are used.
+    Raises: ConfigError if the results differ, if the optimizer refuses slices, or for an unknown partition.
     """
     if partition not in ("whole", "even"):
         raise ConfigError(f"partition is {partition!r}, expected 'whole' or 'even'")

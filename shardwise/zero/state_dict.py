@@ -207,8 +207,7 @@ class StateSlice(torch.Tensor):
     """Elements ``start:stop`` of a state tensor, with the size of the full tensor and the memory of the slice.
 
     DCP gets the boxes to store through the dunder methods (its ``_Checkpointable`` protocol).  Do not compute with it:
-    only
-    ``local`` has values.
+    only ``local`` has values.
     """
 
     local: torch.Tensor
