@@ -40,6 +40,7 @@ from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, Off
 from shardwise.fsdp.shard_model import shard_model
 from shardwise.fsdp.trace import Span, Trace, trace
 from shardwise.loop.launch import notebook_launch
+from shardwise.loop.meter import StepMeter
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
@@ -82,6 +83,7 @@ __all__ = [
     "Span",
     "StateError",
     "StepError",
+    "StepMeter",
     "Trace",
     "TransportError",
     "UnitCompression",

@@ -303,6 +303,13 @@ def all_have_come(group: dist.ProcessGroup) -> None:
         )
 
 
+def gather_rows(row: torch.Tensor) -> list[list[float]]:
+    """Return the 1-D ``row`` of every rank of the default process group, in rank order."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return [each.tolist() for each in rows]
+
+
 # ---- Abort and reconnect: close a group's connections so that no rank waits in it, and connect it again under the same
 # object.
 # References to the group (in a mesh, torch's DistributedDataParallel, user code) stay valid: the backend under it is

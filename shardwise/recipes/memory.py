@@ -257,7 +257,7 @@ class HeldMemory:
     step: StepMemory | None = None
 
 
-class StepMeter:
+class StepMemoryMeter:
     """Measures one step of a run, the second of two that it watches: the first shows which storages exist.
 
     Args:

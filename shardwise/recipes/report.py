@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from shardwise.formatting import drop_output, format_bytes, plain
+from shardwise.loop.meter import summary
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.rank_memory import COLOURS, KINDS, UPDATE
 from shardwise.recipes.data import TextFacts
@@ -64,7 +65,7 @@ class ProgressDisplay:
         self._steps = steps
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             TextColumn("{task.fields[figures]}"),
             TextColumn("ETA"),
             TimeRemainingColumn(),
@@ -86,12 +87,12 @@ class ProgressDisplay:
         """Move the bar."""
         self._bar.update(self._task, completed=step)
 
-    def report(self, step: TrainedStep, peak_bytes: int, eta_s: float) -> None:
+    def report(self, step: TrainedStep, speed: Mapping[str, float | None], eta_s: float) -> None:
         """Show the figures of a step: in the bar, or as one line where there is no terminal.
 
-        ``peak_bytes``: the largest of all ranks; ``eta_s``: the time left.
+        ``speed``: of :class:`StepMeter`; ``eta_s``: the time left.
         """
-        figures = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s  {format_bytes(peak_bytes)}/rank"
+        figures = f"loss {step.loss:.4f}  {summary(speed)}"
         if self._bar.disable:
             eta = f"{int(eta_s) // 60}m{int(eta_s) % 60:02d}s"
             self.console.print(f"step {step.step}/{self._steps}  {figures}  ETA {eta}")
@@ -158,8 +159,8 @@ class RunLog:
     def advance(self, step: int) -> None:
         """Move the progress bar, and tell who watches."""
 
-    def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None:
-        """Record steps since the last call; ``tokens_per_s`` and memory, which are shown, belong to all of them together."""
+    def trained(self, steps: Sequence[TrainedStep], speed: Mapping[str, float | None], eta_s: float) -> None:
+        """Record steps since the last call; ``speed``: of :class:`StepMeter`, belongs to all of them together."""
 
     def validated(self, step: int, loss: float) -> None:
         """Record a validation loss."""
@@ -193,18 +194,22 @@ class FileRunLog(RunLog):
         self._display.advance(step)
         self._done(step)
 
-    def trained(self, steps: Sequence[TrainedStep], tokens_per_s: float, peak_bytes: int, eta_s: float) -> None:
+    def trained(self, steps: Sequence[TrainedStep], speed: Mapping[str, float | None], eta_s: float) -> None:
         """See :class:`RunLog`."""
+        measured = {name: value for name in _SPEED_FIGURES if (value := speed.get(name)) is not None}
+        last = steps[-1]
         for item in steps:
             figures = {"loss": item.loss, "grad_norm": item.grad_norm, "lr": item.learning_rate}
             own = {"tokens_per_s": round(item.tokens_per_s, 1), "time": round(item.time, 3)}
+            own |= {name: float(f"{value:.4g}") for name, value in measured.items()} if item is last else {}
             self._write({"kind": "train", "step": item.step, **figures, **own})
             for name, value in figures.items():
                 self._scalars.add_scalar(f"train/{name}", value, item.step)
             self._scalars.add_scalar("speed/tokens_per_s", item.tokens_per_s, item.step)
-        last = steps[-1]
-        self._scalars.add_scalar("memory/peak_bytes", peak_bytes, last.step)
-        self._display.report(replace(last, tokens_per_s=tokens_per_s), peak_bytes, eta_s)
+        for name, value in measured.items():
+            self._scalars.add_scalar(f"speed/{name}", value, last.step)
+        self._scalars.add_scalar("memory/peak_bytes", speed["peak_memory_bytes"], last.step)
+        self._display.report(last, speed, eta_s)
 
     def validated(self, step: int, loss: float) -> None:
         """See :class:`RunLog`."""
@@ -231,6 +236,7 @@ def open_lines(run: TrainRun) -> IO[str]:
     return open_append(run.folder, run.metrics.name)
 
 
+_SPEED_FIGURES = ("step_s", "data_s", "mfu", "exposed_wait_s")  # of StepMeter; None of them is written if not measured
 _TRAIN, _VALIDATION, _REFERENCE = "#9ecae1", "#d62728", "#555555"
 _RESTART, _SPEED = "#9467bd", "#17becf"
 _KINDS = (
@@ -325,6 +331,8 @@ def _draw_speed(axes: Axes, metrics: Sequence[Mapping[str, float | str]]) -> Non
         middle = float(np.median([speed for _, speed in points]))
         axes.axhline(middle, color=_REFERENCE, linestyle="--", linewidth=1.0)
         title += f" (median: {middle:,.0f})"
+        middles = {name: [float(m[name]) for m in metrics if name in m] for name in _SPEED_FIGURES}
+        title += f"\n{summary({name: float(np.median(found)) for name, found in middles.items() if found})}"
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel("optimizer steps")

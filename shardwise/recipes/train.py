@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise import Trace, __version__, describe_units, record
+from shardwise import StepMeter, Trace, __version__, describe_units, record
 from shardwise.consistency.recorder import BLACK_BOX
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
@@ -31,7 +31,7 @@ from shardwise.recipes.memory import (
     HeldBytes,
     HeldMemory,
     StepMemory,
-    StepMeter,
+    StepMemoryMeter,
     StepWatch,
     largest_of,
     measure_held,
@@ -194,10 +194,23 @@ class _DoneStep:
 
 
 class _Figures:
-    """The figures of the steps since the last line, and the time of training without validation and checkpoints."""
+    """The figures of the steps since the last line, and the time of training without validation and checkpoints.
+
+    ``meter``: of the steps.
+    """
 
     def __init__(self, trainer: Trainer, run_log: RunLog) -> None:
         self._trainer = trainer
+        config = trainer.config
+        counts = config.dtype == "bf16" and not config.compile  # what is compiled hides its operations
+        self.meter = StepMeter(
+            trainer.model,
+            trainer.tokens_per_step / trainer.ranks.num_ranks,
+            every=config.log_every,
+            writers=(),
+            peak_flops="auto" if counts else None,
+            device=trainer.ranks.device,
+        )
         self._run_log = run_log
         self._pending: list[_DoneStep] = []
         self._began = self._last = time.perf_counter()
@@ -221,10 +234,8 @@ class _Figures:
         trainer, config = self._trainer, self._trainer.config
         step_s = window_s / len(self._pending)
         losses = trainer.ranks.mean([step.loss for step in self._pending])
-        peak = max(trainer.ranks.gather(peak_bytes(trainer.ranks.device)))
         steps = [replace(step.figures, loss=loss) for step, loss in zip(self._pending, losses, strict=True)]
-        speed = trainer.tokens_per_step / step_s
-        self._run_log.trained(steps, round(speed, 1), peak, (config.steps - steps[-1].step) * step_s)
+        self._run_log.trained(steps, self.meter.figures(), (config.steps - steps[-1].step) * step_s)
         self._pending = []
 
     def go_on(self) -> None:
@@ -250,7 +261,8 @@ def train_steps(
         with ExitStack() as watched:
             for watch in watches:
                 watched.enter_context(watch(number - start))
-            step = _train_step(trainer, number, measure=done == config.steps)
+            watched.enter_context(figures.meter.step())
+            step = _train_step(trainer, number, figures.meter, measure=done == config.steps)
         held = step.held
         is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
         # Each rank sees its own signals and its own part of the loss; after this exchange all know the same.
@@ -292,15 +304,15 @@ def _is_due(done: int, every: int, config: TrainConfig) -> bool:
     return done % every == 0 or done == config.steps
 
 
-def _train_step(trainer: Trainer, step: int, *, measure: bool) -> _DoneStep:
+def _train_step(trainer: Trainer, step: int, meter: StepMeter, *, measure: bool) -> _DoneStep:
     config, strategy = trainer.config, trainer.strategy
     rate = learning_rate(config, step)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
     trainer.model.train()
     loss = torch.zeros((), device=trainer.ranks.device)
-    for microbatch in range(config.accumulate):
-        tokens, targets = _microbatch(trainer, step, microbatch)
+    microbatches = (_microbatch(trainer, step, number) for number in range(config.accumulate))
+    for microbatch, (tokens, targets) in enumerate(meter.data(microbatches)):
         with strategy.sync(trainer.model, microbatch == config.accumulate - 1):
             with strategy.precision(config, trainer.ranks.device):
                 part = next_byte_loss(trainer.model, tokens, targets) / config.accumulate
@@ -431,16 +443,16 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
     return 0
 
 
-def metering(trainer: Trainer, traced: int) -> StepMeter | None:
+def metering(trainer: Trainer, traced: int) -> StepMemoryMeter | None:
     """Return the measurement of the memory of a step after the first ``traced`` + 1; None if operations are not visible."""
     config, start = trainer.config, trainer.run.start_step
     if config.compile or start >= config.steps:  # allocations in a compiled part are not visible
         return None
     number = measured_number(config, start, traced)
-    return StepMeter(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.ranks.device, number)
+    return StepMemoryMeter(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.ranks.device, number)
 
 
-def _largest_step(trainer: Trainer, meter: StepMeter | None) -> StepMemory | None:
+def _largest_step(trainer: Trainer, meter: StepMemoryMeter | None) -> StepMemory | None:
     """Return the measured step of the rank with the most memory, on rank 0 with its plan.  Collective."""
     if meter is None:
         return None

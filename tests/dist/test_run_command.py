@@ -117,6 +117,13 @@ def test_the_first_error_is_shown_once_with_its_rank_and_recorded_for_diagnose(
     assert "ValueError: no such column" in said
 
 
+def test_an_error_of_every_rank_is_shown_once(tmp_path: Path) -> None:
+    ended = run_here(tmp_path, "-n", "2", script(tmp_path, "import time\nraise ValueError('no such column')\n"))
+    assert ended.code == 1
+    assert ended.err.count("ValueError: no such column") == 1
+    assert ended.err.count(" raised:") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [

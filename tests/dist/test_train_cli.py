@@ -172,6 +172,11 @@ def test_figures_are_told_from_the_first_step_on_and_are_of_one_step_each(traine
     lines = [line for line in metrics_of(run) if line["kind"] == "train"]
     assert len({line["tokens_per_s"] for line in lines}) == len({line["time"] for line in lines}) == 20
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+    measured = [line for line in lines if "step_s" in line]
+    assert [line["step"] for line in measured] == [1, 4, 5, 8, 10, 12, 15, 16, 20]
+    assert all(line["step_s"] > 0 and line["data_s"] > 0 for line in measured)
+    assert {line["step"] for line in measured if "exposed_wait_s" in line} == {4, 8, 12, 16, 20}
+    assert " ms/step  data " in ended.out
 
 
 def test_the_table_of_units_has_no_empty_column(trained: tuple[Path, Ended]) -> None:

@@ -48,6 +48,7 @@ FOR_USERS = {
     "ShardedOptimizer": f"{_OPTIMIZER} blank_state_dict full_state_dict named_params",
     "Span": "begin_s end_s lane num_bytes seconds unit what",
     "StepError": "kind place rank text",
+    "StepMeter": "data figures log num_steps step",
     "Trace": "calls departure exposed_s num_unplanned planned save spans table to_json",
     "UnitCompression": "gathers name reductions",
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",

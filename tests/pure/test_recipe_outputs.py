@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from shardwise import StepMeter
 from shardwise.formatting import format_bytes
 from shardwise.planner.rank_memory import UPDATE, Moment, RankMemory
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
@@ -205,7 +206,8 @@ def test_figures_of_a_step_are_of_that_step_alone() -> None:
     lines, scalars = io.StringIO(), _Scalars()
     run_log = FileRunLog(ProgressDisplay(3, 0, is_shown=False), lines, scalars)
     steps = [TrainedStep(n, 5.0 / n, 1.0, 0.1, tokens_per_s=100.0 * n, time=1000.0 + n) for n in (1, 2, 3)]
-    run_log.trained(steps, 12345.0, 1, 0.0)
+    speed = {"tokens_per_s": 12345.0, "step_s": 0.25, "data_s": 0.01, "mfu": None, "exposed_wait_s": 0.02}
+    run_log.trained(steps, speed | {"peak_memory_bytes": 1.0}, 0.0)
     found = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert [(line["step"], line["tokens_per_s"], line["time"]) for line in found] == [
         (1, 100.0, 1001.0), (2, 200.0, 1002.0), (3, 300.0, 1003.0),
@@ -213,6 +215,10 @@ def test_figures_of_a_step_are_of_that_step_alone() -> None:
     assert [(value, step) for tag, value, step in scalars.seen if tag == "speed/tokens_per_s"] == [
         (100.0, 1), (200.0, 2), (300.0, 3),
     ]  # fmt: skip
+    assert [line.get("step_s") for line in found] == [None, None, 0.25], "of all steps since the last line"
+    assert ("speed/step_s", 0.25, 3) in scalars.seen
+    assert ("speed/data_s", 0.01, 3) in scalars.seen
+    assert "speed/mfu" not in [tag for tag, _, _ in scalars.seen], "it is not known"
 
 
 @pytest.mark.parametrize(("clip", "is_scaled"), [(0.0, False), (1e9, False), (1e-3, True)])
@@ -229,7 +235,7 @@ def test_clip_0_scales_no_gradient(
     run = TrainRun(tmp_path, config, TextFacts("", 1, 1, 1, 1.0, ""), None, None)
     ranks = RunRanks(0, 1, torch.device("cpu"))
     trainer = Trainer(run, ranks, strategy, model, optimizer, windows, windows, 1, HeldBytes(4, 4, 8), ())
-    figures = _train_step(trainer, 0, measure=False).figures
+    figures = _train_step(trainer, 0, StepMeter(model), measure=False).figures
     left = float(torch.stack([gradient.norm() for gradient in seen]).norm())
     assert left == pytest.approx(1e-3 if is_scaled else figures.grad_norm, rel=1e-4)
     assert figures.grad_norm > 0.1

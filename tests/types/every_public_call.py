@@ -44,6 +44,7 @@ from shardwise import (
     Span,
     StateError,
     StepError,
+    StepMeter,
     Trace,
     TransportError,
     UnitCompression,
@@ -231,6 +232,15 @@ def saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     export_torch("run", "all.pt")
     print(DcpWriter("a"), DcpReader("a"), TorchDcpReader("a"), loaded.path, loaded.skipped)
     return loaded.step
+
+
+def meters(model: nn.Module, batches: list[Tensor]) -> None:
+    meter = StepMeter(model, 8.0, every=2, writers=(), peak_flops=1e12, device=torch.device("cpu"))
+    for batch in meter.data(batches):
+        with meter.step():
+            loss = model(batch).sum()
+        figures: dict[str, float | None] | None = meter.log(loss=loss, norm=1.0)
+        print(figures, meter.figures(), meter.num_steps)
 
 
 def launches() -> int:

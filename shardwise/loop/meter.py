@@ -1,0 +1,279 @@
+"""``StepMeter``: the speed, the utilization, the waits and the memory of a training loop, averaged over ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from shardwise import torch_private
+from shardwise.consistency.failure_report import naming_lost_peers
+from shardwise.consistency.process_groups import gather_rows
+from shardwise.errors import ConfigError, DesyncError
+from shardwise.formatting import format_bytes, format_ranks
+from shardwise.fsdp.trace import Trace, trace
+from shardwise.one_host import read_proc
+
+T = TypeVar("T")
+_logger = logging.getLogger("shardwise.meter")
+_MOST_VALUES = 16  # of log(): the row that ranks exchange has a place for each
+# Dense products in bfloat16, of the data sheets; the first name that is in the device's name counts.
+_PEAK_FLOPS = {
+    "B200": 2250e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "H20": 148e12,
+    "H800": 989e12, "A100": 312e12, "A800": 312e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "L40S": 362e12,
+    "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12,
+}  # fmt: skip
+_OWN = ("steps", "step", "data", "tokens", "flops", "waits", "memory", "peak")  # figures in the row of every rank
+
+
+class StepMeter:
+    """Measures a training loop, and writes its figures every few steps.
+
+    Args:
+        model: the device of its first parameter is measured, unless ``device`` names another, as offload needs.
+        tokens_per_step: tokens (or samples) that this rank trains on in a step; ranks of one tensor-parallel group divide
+            those of their batch among them.
+        every: :meth:`log` writes figures every so many steps.
+        writers: of rank 0; each has ``add_scalar(tag, value, step)`` (TensorBoard), ``log_metrics(dict, step=)`` (MLflow,
+            Lightning) or ``log(dict, step=)`` (Weights & Biases), or is a ``logging.Logger``.  None: the logger
+            "shardwise.meter", at level INFO.
+        peak_flops: operations per second that a rank's device can do; "auto": those of dense products in bfloat16, where the
+            device is known; None: do not count operations.
+
+    Example:
+        >>> meter = shardwise.StepMeter(model, tokens_per_step=batch * seq)  # doctest: +SKIP
+        >>> for batch in meter.data(loader):  # doctest: +SKIP
+        ...     with meter.step():
+        ...         loss = model(batch)
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...     meter.log(loss=loss)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokens_per_step: float = 0,
+        *,
+        every: int = 10,
+        writers: Sequence[Any] | None = None,
+        peak_flops: float | str | None = "auto",
+        device: torch.device | None = None,
+    ) -> None:
+        if every < 1:
+            raise ConfigError(f"StepMeter: every is {every}, expected 1 or more")
+        param = next(model.parameters(), None)
+        self._device = device or (torch.device("cpu") if param is None else param.device)
+        self._tokens, self._every = tokens_per_step, every
+        self._write = [_writing(each) for each in ([_logger] if writers is None else writers)]
+        self._peak_flops = _peak_flops(peak_flops, self._device)
+        self.num_steps = 0
+        self._flops = math.nan  # of a step of this rank
+        self._sums = _Sums()
+
+    def data(self, batches: Iterable[T]) -> Generator[T, None, None]:
+        """Yield ``batches``; the wait for each counts as time for data, also inside of a step."""
+        iterator = iter(batches)
+        while True:
+            begin = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._sums.data_s += time.perf_counter() - begin
+            yield batch
+
+    @contextmanager
+    def step(self) -> Generator[None, None, None]:
+        """Measure a step: the body is forward, backward and the optimizer's step.  One that raises does not count."""
+        sums = self._sums
+        if self.num_steps == 1 and sums.num_steps == 1:  # the first step warms up: it counts where it is alone
+            sums = self._sums = _Sums(data_s=sums.data_s - sums.first_data_s)
+        with ExitStack() as stack:
+            if self.num_steps == 0 and self._peak_flops is not None:
+                stack.enter_context(torch_private.watching(self._count, is_seen=False))
+            is_traced = self._device.type == "cpu" and (self.num_steps + 1) % self._every == 0
+            traced = stack.enter_context(trace()) if is_traced else None
+            begin, data_s = time.perf_counter(), sums.data_s
+            yield
+            sums.step_s += time.perf_counter() - begin - (sums.data_s - data_s)
+        sums.num_steps += 1
+        self.num_steps += 1
+        if self.num_steps == 1:
+            sums.first_data_s = sums.data_s
+        if traced is not None:
+            sums.waits_s = _exposed_s(traced)
+
+    def log(self, **values: float | Tensor) -> dict[str, float | None] | None:
+        """Write figures if the last step is one of every ``every``, and return them; else None.
+
+        Every rank must call it after every step.  ``values``, such as a loss or the norm of gradients, are averaged over
+        ranks; the device is waited for only where they are written.
+        Raises: as :meth:`figures`.
+        """
+        if not self._sums.num_steps or self.num_steps % self._every:
+            return None
+        found = self.figures(**values)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            known = {name: value for name, value in found.items() if value is not None}
+            for write in self._write:
+                write(known, self.num_steps)
+        return found
+
+    def figures(self, **values: float | Tensor) -> dict[str, float | None]:
+        """Return the figures of the steps since the last call, the same on every rank: one collective.
+
+        Of a step, averaged over steps and ranks: ``step_s``, without the wait for data; ``data_s``.  Of all ranks:
+        ``tokens_per_s``.  ``mfu``: operations (products of matrices, convolutions, attention) by those that the devices can
+        do; what is computed again in backward counts too.  ``exposed_wait_s``: of the last step, how long the host waited for
+        other ranks, the longest of all ranks.  ``memory_bytes``, ``peak_memory_bytes``: the largest of all ranks.
+        ``values``: their means.  None: not measured.
+
+        Raises: ConfigError for more than 16 values; DesyncError on every rank if they give other values; TransportError.
+        """
+        sums, self._sums = self._sums, _Sums()
+        names = sorted(values)
+        if len(names) > _MOST_VALUES:
+            raise ConfigError(f"StepMeter: {len(names)} values, expected at most {_MOST_VALUES}")
+        begin = time.perf_counter()
+        given = [_number(values[name]) for name in names]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            sums.step_s += time.perf_counter() - begin  # what the steps have launched and the device had not done
+        row = [
+            sums.num_steps,
+            sums.step_s,
+            sums.data_s,
+            self._tokens,
+            self._flops,
+            sums.waits_s,
+            *_memory(self._device),
+        ]
+        row += [zlib.crc32(repr(names).encode()), *given, *[math.nan] * (_MOST_VALUES - len(given))]
+        rows = _all(row, self._device)
+        checksums = [each[len(_OWN)] for each in rows]
+        others = [rank for rank, each in enumerate(checksums) if each != checksums[0]]
+        if others:
+            raise DesyncError(
+                f"StepMeter: {format_ranks(others)} and rank 0 give other values; here they are {', '.join(names) or 'none'}. "
+                "Give the same names on every rank"
+            )
+        of = {name: [each[place] for each in rows] for place, name in enumerate(_OWN)}
+        steps = [max(each, 1.0) for each in of["steps"]]
+        step_s = _mean([total / count for total, count in zip(of["step"], steps, strict=True)])
+        data_s = _mean([total / count for total, count in zip(of["data"], steps, strict=True)])
+        whole_s = step_s + data_s
+        peak = self._peak_flops
+        found: dict[str, float] = {
+            "step_s": step_s,
+            "data_s": data_s,
+            "tokens_per_s": sum(of["tokens"]) / whole_s if whole_s and self._tokens else math.nan,
+            "mfu": _mean(of["flops"]) / whole_s / peak if whole_s and peak else math.nan,
+            "exposed_wait_s": max(of["waits"]),
+            "memory_bytes": max(of["memory"]),
+            "peak_memory_bytes": max(of["peak"]),
+        }
+        known: dict[str, float | None] = {name: None if math.isnan(value) else value for name, value in found.items()}
+        for place, name in enumerate(names, len(_OWN) + 1):
+            known[name] = _mean([each[place] for each in rows])
+        return known
+
+    def _count(self, func: Any, given: tuple[tuple[Any, ...], dict[str, Any]], out: Any) -> None:
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            args, kwargs = given
+            self._flops = (0.0 if math.isnan(self._flops) else self._flops) + count(*args, **kwargs, out_val=out)
+
+
+class _Sums:
+    """Over the steps since the last figures; ``first_data_s``: what of it is of the first step of all."""
+
+    def __init__(self, data_s: float = 0.0) -> None:
+        self.num_steps, self.step_s, self.data_s, self.first_data_s = 0, 0.0, data_s, 0.0
+        self.waits_s = math.nan
+
+
+_IN_WORDS: Mapping[str, Callable[[float], str]] = {
+    "tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
+    "step_s": lambda value: f"{1e3 * value:,.1f} ms/step",
+    "data_s": lambda value: f"data {1e3 * value:,.1f} ms",
+    "mfu": lambda value: f"MFU {value:.1%}",
+    "peak_memory_bytes": lambda value: f"{format_bytes(value)}/rank",
+}
+
+
+def summary(figures: Mapping[str, float | None]) -> str:
+    """Return what ``figures`` have of speed and memory in words."""
+    known = {name: value for name in _IN_WORDS if (value := figures.get(name)) is not None}
+    return "  ".join(_IN_WORDS[name](value) for name, value in known.items())
+
+
+def _writing(writer: Any) -> Any:
+    """Return a function of a dict and a step that gives both to ``writer``.  Raises: ConfigError."""
+    if isinstance(writer, logging.Logger):
+        return lambda figures, step: writer.info(
+            "step %d: %s", step, " ".join(f"{k}={v:.6g}" for k, v in figures.items())
+        )
+    if hasattr(writer, "add_scalar"):
+        return lambda figures, step: [writer.add_scalar(name, value, step) for name, value in figures.items()]
+    for name in ("log_metrics", "log"):
+        if hasattr(writer, name):
+            return lambda figures, step: getattr(writer, name)(figures, step=step)
+    raise ConfigError(
+        f"StepMeter: a writer is a {type(writer).__name__}, expected one with add_scalar, log_metrics or log"
+    )
+
+
+def _peak_flops(asked: float | str | None, device: torch.device) -> float | None:
+    if asked is None or isinstance(asked, (int, float)):
+        return asked
+    if asked != "auto":
+        raise ConfigError(f"StepMeter: peak_flops is {asked!r}, expected a number, 'auto' or None")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+
+
+def _number(value: float | Tensor) -> float:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _exposed_s(traced: Trace) -> float:
+    return sum(traced.exposed_s().values()) if traced.spans else math.nan
+
+
+def _memory(device: torch.device) -> tuple[float, float]:
+    """Return the bytes of this process now and at its peak: of CUDA's allocator, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    line = next((each for each in read_proc("self/status").splitlines() if each.startswith("VmRSS:")), None)
+    now = math.nan if line is None else 1024.0 * int(line.split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
+    return now, max(peak, now)  # nan is never the larger
+
+
+def _all(row: Sequence[float], device: torch.device) -> list[list[float]]:
+    """Return the rows of all ranks of the default process group; without one, that of this process."""
+    if not dist.is_initialized():
+        return [list(row)]
+    on = torch.device("cpu") if "cpu:" in dist.get_backend_config() else device
+    mine = torch.tensor(row, dtype=torch.float64, device=on)
+    ranks = range(dist.get_world_size())
+    return naming_lost_peers(lambda: gather_rows(mine), "figures cannot be averaged", ranks, dist.get_rank())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
