@@ -13,9 +13,10 @@ from shardwise.cli.main import build_parser
 
 PAGE = Path(__file__).resolve().parent / "reference" / "options.md"
 HEAD = """\
-# Options of the command
+# Options of the command, and config keys
 
 `docs/list_options.py` writes this page from the parser. [The command](../command.md) explains what the subcommands do.
+The long names of the options of `shardwise train`, without `--`, are also the keys of a [config file](../command.md#train).
 """
 
 
@@ -50,11 +51,10 @@ def _of_options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def _words(action: argparse.Action) -> str:
     """Return how the option is typed: its names, and its value or choices."""
-    value = action.metavar or ("\\|".join(map(str, action.choices)) if action.choices else action.dest.upper())
-    if not action.option_strings:
-        return f"`{value}`"
+    values = [action.metavar] if action.metavar else action.choices or [action.dest.upper()]
+    value = ", ".join(f"`{each}`" for each in values)
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    return names if action.nargs == 0 else f"{names} `{value}`"
+    return names if action.nargs == 0 else f"{names} {value}".strip()
 
 
 def _meaning(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
