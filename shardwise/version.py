@@ -1,10 +1,10 @@
-"""The version of this package, as its metadata say it: ``pyproject.toml`` is the one place where it is written."""
+"""The version of this package, from its metadata: only ``pyproject.toml`` has it."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-UNKNOWN = "0+unknown"  # of a copy of the source that nobody installed
+UNKNOWN = "0+unknown"  # of a copy of the source that is not installed
 
 
 def find_version(name: str = "shardwise") -> str:

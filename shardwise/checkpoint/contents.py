@@ -128,7 +128,7 @@ def decode(value: Any, name: str, give: Give | None = None, depth: int = 0) -> A
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{name}: {str(fields)[:80]} is no value of this format ({error!r})") from error
+        raise CheckpointError(f"{name}: {str(fields)[:80]} is not a value of this format ({error!r})") from error
 
 
 def groups_of(value: Any, name: str) -> list[dict[str, Any]]:
@@ -328,7 +328,7 @@ def check_plain(name: str, local: torch.Tensor) -> None:
         raise ConfigError(f"{name} is on the meta device and has no values; call module.to_empty(device=...) first")
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_sparse:
         raise ConfigError(
-            f"{name}: a {type(local).__name__} is a form of its own, expected plain numbers per element; give its plain form "
+            f"{name}: a {type(local).__name__} is a tensor subclass, expected a plain tensor; give its plain form "
             "in the state dict"
         )
 

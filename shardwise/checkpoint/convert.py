@@ -391,9 +391,9 @@ def convert(source: str | Path, folder: str | Path, *, step: int, more: Mapping[
     Args:
         source: a DCP folder whose state is ``{"model": ..., "optimizer": ...}`` under the names of parameters, as
             ``get_state_dict(..., flatten_optimizer_state_dict=True)`` gives them; or safetensors files of a model.
-        more: values to save beside.
+        more: further values to save.
 
-    Tensors lie in temporary files beside ``folder`` until they are written, so memory does not grow with them.  Random state
+    Tensors are in temporary files in ``folder`` until they are written, so memory does not grow with them.  Random state
     is left out.  Not collective.
     Raises: ConfigError for anything else; CheckpointError, DamagedCheckpointError for files that cannot be read.
     """
@@ -482,7 +482,7 @@ def _cut(text: str, params: Iterable[str], key: str) -> tuple[str, str]:
     for fqn in params:  # the longest first: a name may be a prefix of another
         if text.startswith(f"{fqn}."):
             return fqn, text[len(fqn) + 1 :]
-    raise ConfigError(f"{key!r} names no parameter of the model that is saved beside it")
+    raise ConfigError(f"{key!r} names no parameter of the saved model")
 
 
 def _write(found: _FoundState, folder: Path, step: int) -> Path:
@@ -508,7 +508,7 @@ def _write(found: _FoundState, folder: Path, step: int) -> Path:
         )
         for each in range(number + 1)
     }
-    # There is no per-rank state: zero ranks tell that to those who load it.
+    # A checkpoint of zero ranks has no per-rank state.
     return write_manifest(files, folder, make_manifest(save, writes, records, 0, ({}, found.values)))
 
 

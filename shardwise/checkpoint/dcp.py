@@ -427,7 +427,7 @@ class _PlainValues:
         try:
             found = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{read_item.storage_index.fqn}: holds more than plain values: {error}") from error
+            raise CheckpointError(f"{read_item.storage_index.fqn}: contains more than plain values: {error}") from error
         buffer = io.BytesIO()
         torch.save(found, buffer)
         buffer.seek(0)

@@ -336,7 +336,7 @@ class VerifiedFile:
         """Return the header.  Raises: DamagedCheckpointError, also if the file belongs to another save."""
         record = self._record
         if record.num_bytes < LENGTH_BYTES:
-            raise DamagedCheckpointError(f"{self._path}: {record.num_bytes} bytes are no header")
+            raise DamagedCheckpointError(f"{self._path}: {record.num_bytes} bytes are too few for a header")
         found = None
         with suppress(DamagedCheckpointError):  # the checksums show where
             found = read_header(self._file.read_into, record.num_bytes, self._path).metadata.get(SAVE_KEY)

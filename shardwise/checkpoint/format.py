@@ -330,7 +330,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
@@ -466,7 +466,7 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
 def dtype_of(name: object, what: str) -> torch.dtype:
     """Return the dtype of that name.  Raises: CheckpointError with ``what``."""
     if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointError(f"{what}: {name!r} is no dtype of this format")
+        raise CheckpointError(f"{what}: {name!r} is not a dtype of this format")
     return _DTYPES[name]
 
 
@@ -530,7 +530,7 @@ def header_bytes(start: bytes, num_bytes: int, what: str) -> int:
     """
     length = int.from_bytes(start, "little")
     if len(start) != LENGTH_BYTES or length > min(MOST_BYTES, num_bytes - LENGTH_BYTES):
-        raise DamagedCheckpointError(f"{what}: its header is said to be {length} bytes long, the file is {num_bytes}")
+        raise DamagedCheckpointError(f"{what}: its header claims to be {length} bytes long, the file is {num_bytes}")
     return LENGTH_BYTES + length
 
 
@@ -678,7 +678,9 @@ def from_bytes(data: bytes, what: str = MANIFEST) -> Manifest:
     tail = len(_SUM_BEGIN) + _SUM_BYTES + len(_SUM_END)
     body, end = data[:-tail], data[-tail:]
     if end != _SUM_BEGIN + sum_of(body).encode() + _SUM_END:
-        raise DamagedCheckpointError(f"{what}: its own sum does not fit its {len(data)} bytes: cut off, or changed")
+        raise DamagedCheckpointError(
+            f"{what}: its checksum does not match its {len(data)} bytes: it was truncated or changed"
+        )
     return from_fields(parse_json(body + b"}", what), what)
 
 
@@ -696,7 +698,7 @@ def from_fields(fields: dict[str, Any], what: str) -> Manifest:
         _file(value, f"{what}: files[{i}]") for i, value in enumerate(as_list(fields.get("files"), f"{what}: files"))
     )
     if len({file.name for file in files}) != len(files):
-        raise DamagedCheckpointError(f"{what}: files: a name is there twice")
+        raise DamagedCheckpointError(f"{what}: files: a name occurs twice")
     tensors = {
         name: _tensor(value, files, f"{what}: tensors[{name[:80]!r}]")
         for name, value in as_table(fields.get("tensors"), f"{what}: tensors").items()

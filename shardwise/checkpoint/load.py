@@ -73,7 +73,7 @@ def find_foreign(files: Files, path: Path) -> tuple[Path, list[str]] | None:
         found = sorted({as_text(name, f"{what}: weight_map") for name in table.values()})
         outside = [name for name in found if "/" in name or "\\" in name or not name.endswith(".safetensors")]
         if outside:
-            raise DamagedCheckpointError(f"{what}: weight_map: {outside[0][:80]!r} is no file of this folder")
+            raise DamagedCheckpointError(f"{what}: weight_map: {outside[0][:80]!r} is not a file of this folder")
         return path, [real_name(path, name) for name in found]
     return (path, [real_name(path, SINGLE)]) if SINGLE in names else None
 
@@ -271,8 +271,8 @@ def load(
             be verified by.
         state: as for :func:`save`, or some entries of it.
         step: the checkpoint to load (default: the newest).
-        strict: raise if names differ between the state and the checkpoint, in entries that are asked for.
-        fallback: if a checkpoint does not verify take the newest one before that does; says so as a warning.
+        strict: raise if names differ between the state and the checkpoint, in the requested entries.
+        fallback: if a checkpoint does not verify, warn, and load the newest earlier one that does.
         group: as for :func:`save`.
 
     Each rank reads the ranges that it needs and verifies every block that it reads.  Nothing is changed before all ranks
@@ -398,7 +398,7 @@ def _refuse_differences(order: LoadRequests, state: Mapping[str, Any], unexpecte
 def _only_module(state: Mapping[str, Any]) -> str:
     keys = [key for key, thing in state.items() if isinstance(thing, nn.Module)]
     if len(keys) != 1 or len(state) != 1:
-        raise CheckpointError("files of other tools hold one model: give a state of one module, as {'model': model}")
+        raise CheckpointError("files of other tools contain one model; pass a state of one module, as {'model': model}")
     return keys[0]
 
 

@@ -91,7 +91,7 @@ def find_records(folder: Path) -> tuple[list[Record], bool]:
     if not last and not before:
         raise ConfigError(
             f"{place} has no record of a rank: nothing has failed there, or its ranks wrote elsewhere. "
-            "Of one that hangs, ask for it: kill -USR1 PID, on every rank."
+            "For a job that hangs: kill -USR1 PID, on every rank."
         )
     return (last, False) if last else (before, True)
 

@@ -222,7 +222,7 @@ class Compression:
 # These are two collectives with work of the host in between. The host waits for neither if it launches the second one
 # after backward has continued.
 
-# of unfinished sums; a single sum may be larger, and then runs with at most this much beside it
+# of unfinished sums; a single sum may be larger, and then overlaps at most this many bytes of others
 MOST_OPEN_BYTES = 1 << 26
 
 

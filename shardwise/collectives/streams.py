@@ -108,10 +108,10 @@ class HostDevice:
         self.has_values = device.type != "meta"
 
     def new_stream(self, name: str, priority: int) -> Stream:
-        raise RuntimeError(f"the host has no stream '{name}'; ask for one only if has_streams")
+        raise RuntimeError(f"the host has no stream '{name}'; create one only if has_streams")
 
     def current_stream(self) -> Stream:
-        raise RuntimeError("the host has no streams; ask for one only if has_streams")
+        raise RuntimeError("the host has no streams; create one only if has_streams")
 
     def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=pins, device="cpu")

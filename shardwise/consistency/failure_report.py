@@ -690,7 +690,7 @@ def _is_of_backend(error: BaseException) -> bool:
 def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> str:
     """Return which of ``others`` are gone, else which report nothing although all ranks in a failed collective do.
 
-    ``error``: why this rank asks; it does not wait for a host that does not answer.
+    ``error``: of this rank; it does not wait for a host that does not answer.
     """
     others, begin = others[:_MOST_REQUESTED], time.monotonic()
 

@@ -55,7 +55,7 @@ def set_host_timeout(seconds: float) -> None:
     """
     if seconds != 0 and not 3 <= seconds < float("inf"):
         raise ConfigError(
-            f"seconds must be 0 (never) or at least 3, so that one lost packet is no lost host; got {seconds!r}"
+            f"seconds must be 0 (never) or at least 3, so that a lost packet does not count as a lost host; got {seconds!r}"
         )
     _limit_s[0] = float(seconds)
 

@@ -355,7 +355,7 @@ STALL_S = 60.0
 _MOST_REASONS, _MOST_STACKS = 16, 128
 _MOST_JOBS = 4  # jobs whose records are kept in the temporary folder
 _OWN_FILES = ("/shardwise/consistency/recorder.py", "/shardwise/observe.py", "/shardwise/errors.py")
-_QUIET = ("ConfigError", "LayoutError")  # wrong arguments: no rank waits, and the message says all
+_QUIET = ("ConfigError", "LayoutError")  # wrong arguments: no rank waits, and the message suffices
 
 
 _open: list[Recorder] = []  # the open recorders of this process; only open() and close() change it

@@ -418,8 +418,8 @@ class ElementwiseStep:
             reason = why_not_elementwise(state, run.tensor.shape)
             if reason is not None:
                 raise StateError(
-                    f"{run.slices[0].name}: {type(self.optimizer).__name__} {reason}. It does not treat every element alone, "
-                    "so this step was not that of the plain optimizer. Go back to the last checkpoint and pass "
+                    f"{run.slices[0].name}: {type(self.optimizer).__name__} {reason}. It does not treat every element "
+                    "separately, so this step differs from the plain optimizer's. Restart from the last checkpoint and pass "
                     "update='whole_matrix'"
                 )
         group.is_checked = all(states)

@@ -179,7 +179,7 @@ def checked_params(params: Any) -> dict[str, torch.Tensor]:
     Raises: TypeError for anything else; ConfigError for no parameters, and for a name or tensor that occurs twice.
     """
     if isinstance(params, torch.Tensor):
-        raise ArgumentTypeError("parameters come with names: pass dict(model.named_parameters()), not a tensor")
+        raise ArgumentTypeError("parameters need names: pass dict(model.named_parameters()), not a tensor")
     pairs = list(cast(Mapping[str, Any], params).items()) if isinstance(params, Mapping) else list(params)
     if not pairs:
         raise ConfigError("ShardedOptimizer got no parameters")
@@ -188,7 +188,7 @@ def checked_params(params: Any) -> dict[str, torch.Tensor]:
     for pair in pairs:
         if not isinstance(pair, tuple) or len(cast(tuple[Any, ...], pair)) != 2:
             raise ArgumentTypeError(
-                f"parameters come with names: expected (name, tensor), found "
+                f"parameters need names: expected (name, tensor), found "
                 f"{type(pair).__name__}. Pass dict(model.named_parameters()), not model.parameters()"
             )
         name, param = cast(tuple[str, Any], pair)

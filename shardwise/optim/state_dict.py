@@ -198,8 +198,8 @@ def unwrap(
     if type(value) is not torch.Tensor and value.dim():
         if is_elementwise:
             raise LayoutError(
-                f"{name}: state {key!r} is a {type(value).__name__}, a form of its own, expected plain numbers per element: "
-                "it is that of another optimizer class"
+                f"{name}: state {key!r} is a {type(value).__name__}, a tensor subclass, expected a plain tensor: "
+                "it is the state of another optimizer class"
             )
         return copied(value)
     if value.dim() and tuple(value.shape) == tuple(param.shape):

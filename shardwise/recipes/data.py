@@ -440,7 +440,7 @@ def _single(path: Path, column: str) -> TextSource:
     problem = why_binary(path) if source.kind == "text" else ""
     if problem:
         raise ConfigError(
-            f"--data {path} is no text ({problem}), expected UTF-8 text, .jsonl, .parquet, or a folder of such files. "
+            f"--data {path} is not text ({problem}), expected UTF-8 text, .jsonl, .parquet, or a folder of such files. "
             "Unpack or convert it first."
         )
     return source
@@ -448,7 +448,7 @@ def _single(path: Path, column: str) -> TextSource:
 
 def _not_empty(sources: list[TextSource], path: Path) -> list[TextSource]:
     if sum(source.num_bytes for source in sources) == 0:
-        raise ConfigError(f"--data {path} holds no text (empty, hidden and binary files do not count).")
+        raise ConfigError(f"--data {path} contains no text (empty, hidden and binary files do not count).")
     return sources
 
 

@@ -160,7 +160,7 @@ def build_own(model_from: str, seed: int, vocabulary: int, context: int) -> nn.M
     ]
     if missing:
         raise ConfigError(
-            f"--model-from {model_from}: the function needs {', '.join(missing)}, and is given vocabulary and context alone. "
+            f"--model-from {model_from}: the function needs {', '.join(missing)}, but gets only vocabulary and context. "
             "Give the others defaults, or name a function that fills them in."
         )
     torch.manual_seed(seed)

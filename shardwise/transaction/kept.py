@@ -74,7 +74,7 @@ class KeptUnits:
         return sum(each.residual_bytes for each in coded)
 
     def restore(self) -> None:
-        """Reshard every unit, forget the step, and let engines be recreated.  Does not communicate."""
+        """Reshard every unit, forget the step, and drop the engines.  Does not communicate."""
         for engine in self._engines():
             engine.forget_step()
             engine.is_last_backward = self._is_last.get(id(engine), True)

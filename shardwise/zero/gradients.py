@@ -547,7 +547,7 @@ def check_averaged(rank_partition: RankPartition, what: str) -> bool:
             param.grad.usable_parts()
         elif param.grad is not None:
             raise StateError(
-                f"{what}: parameter {index} of shape {tuple(param.shape)} has a gradient of this rank alone, others have "
+                f"{what}: parameter {index} of shape {tuple(param.shape)} has a gradient of this rank only, others have "
                 "been averaged to their owners; call reduce_gradients() after the last backward"
             )
     return True

@@ -166,7 +166,7 @@ def test_a_state_is_loaded_from_a_state_dict_and_from_a_checkpoint() -> None:
     copied, loaded = (Trained(shard(make(seed), fully_shard), rank, precomputes=True) for seed in (1, 2))
     copied.model.load_state_dict(first.model.state_dict())
     with folder_of_all() as folder:
-        with pytest.raises(CheckpointError, match="WeightWithDynamicFloat8CastTensor is a form of its own"):
+        with pytest.raises(CheckpointError, match="WeightWithDynamicFloat8CastTensor is a tensor subclass"):
             checkpoint.save(folder / "refused", {"model": first.model}, step=1)
         checkpoint.save(folder / "saved", {"model": Plain(first.model), "optimizer": first.optimizer}, step=1)
         checkpoint.load(folder / "saved", {"model": Plain(loaded.model), "optimizer": loaded.optimizer})

@@ -135,7 +135,7 @@ def test_an_old_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -
     place.relative_path, place.offset, place.length = "evil.distcp", 0, len(written.getvalue())
     (checkpoint / "evil.distcp").write_bytes(written.getvalue())
     (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(ConfigError, match="holds more than plain values"):
+    with pytest.raises(ConfigError, match="contains more than plain values"):
         _train(Start(resume=run), config)
     assert not trace.exists()
 

@@ -66,7 +66,7 @@ def _request(*words: str, num_gpus: int = 0, num_cores: int = 8) -> BenchRequest
         (["--backend", "nccl"], 0, "finds no GPU"),
         (["--ranks", "2"], 1, "NCCL refuses ranks that share one. Use --ranks 1, or --backend gloo"),
         (["--ranks", "2", "--backend", "nccl"], 1, "this host has 1 GPU"),
-        (["--only", "FSDP3"], 0, "'FSDP3' is no contender. Known: 'local'"),
+        (["--only", "FSDP3"], 0, "'FSDP3' is not a contender. Known: 'local'"),
         (["--only", "shardwise hybrid"], 0, "cannot run on 2 rank(s) over gloo: two copies"),
         (["--only", "* (gloo)"], 1, "nccl leaves no choice of transport"),
         (["--out", sys.executable], 0, "is a file"),

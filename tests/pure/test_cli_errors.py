@@ -97,7 +97,7 @@ def test_empty_and_short_texts_are_refused(capsys: pytest.CaptureFixture[str], t
     short.write_text("short")
     folder.mkdir()
     out = tmp_path / "out"
-    for path, expected in ((empty, "holds no text"), (folder, "holds no text"), (short, "--context 8 + 1 = 9")):
+    for path, expected in ((empty, "contains no text"), (folder, "contains no text"), (short, "--context 8 + 1 = 9")):
         _fails(capsys, [*SMALL, "--device", "cpu", "--data", str(path), "--out", str(out)], expected)
     assert not out.exists()
 

@@ -177,7 +177,7 @@ def test_names_and_indices_are_the_same_keys() -> None:
 def test_wrong_arguments_are_named() -> None:
     weight = nn.Parameter(torch.ones(2))
     for params, error, text in (
-        (weight, TypeError, "come with names"),
+        (weight, TypeError, "need names"),
         ({}, ConfigError, "no parameters"),
         ([weight], TypeError, "expected \\(name, tensor\\)"),
         ({"weight": 3}, TypeError, "weight: expected a Tensor"),

@@ -64,7 +64,7 @@ def test_a_folder_may_hold_text_beside_jsonl_and_its_binary_files_are_passed_ove
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("d.bin", bytes(range(256)) * 9, "is no text (it has zero bytes), expected UTF-8 text, .jsonl, .parquet"),
+        ("d.bin", bytes(range(256)) * 9, "is not text (it has zero bytes), expected UTF-8 text, .jsonl, .parquet"),
         ("d.txt", "text".encode("utf-16"), "it is UTF-16: write it as UTF-8"),
         ("d.gz", bytes(n for n in range(1, 256)) * 9, "it is full of control characters"),
         ("d.jsonl", b'{"text": "a"', "is not JSON"),
@@ -157,7 +157,7 @@ def test_what_is_for_the_own_gpt_does_not_go_with_another_model(changes: dict[st
         ("helpers.own_model:missing", "has no such name"),
         ("helpers.own_model:NO_FUNCTION", "has a int there"),
         ("helpers.own_model:build_nothing", "returned a int, expected a torch.nn.Module"),
-        ("helpers.own_model:build_with", "the function needs size, and is given vocabulary and context alone"),
+        ("helpers.own_model:build_with", "the function needs size, but gets only vocabulary and context"),
     ],
 )
 def test_a_function_that_builds_no_model_is_refused(name: str, expected: str) -> None:

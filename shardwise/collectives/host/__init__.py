@@ -6,5 +6,5 @@ from shardwise.collectives.routes import LinkProvider, link_providers
 
 
 def register_transports() -> None:
-    """Let groups of CPU ranks find these transports; ``shardwise/__init__.py`` calls it once."""
+    """Register these transports for groups of CPU ranks; ``shardwise/__init__.py`` calls it once."""
     link_providers.append(LinkProvider(can_link, take_shareable, GroupLink))

@@ -23,8 +23,8 @@ from shardwise.consistency.process_groups import wait_all
 from shardwise.errors import TransportError
 from shardwise.layout import Bucket, align
 
-# ---- Unfinished messages that nobody waits for, and the memory that they read and write, are kept as long as their
-# process group.
+# ---- Unfinished messages without a waiter, and the memory that they read and write, are kept as long as their process
+# group.
 # Gloo reports a message as done only to a caller that waits, a wait that times out closes the group's connections, and
 # a message that is dropped before its peer has matched it blocks every later message between the two ranks.
 
@@ -178,7 +178,7 @@ class PeerLink:
         group: the process group.
         pool: memory for staging.
         ranks: the ranks of ``group`` that the link connects, this one included; by default all of them.
-        members: the global rank of each rank of ``group``, as errors name them; by default torch is asked.
+        members: the global rank of each rank of ``group``, as errors name them; by default as torch reports them.
 
     Attributes:
         is_on_one_host: all ranks are on one host but cannot share memory.

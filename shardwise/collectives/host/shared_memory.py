@@ -136,7 +136,7 @@ class Sums:
         self._num_chunks = 0
 
     def detach(self, cancelled: _Sum) -> None:
-        """Stop writing to the tensor of ``cancelled``: its chunks go on with a copy.
+        """Stop writing to the tensor of ``cancelled``: its chunks continue with a copy.
 
         The other ranks still need this rank's slices of the sum.
         """

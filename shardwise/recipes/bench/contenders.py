@@ -192,7 +192,7 @@ def choose_names(patterns: Sequence[str] | None, ranks: int, backend: str) -> tu
     for pattern in ("*",) if patterns is None else patterns:
         found = [name for name in CONTENDERS if fnmatch.fnmatchcase(name, pattern)]
         if not found:
-            raise ConfigError(f"--only {pattern!r} is no contender. Known: {', '.join(map(repr, CONTENDERS))}.")
+            raise ConfigError(f"--only {pattern!r} is not a contender. Known: {', '.join(map(repr, CONTENDERS))}.")
         able = [name for name in found if refusals[name] is None]
         if not able:
             reason = refusals[found[0]]
