@@ -1,4 +1,4 @@
-"""One engine per root module: what happens at each event of forward and backward."""
+"""One engine per root module: it runs the step, event by event, through forward and backward."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from shardwise.observe import Op, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
 from shardwise.torch_private import innermost_transform
 
-# ---- Backward whose end the user says (``set_manual_backward_finalization``): what may be called when.
+# ---- Manual finalization (``set_manual_backward_finalization``): user code says when gradients are complete.
 
 
 class ManualFinalization:
-    """Whether gradients are complete when a backward ends, or when the user says so.
+    """State of manual backward finalization, and checks of the order of its calls.
 
     Attributes:
-        is_on: gradients are set by ``finalize_backward``, after any number of backwards, not at the end of one.
+        is_on: ``finalize_backward`` sets gradients, after any number of backwards; the end of a backward does not.
         is_open: a backward has begun whose gradients are not complete.
-        completion: stands for launched reductions that nobody has waited for.
+        completion: identifies launched reductions that user code has not waited for; None if there are none.
     """
 
     def __init__(self) -> None:
@@ -49,11 +49,11 @@ class ManualFinalization:
 
     @property
     def awaits_completion(self) -> bool:
-        """True when gradients of a backward wait to be complete."""
+        """True while the gradients of a backward are not complete."""
         return self.is_open or self.completion is not None
 
     def set_on(self, is_on: bool, is_in_backward: bool, has_deferred: bool) -> None:
-        """Begin or end it.  Raises: StateError if gradients of a backward are on their way."""
+        """Turn manual finalization on or off.  Raises: StateError while gradients of a backward are not set."""
         if is_on == self.is_on:
             return
         if is_in_backward:
@@ -61,43 +61,43 @@ class ManualFinalization:
         if self.awaits_completion or has_deferred:
             raise StateError(
                 "set_manual_backward_finalization cannot change mode after backward starts: gradients of an earlier backward "
-                f"wait for {'finalize_backward()' if self.is_on else 'a last backward'}; let them be set first"
+                f"wait for {'finalize_backward()' if self.is_on else 'a last backward'}; run that first"
             )
         self.is_on = is_on
 
     def inherit(self, old: ManualFinalization) -> None:
-        """Be on if ``old``, of an engine that this one takes over, was."""
+        """Turn on if ``old`` is on; it belongs to an engine that this one replaces."""
         self.is_on = self.is_on or old.is_on
 
-    # ---- what happens ----
+    # ---- transitions ----
 
     def begin_backward(self) -> None:
-        """A backward begins."""
+        """Record that a backward begins."""
         self._was_open, self.is_open = self.is_open, self.is_on
 
     def abort_backward(self) -> None:
-        """It has raised."""
+        """Undo :meth:`begin_backward` after the backward raised."""
         self.is_open = self._was_open
 
     def launch(self) -> object:
-        """All that is left has been launched; return what :meth:`complete` takes."""
+        """Record that all reductions are launched; return the token that :meth:`check_completion` takes."""
         self.completion = object()
         return self.completion
 
     def complete(self) -> None:
-        """Gradients are set."""
+        """Record that gradients are set."""
         self.is_open, self.completion = False, None
 
     def forget(self) -> None:
-        """Gradients that have not been set are gone."""
+        """Drop the state: gradients that are not set yet are lost."""
         self.is_open = self._was_open = False
         self.completion = None
 
     def hold_open(self) -> None:
-        """The rest is about to be launched; if that raises, it may be tried again."""
+        """Stay open if the launch that follows raises, so that user code may try again."""
         self._was_open = self.is_open
 
-    # ---- what may happen ----
+    # ---- checks ----
 
     def check_launch(self, is_in_backward: bool) -> bool:
         """Return True if there is a backward to finalize.
@@ -120,22 +120,22 @@ class ManualFinalization:
         return self.is_open
 
     def check_completion(self, completion: object) -> None:
-        """Raise StateError if ``completion`` has been forgotten."""
+        """Raise StateError if ``completion`` was invalidated."""
         if completion is not self.completion:
             raise StateError(
                 "This gradient reduction handle was invalidated by reset_iter_state(); its gradients are gone"
             )
 
     def check_completed(self, what: str) -> None:
-        """Raise StateError if launched reductions have not been waited for before ``what``."""
+        """Raise StateError if launched reductions were not waited for before ``what``."""
         if self.completion is not None:
             raise StateError(
                 f"The previous gradient reduction must be waited on before {what}: call wait() on the handle that "
-                "finalize_backward(async_op=True) has returned"
+                "finalize_backward(async_op=True) returned"
             )
 
     def check_step(self, stepped: set[int], units: Iterable[Unit]) -> None:
-        """Raise StateError if gradients are not complete of a parameter of ``units`` with an id in ``stepped``."""
+        """Raise StateError if ``stepped`` has the id of a parameter of ``units`` whose gradient is not complete."""
         if not self.awaits_completion:
             return
         missing = "call finalize_backward()" if self.completion is None else "wait() for finalize_backward()"
@@ -148,11 +148,15 @@ class ManualFinalization:
                     )
 
 
-# ---- Whether a backward runs, has ended or has raised, as far as autograd tells.
+# ---- Whether a backward runs, has ended or has raised.  Autograd calls back only when one ends; that one raised shows
+# by the destruction of its callback.
 
 
 class BackwardEnd:
-    """What autograd calls when a backward ends; it lets go of it without a call when that backward raises."""
+    """The callback that autograd runs when a backward ends.
+
+    When the backward raises, autograd destroys the callback without running it; :class:`BackwardWatch` observes that.
+    """
 
     __slots__ = ("__weakref__", "_finish")
 
@@ -173,12 +177,13 @@ class BackwardWatch:
     """Watches one backward at a time.
 
     Args:
-        finish: the bound method to call when it ends.  abort: the one to call when it has raised.
+        finish: the bound method to call when the backward ends.
+        abort: the bound method to call when the backward has raised.
 
     Attributes:
-        end: reference to the end of the backward that runs, dead if that has raised; None without one.
-        task: autograd's number of it.
-        makes_graph: it runs with ``create_graph=True``.
+        end: weak reference to the callback of the running backward, dead if that raised; None if no backward runs.
+        task: autograd's graph task id of the running backward.
+        makes_graph: the backward runs with ``create_graph=True``.
     """
 
     def __init__(self, finish: Callable[[], None], abort: Callable[[], None]) -> None:
@@ -194,11 +199,11 @@ class BackwardWatch:
 
     @property
     def has_raised(self) -> bool:
-        """True if the backward that was begun has raised, and nobody has said so yet."""
+        """True if the last backward raised and :meth:`stop` was not called since."""
         return self.end is not None and self.end() is None
 
     def begin(self) -> BackwardEnd:
-        """Watch the running backward; the caller queues what is returned, when all else has been done for its begin."""
+        """Watch the running backward; the caller queues the returned callback after everything else at its begin."""
         end, this = BackwardEnd(self._finish), weakref.ref(self)
 
         def on_death(dead: weakref.ref[BackwardEnd]) -> None:
@@ -213,13 +218,13 @@ class BackwardWatch:
         return end
 
     def stop(self) -> None:
-        """The backward is over, one way or the other."""
+        """Record that the backward is over, whether it ended or raised."""
         self.end = None
 
 
 # ---- The forwards of one engine that have begun and not ended.
 
-# torch's words where a tensor is read whose storage has no memory.
+# Substrings of torch's errors for a read of a tensor whose storage was resized to zero.
 _NO_MEMORY = (
     "Cannot access data pointer of Storage that is invalid",
     "out of bounds for storage of size 0",
@@ -228,24 +233,27 @@ _NO_MEMORY = (
 _MIXED = "got mixed torch.Tensor and DTensor"
 _READ_ELSEWHERE = (
     "a sharded parameter was read outside of its unit's forward, and it is unsharded only there. Put the module that reads it "
-    "and the one that has it into one unit, fully_shard([outer, inner]), or call fully_shard only on the outer one"
+    "and the module that owns it into one unit, fully_shard([outer, inner]), or call fully_shard only on the outer one"
 )
 _RESHARDED = (
-    "a tensor that shared memory with a full parameter was read after that was given back. "
+    "a tensor that shared memory with a full parameter was read after the parameter was resharded. "
     "Keep clone() of it, or read the parameter from its module inside its forward"
 )
 
 
 @dataclass(slots=True)
 class Forward:
-    """A forward that has begun: of which unit, while which exception was handled."""
+    """A forward that has begun, and the exception that was being handled at that time.
+
+    ``exception`` tells a forward that raised from one that runs inside an ``except`` block.
+    """
 
     unit: Unit
     exception: BaseException | None
 
 
 def explain_torchs(error: BaseException | None) -> None:
-    """Add advice to ``error`` of a forward if it is torch's about freed memory, or about mixed plain tensors and DTensors."""
+    """Add advice to ``error`` of a forward if torch complains about freed memory or about mixed tensors and DTensors."""
     if type(error) is RuntimeError and len(error.args) == 1:
         text = str(error)
         if _RESHARDED not in text and any(words in text for words in _NO_MEMORY):
@@ -257,12 +265,13 @@ def explain_torchs(error: BaseException | None) -> None:
 class Forwards(list[Forward]):
     """The forwards that have begun and not ended, the outermost first.
 
-    An interrupt (BaseException) skips torch's always-called hooks and leaves forwards behind that have ended unseen: the frame
-    of the outermost call tells.
+    An interrupt (BaseException) skips torch's always-called hooks, so the entries of its forwards stay in this list.  The
+    frame of the outermost call shows that: it is no longer on the stack.
 
     Attributes:
-        frame: that; held, since another could have its address, until the forward has ended.
-        has_told: the other ranks may read why one has ended by an exception.
+        frame: the frame of the outermost call, until that ends.  It is a strong reference, since a later frame could
+            reuse its address.
+        has_told: this rank has reported to the others which exception ended a forward.
     """
 
     frame: FrameType | None = None
@@ -279,7 +288,7 @@ class Forwards(list[Forward]):
 
     @property
     def were_left(self) -> bool:
-        """True if there are any, of this thread, and the outermost is not on its stack any more."""
+        """True if this thread began the forwards in the list and the outermost is no longer on its stack."""
         if not self or self.frame is None or self._thread != threading.get_ident():
             return False
         frame = inspect.currentframe()
@@ -288,18 +297,18 @@ class Forwards(list[Forward]):
         return frame is None
 
     def tell(self, error: BaseException | None) -> None:
-        """Leave for the other ranks why forward has ended here; an error of ours has told them itself."""
+        """Report to the other ranks why forward ended here; shardwise's own errors have reported themselves."""
         if isinstance(error, Exception) and not isinstance(error, ShardwiseError):
             leave(f"{type(error).__name__}: {in_short(error)}")
             self.has_told = True
 
     def take_back(self) -> None:
-        """Take back what was told: a later forward has come to its end, where all ranks meet."""
+        """Withdraw the report: a later forward has ended, which takes all ranks, so user code handled the exception."""
         leave("")
         self.has_told = False
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries."""
         super().clear()
         self.frame = None
 
@@ -308,42 +317,42 @@ live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class ExternalChecks(Protocol):
-    """What users do to the model beside its engine: :class:`shardwise.fsdp.roots.ExternalChecks`.
+    """Checks of changes that user code makes to the model: :class:`shardwise.fsdp.roots.ExternalChecks`.
 
     Attributes:
-        originals: parameters of before they were sharded that somebody keeps.
+        originals: pre-sharding parameters that user code still references.
     """
 
     @property
     def originals(self) -> Sequence[object]: ...
 
     def check(self) -> None:
-        """Raise StateError before a forward that would train something else."""
+        """Raise StateError before a forward that would not train the sharded parameters."""
         ...
 
     def check_originals(self) -> None:
-        """Raise StateError after a backward whose gradients went to parameters of before they were sharded."""
+        """Raise StateError after a backward whose gradients went to pre-sharding parameters."""
         ...
 
 
 class Engine:
-    """Carries out the steps of one root module: it says when; what happens to tensors, units and reductions do.
+    """Runs the steps of one root module.  It decides the order; units and reductions do the work on tensors.
 
     Attributes:
         units: the units of the root's module tree, root first; ``units[i]`` is number i of every plan.
-        comm_ctx: where collectives run, and the ways to other ranks.
-        exec_order: the order of the running step, and the plan made from an earlier one.
-        forwards: those that have begun, outermost first.
-        watch: knows whether a backward runs.
-        reductions: gradients on their way.
-        manual: whether the user says when gradients are complete.
-        is_last_backward: False defers waiting for reductions to a later backward.
-        outside: what users do to the model beside it; None before a root's first forward.
-        written: what forwards have written to parameters, to be compared between ranks.
+        comm_ctx: streams, links and buffer pools of the collectives.
+        exec_order: the execution order of the running step, and the plan made from an earlier step.
+        forwards: the forwards that have begun, outermost first.
+        watch: observes whether a backward runs.
+        reductions: launched and unsynced gradients.
+        manual: state of manual backward finalization.
+        is_last_backward: False delays the wait for reductions to a later backward.
+        outside: checks of changes by user code; None before a root's first forward.
+        written: writes of forwards to parameters, to be compared between ranks.
         awaits_backward: a forward has built a graph since the last backward.
-        converted: what was converted since shards were put together.
-        compares_replicas: nobody knows yet whether replicas hold the same.
-        post_optim_event: what the next step waits for instead of all that was done before; used once.
+        converted: dtype and device conversions since shards were packed.
+        compares_replicas: the replicas' parameters were not compared yet.
+        post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.
     """
 
@@ -360,9 +369,9 @@ class Engine:
         self.logs = False
         self.outside: ExternalChecks | None = None
         self.written = WrittenAlike()
-        self._tied_users: dict[Unit, list[Unit]] = {}  # of units whose parameters other units use too
-        self._plain: list[Unit] = []  # those of which parameters may be their own full form
-        self._late: list[Unit] = []  # to be resharded when the pass is over
+        self._tied_users: dict[Unit, list[Unit]] = {}  # owner of tied parameters -> the other units that use them
+        self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
+        self._late: list[Unit] = []  # units to reshard when the pass is over
         self._num_forwards = 0
         self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
@@ -371,7 +380,7 @@ class Engine:
         live_engines.add(self)
 
     def adopt(self, units: Iterable[Unit]) -> None:
-        """Carry out the steps of ``units`` from here on."""
+        """Run the steps of ``units`` from now on."""
         self.units = list(units)
         self.exec_order.adopt(self.units)
         self.compares_replicas = have_replicas(self.units)
@@ -381,26 +390,26 @@ class Engine:
         }
         for unit in self.units:
             unit.host_ref = weakref.ref(self)
-            heard = self.exec_order.instruments
-            heard += [each for each in unit.log.instruments if each not in heard]
+            instruments = self.exec_order.instruments
+            instruments += [each for each in unit.log.instruments if each not in instruments]
             unit.log = self.exec_order.log
             unit.backward.on_gradients = _hearing(weakref.ref(self), weakref.ref(unit))
 
-    # ---- what units ask for ----
+    # ---- callbacks of units (StepCallbacks in fsdp/unit.py) ----
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Return ``error`` with the position of every rank, as far as they can be known."""
+        """Return ``error`` with the position of every rank that can be reached."""
         return self.exec_order.explain(error, where)
 
     def before_gather(self) -> None:
-        """Order the next all-gather after what has been done to shards."""
+        """Let the gather stream wait for the current stream, which may have written to shards."""
         self.comm_ctx.streams.gather.wait_current()
 
     # ---- forward ----
 
     def before_forward(self, unit: Unit) -> None:
-        """Make the full parameters of ``unit`` readable and start what the plan wants ahead."""
-        if torch_private.graph_task_id() != -1:  # in backward
+        """Wait for the full parameters of ``unit`` and launch the prefetches of the plan."""
+        if torch_private.graph_task_id() != -1:  # a checkpoint recomputes this forward in backward
             self.exec_order.record(unit, StepEvent.PRE_RECOMPUTE)
             unit.wait_with_tied(self.comm_ctx.pass_tracker.number)
             return
@@ -424,7 +433,8 @@ class Engine:
 
         Returns: True if the output of this forward needs :meth:`before_backward` hooks, False if forward has raised.
         """
-        if torch_private.graph_task_id() != -1:  # in backward
+        if torch_private.graph_task_id() != -1:  # a checkpoint has recomputed this forward in backward
+            # While its backward runs, the unit stays full: that backward reads the parameters next.
             if unit.backward.stage is not Stage.RUNNING and not self._is_read_by_others(unit):
                 self.reshard_in_step(unit, after_forward=True)
             self.exec_order.record(unit, StepEvent.POST_RECOMPUTE)
@@ -452,11 +462,11 @@ class Engine:
 
     @property
     def is_in_step(self) -> bool:
-        """True in forward, and in a backward of these units: nobody changes shards then."""
+        """True in a forward or backward of these units: other ranks may be reading the shards then."""
         return bool(self.forwards) or self.watch.is_running
 
     def expect_nested_backwards(self) -> None:
-        """Let no unit's backward end with its last gradient before one has shown which gradients are the last."""
+        """Do not end a unit's backward at its last gradient until one backward has shown which gradient is the last."""
         for unit in self.units:
             unit.backward.distrust_counts()
 
@@ -466,7 +476,7 @@ class Engine:
         return any(unit.is_full for unit in self.units)
 
     def reshard_stepped(self, stepped: set[int]) -> None:
-        """Reshard units that have a parameter with an id in ``stepped``; not in forward or backward."""
+        """Reshard units that have a parameter whose id is in ``stepped``; call it outside of forward and backward."""
         for unit in self.units:
             if unit.is_full and any(id(param.sharded) in stepped for param in unit.params):
                 unit.reshard()
@@ -479,13 +489,16 @@ class Engine:
         self._num_forwards += 1
         if self.outside is not None:
             self.outside.check()
+        # Without gathers and without gradients a forward takes no collective: one rank may run it alone, so ranks do not
+        # compare it.
         is_aside = not (self.exec_order.gathers or torch.is_grad_enabled())
-        if not is_aside:  # one rank may run those alone: they are not compared
+        if not is_aside:
             track = self.exec_order.log.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
         self.exec_order.begin(is_aside)
         if self._is_graphless:
-            # Nothing needs what an evaluation has left unsharded, and what has been written to shards since may not show.
+            # No backward needs the units that an evaluation left unsharded, and torch may not have counted the writes to
+            # their shards since; so gather them again.
             for unit in self.units:
                 if unit.uses_default_reshard:
                     unit.reshard()
@@ -500,7 +513,7 @@ class Engine:
             streams.gather.wait_event(event)
 
     def enter_pass(self, kind: PassKind) -> None:
-        """Begin a forward or backward: what was written to full parameters goes to the shards, which are put together."""
+        """Begin a forward or backward: copy writes to full parameters into the shards, and repack what user code changed."""
         for unit in self.units:
             if unit.is_full and self.comm_ctx.pass_tracker.number is None:
                 unit.take_writes()
@@ -513,9 +526,9 @@ class Engine:
     def _end_forward(self, outermost: Unit) -> None:
         self.forwards.frame = None
         for unit in self.units:
-            if type(unit.state) is Gathering:  # ahead, but forward went another way
+            if type(unit.state) is Gathering:  # prefetched, but forward did not use it
                 unit.discard()
-            if unit.awaited:  # some of its modules did not run: a later call of them stands alone
+            if unit.awaited:  # some of its modules did not run: a later call of one is a forward of its own
                 unit.await_none()
                 if unit is not outermost:
                     self.reshard_in_step(unit, after_forward=True)
@@ -523,8 +536,9 @@ class Engine:
                 unit.reshard()
         self._is_graphless = not torch.is_grad_enabled()
         self.awaits_backward = not self._is_graphless
-        if self._is_graphless and self.comm_ctx.streams.are_concurrent:  # else backward ends it
-            self.comm_ctx.streams.host_waits_for_copies()  # whoever has the shards on the host may write to them next
+        if self._is_graphless and self.comm_ctx.streams.are_concurrent:  # else the end of backward waits
+            # User code on the host may write to offloaded shards next, while copies on a stream still read them.
+            self.comm_ctx.streams.host_waits_for_copies()
         self._leave_pass()
         if self.forwards.has_told:
             self.forwards.take_back()
@@ -546,7 +560,7 @@ class Engine:
             self.comm_ctx.pass_tracker.abort()
             raise self.exec_order.explain(error, "the other ranks at the end of forward or backward") from error
         if self.comm_ctx.pass_tracker.number is None:
-            # In a pass others read the shards: what modules have written to full parameters goes there only now.
+            # In a pass other ranks may read the shards, so writes of modules to full parameters are copied only now.
             late, self._late = self._late, []
             for unit in late:
                 unit.take_writes(self._post_writes)
@@ -560,11 +574,12 @@ class Engine:
         self.written.post(unit, written, place, self.exec_order.mismatch_check)
 
     def reshard_in_step(self, unit: Unit, after_forward: bool = False) -> None:
-        """Give the full parameters of ``unit`` back, at the end of the pass if somebody has written to them."""
+        """Reshard ``unit``, but only at the end of the pass if its full parameters were written to."""
         if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
-            return  # their backward takes the parameters where they are registered
+            return  # a backward of weights alone (pipeline stages) reads the parameters that are registered
         if after_forward and (unit.backward.keeps_for_graph or (unit.backward.is_unseen and torch.is_grad_enabled())):
-            return
+            return  # a double backward, or a backward that no hook announces, reads them
+        # Saved-tensor hooks (activation offloading) may have stored an alias of a full parameter; its memory must stay then.
         has_hooks = torch_private.saved_tensor_hooks(True) is not None and torch.is_grad_enabled()
         if after_forward and has_hooks and unit.count_aliases() > unit.num_aliases:
             return
@@ -575,14 +590,16 @@ class Engine:
     # ---- backward ----
 
     def before_backward(self, unit: Unit, through: object, num_packs: int) -> None:
-        """Make the full parameters of ``unit`` readable for its backward.
+        """Wait for the full parameters of ``unit``, which its backward reads, and launch prefetches.
 
-        ``through``: the pass that backward comes to, None if its end is not watched.  ``num_packs``: the unit's then.
+        Args:
+            through: the pass through the unit's modules whose backward begins; None if no hook observes its end.
+            num_packs: ``unit.num_packs`` at the forward of that pass.
         """
         watch, heap, backward = self.watch, self.comm_ctx.heap, unit.backward
         if watch.end is None or watch.end() is None:
             self._begin_backward()
-        if heap.find_end() > heap.limit:
+        if heap.find_end() > heap.limit:  # a backward has activations and gradients in use: the heap is at its largest
             heap.keep()
         if unit.num_packs != num_packs:
             unit.refuse_packing()
@@ -615,7 +632,10 @@ class Engine:
             self._prefetch(unit.backward_prefetch)
 
     def gradient_arrived(self, unit: Unit) -> None:
-        """Note that a gradient is there which is the last one, or of a unit whose backward has not begun."""
+        """End the backward of ``unit`` if its last gradient has arrived, or launch the buckets that are complete.
+
+        Hooks call it also for the first gradient of a unit whose backward has not begun.
+        """
         watch, backward = self.watch, unit.backward
         if watch.end is None or watch.end() is None:
             self._begin_backward()
@@ -623,17 +643,17 @@ class Engine:
         if backward.stage is not Stage.RUNNING and is_nested:
             backward.note_nested()
         if backward.is_complete and not unit.policy.reduces_unused:
-            # Uses by another unit are the outer graph's: they may be yet to come.
+            # A unit that uses tied parameters is part of the outer graph: its gradients may still arrive.
             if not (is_nested and self._is_read_by_others(unit)):
                 self.after_backward(unit)
         elif backward.early is not None:
             self.reductions.launch_early(unit, backward.early)
 
     def inputs_done(self, unit: Unit, through: object) -> None:
-        """End the backward of ``unit`` as far as gradients have come: autograd has left the pass ``through`` its modules.
+        """Record that autograd has left the pass ``through`` the modules of ``unit``; end its backward if that was all.
 
-        A unit that was called more than once may be in another pass still, have trainable parameters without any gradient
-        yet, or own parameters of a unit whose backward goes on: it ends later.
+        Its backward ends later if another pass through it is open, if it expects gradients and none has arrived, or if the
+        backward of another unit still reads its tied parameters.
         """
         backward = unit.backward
         backward.open_passes.discard(through)
@@ -647,7 +667,7 @@ class Engine:
     def nested_backward_ended(self, unit: Unit, task: int) -> None:
         """End the backward of ``unit`` if it began in ``task``, the backward of a reentrant checkpoint that has just ended.
 
-        Not if an earlier backward used the unit again later: then it is reduced once, with the other gradients.
+        If an earlier backward used the unit again afterwards, its gradients are reduced once, at the end of backward.
         """
         backward = unit.backward
         if not self.watch.is_running or self._is_read_by_others(unit):
@@ -657,13 +677,13 @@ class Engine:
             self.after_backward(unit)
 
     def _is_read_by_others(self, unit: Unit) -> bool:
-        """Return True while the backward of a unit runs that uses parameters of ``unit`` too."""
+        """Return True while the backward of another unit runs that uses tied parameters of ``unit``."""
         return any(each.backward.stage is Stage.RUNNING for each in self._tied_users.get(unit, ()))
 
     def after_backward(self, unit: Unit, reduces: bool = True, is_late: bool = False) -> None:
-        """Give the full parameters back and reduce, or hold, the gradients that have come.
+        """Reshard ``unit`` and launch the reduction of its gradients, or accumulate them unsynced (``no_sync``).
 
-        ``is_late``: it is the whole backward that has ended.
+        ``is_late``: the whole backward has ended, not only that of the unit.
         """
         if self.watch.end is None or self.watch.end() is None:
             self._begin_backward()
@@ -687,7 +707,7 @@ class Engine:
             self.reductions.skip(unit)
 
     def _begin_backward(self) -> None:
-        """Begin a backward, after forgetting one that has raised."""
+        """Begin a backward; clean up first after one that raised."""
         if self.watch.end is not None:
             self.abort_backward()
         self.awaits_backward = False
@@ -703,22 +723,22 @@ class Engine:
             self.enter_pass("backward")
             torch_private.call_after_backward(new_end)
         finally:
-            del new_end  # the frames of an exception that somebody keeps would keep it, and with it the backward
+            del new_end  # a stored traceback would keep it alive, and a backward that raised would seem to run
 
     def finish(self) -> None:
-        """End a backward: reduce what came only in part, reshard what is left, set gradients, plan the next step."""
+        """End a backward: reduce the remaining gradients, reshard units that are full, set ``.grad``, plan the next step."""
         logger.debug("FSDP::root_post_backward")
         if not self.watch.makes_graph:
             for unit in self.units:
                 unit.backward.keeps_for_graph = False
         try:
             for unit in reversed(self.units):
-                # Gradients held from earlier backwards must go out with this one, even if this one brought none.
+                # Unsynced gradients of earlier backwards are reduced now, even if this backward used no parameter of the unit.
                 may_be_due = unit.earlier.held or unit.policy.reduces_unused
                 is_due = bool(may_be_due) and not self.manual.is_on and self.is_due(unit)
                 if unit.backward.stage is not Stage.IDLE or is_due:
                     self.after_backward(unit, reduces=not self.manual.is_on, is_late=unit.backward.counts)
-                elif type(unit.state) is Gathering:  # ahead, but backward went another way
+                elif type(unit.state) is Gathering:  # prefetched, but backward did not use it
                     unit.discard()
                 elif unit.is_full and not unit.holders and self._may_go(unit):
                     self.reshard_in_step(unit)
@@ -726,7 +746,7 @@ class Engine:
             self.watch.stop()
             is_joint = self.exec_order.gathers or self.reductions.has_launched
             params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
-            if self.written.posted:  # at places that all ranks have left behind, now that their gradients have come
+            if self.written.posted:  # all ranks have posted theirs: their gradients have been reduced
                 self.written.check(self.exec_order)
             if is_joint:
                 self.exec_order.replan()
@@ -734,15 +754,15 @@ class Engine:
         except BaseException:
             self.abort_backward()
             raise
-        # Last: when one raises, all gradients are there, and the ranks have agreed on the plan.
+        # User code runs last: if it raises, all gradients are set and the ranks agree on the plan.
         if self.outside is not None and self.outside.originals:
             self.outside.check_originals()
         self.run_hooks(params)
 
     def run_hooks(self, params: list[ShardedParam]) -> None:
-        """Run what users have registered to follow the accumulation of gradients."""
+        """Run the post-accumulate-grad hooks that user code has registered on ``params``."""
         reductions = self.reductions
-        failed, reductions.failed_hook = reductions.failed_hook, None  # kept, it would keep the model for ever
+        failed, reductions.failed_hook = reductions.failed_hook, None  # its traceback would keep the model alive
         if reductions.is_followed or failed is not None:
             run_gradient_hooks(params, failed)
 
@@ -751,7 +771,7 @@ class Engine:
         return unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph
 
     def is_due(self, unit: Unit) -> bool:
-        """Return True if a backward has to reduce ``unit`` even if it has brought none of its gradients."""
+        """Return True if a backward has to reduce ``unit`` even if it produced none of its gradients."""
         held, is_manual = unit.earlier.held, self.manual.is_on
         if is_manual and held and unit.policy.sync:
             return True
@@ -760,7 +780,7 @@ class Engine:
         return not self.reductions.have_come(unit, since_commit=is_manual)
 
     def defer(self) -> list[ShardedParam]:
-        """End a backward whose gradients are to be set with those of a later one."""
+        """End a backward whose gradients are set together with those of a later one; return no parameters."""
         self.reductions.wait_for_inputs()
         self._leave_pass()
         self.reductions.defer()
@@ -768,7 +788,7 @@ class Engine:
         return []
 
     def commit(self) -> list[ShardedParam]:
-        """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
+        """Set the gradients of this backward and of earlier pending ones; return the parameters that received any."""
         self.reductions.wait()
         self._leave_pass()
         params = self.reductions.commit()
@@ -780,17 +800,17 @@ class Engine:
         return params
 
     def stash_gradients(self) -> None:
-        """Take away what parameters that stay registered have of earlier backwards: what follows accumulates anew."""
+        """Stash ``.grad`` of parameters that stay registered, so that this backward accumulates from zero."""
         for unit in self._plain:
             unit.stash_gradients()
 
     def unstash_gradients(self) -> None:
-        """Put it back, with what has been added."""
+        """Restore stashed gradients, with those of this backward added."""
         for unit in self._plain:
             unit.unstash_gradients()
 
     def abort_backward(self) -> None:
-        """Forget a backward that raised: its gradients, its reductions, its full parameters."""
+        """Clean up after a backward that raised: drop its gradients, its reductions and its full parameters."""
         self.watch.stop()
         self.manual.abort_backward()
         self.comm_ctx.pass_tracker.abort()
@@ -801,10 +821,10 @@ class Engine:
         if not self.forwards:
             self.reset()
 
-    # ---- steps of many backwards, of which nobody knew the last (fsdp/reductions.py) ----
+    # ---- gradient accumulation without no_sync (fsdp/reductions.py) ----
 
     def hold_assigned(self) -> None:
-        """Get ready for one more backward: see :func:`shardwise.fsdp.reductions.hold_assigned`."""
+        """Prepare for one more backward: see :func:`shardwise.fsdp.reductions.hold_assigned`."""
         if not self.is_in_step:
             hold_assigned([unit for unit in self.units if unit not in self._plain])
 
@@ -816,7 +836,7 @@ class Engine:
     # ---- recovery ----
 
     def forget_step(self) -> None:
-        """Bring every unit back to its shards and drop all gradients that have not reached ``.grad``."""
+        """Reshard every unit and drop all gradients that have not reached ``.grad``."""
         self.abort_backward()
         self.reductions.forget_deferred()
         self.manual.forget()
@@ -825,7 +845,7 @@ class Engine:
             unit.earlier.forget()
 
     def reset(self) -> None:
-        """Bring every unit back to its shards; gradients held from earlier backwards stay."""
+        """Reshard every unit; unsynced gradients of earlier backwards stay."""
         self.exec_order.log.track.running = ""
         self.forwards.clear()
         self.comm_ctx.pass_tracker.abort()
@@ -835,7 +855,7 @@ class Engine:
 
 
 def _hearing(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
-    """Return what the backward of a unit calls when gradients are there from which something may follow."""
+    """Return the callback of a unit's backward for gradients after which the engine may have to act."""
 
     def on_gradients() -> None:
         engine, unit = engine_ref(), unit_ref()
@@ -857,6 +877,6 @@ def _ending(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], task: 
 
 
 def engine_of(unit: Unit) -> Engine | None:
-    """Return the engine that carries out the steps of ``unit``; None before there is one."""
+    """Return the engine that runs the steps of ``unit``; None before there is one."""
     host = unit.host_ref()
     return host if isinstance(host, Engine) else None

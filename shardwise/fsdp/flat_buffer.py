@@ -428,7 +428,7 @@ def as_gradient(param: ShardedParam, window: torch.Tensor) -> torch.Tensor:
 # arrive in.
 
 _RESHARDED = (
-    "This tensor shared memory with a full parameter, which shardwise has given back since: keep clone() of it, or read the "
+    "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it, or read the "
     "parameter where it is unsharded."
 )
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share

@@ -1,4 +1,4 @@
-"""One parameter of a unit: its sharded and its full form, and where its modules register it."""
+"""A sharded parameter: its sharded and its full form, and the places where modules register it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from shardwise.fsdp.precision import GradDtype, MixedPrecisionPolicy, dtype_of_f
 from shardwise.layout import ChunkShard
 from shardwise.torch_private import DTensorSpec
 
-# ---- Digests of a parameter before sharding, with which ranks check that all of them sharded the same values.
+# ---- Digests of parameters before sharding.  Ranks compare them to check that all of them sharded the same values.
 
 _SAMPLE_NUMEL = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Digests of one parameter when it was sharded; of a large parameter, of a sample.
+    """Digests of one parameter when it was sharded; of a large parameter they cover a sample.
 
     Attributes:
-        digest, sketch: of the whole values.
-        shard: the sketch of this rank's shard of them.
+        digest: the digest of the full values.
+        sketch: the sketch of the full values.
+        shard: the sketch of this rank's shard.
     """
 
     digest: int
@@ -48,9 +49,9 @@ class Beginning:
         return cls(digest_of(sample), Sketch.of(sample), _sketch_of(shard))
 
     def was_overwritten(self, shard: torch.Tensor) -> bool:
-        """Return True if ``shard`` has changed since sharding, so that the values before it do not matter any more.
+        """Return True if ``shard`` was written to after sharding, so that the initial values no longer matter.
 
-        Conversions do not count as changes.
+        Conversions to another dtype or device do not count as writes.
         """
         if shard.is_meta:
             return True
@@ -62,7 +63,7 @@ def _sketch_of(shard: torch.Tensor) -> Sketch:
     return Sketch.of(sample_of(shard.detach(), _SAMPLE_NUMEL))
 
 
-# ---- The version of a shard: how often it was written to, over all the memory that it has had.
+# ---- The version of a shard: a count of writes to it that continues when user code gives it other memory.
 
 
 def _nothing() -> None:
@@ -70,14 +71,16 @@ def _nothing() -> None:
 
 
 class VersionCount:
-    """Torch's counts of writes to one shard, which begin anew with every local tensor that user code puts in its place.
+    """The version of one shard.
+
+    Torch's version counters restart with every local tensor that user code puts in place; this count continues.
 
     Attributes:
-        base: what is added to torch's counts.
-        last: the version when its unit last looked.
-        gathered: the version that the full form was last gathered from, and what has been put in since that is no write.
-        local: weak reference to the local tensor whose writes are counted, if the shard is a DTensor.
-        has_kept_values: what was put in the place of that has its values, on all ranks.
+        base: the offset that is added to torch's counters.
+        last: the version at the last check.
+        gathered: the version from which the full parameter was last gathered; conversions since then are included.
+        local: weak reference to the local tensor whose counter is read, if the shard is a DTensor.
+        has_kept_values: user code has replaced ``local`` by a tensor of the same values, on all ranks.
     """
 
     __slots__ = ("base", "gathered", "has_kept_values", "last", "local")
@@ -90,23 +93,23 @@ class VersionCount:
         self.local: Callable[[], torch.Tensor | None] = _nothing
 
     def of(self, sharded: torch.Tensor, local: torch.Tensor) -> int:
-        """Return the version of ``sharded``, which has ``local``."""
+        """Return the version of ``sharded``, whose local tensor is ``local``."""
         return sharded._version + local._version + self.base
 
     def keep(self, version: int, sharded: torch.Tensor, local: torch.Tensor) -> None:
-        """Let ``version`` be that of ``sharded`` with ``local``, of the same values as what it had before."""
+        """Set the version of ``sharded`` to ``version``; its new local tensor is ``local``, of the same values."""
         self.base += version - self.of(sharded, local)
         if local is not sharded:
             self.local = weakref.ref(local)
 
     def go_on(self, sharded: torch.Tensor, local: torch.Tensor) -> None:
-        """Go on counting where user code has put ``local`` in the place of another.
+        """Continue counting after user code has put ``local`` in the place of another local tensor.
 
-        It is another version, whatever was written to either.  To autograd it is no write if it has kept its values: on one
-        process conversions leave what a graph holds as it is.
+        The version increases, whatever was written to either tensor.  If the values are the same, the full parameter counts
+        no write: on one process, conversions do not change the tensors that a graph has saved.
         """
         if local is sharded:
-            return  # a plain parameter: what counts its writes stays
+            return  # a plain parameter keeps its own counter
         before, is_same, self.has_kept_values = self.last, self.has_kept_values, False
         self.keep(before + 1, sharded, local)
         if self.gathered == before and is_same and not (sharded._version or local._version):
@@ -115,10 +118,13 @@ class VersionCount:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A place where a parameter is registered: a module's dict of parameters (which does not keep the module alive) and a name.
+    """A place where a parameter is registered: a module's dict of parameters and a name.
 
     Attributes:
-        setattr_module: the module, if its class has a ``__setattr__`` of its own to follow its parameters (as LSTMs do).
+        parameters: ``_parameters`` of the module; the dict does not keep the module alive.
+        name: the parameter's name in the module.
+        setattr_module: weak reference to the module if its class overrides ``__setattr__`` (as LSTM does, which stores its
+            flat weights there); else None.
     """
 
     parameters: dict[str, nn.Parameter | None]
@@ -132,13 +138,13 @@ class Registration:
         return cls(torch_private.parameters_of(module), name, weakref.ref(module) if follows else None)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` here.  What runs at every step does so itself and calls :meth:`tell`: calls cost."""
+        """Register ``parameter`` here.  The hot path inlines this and calls :meth:`tell` only where needed."""
         self.parameters[self.name] = parameter
         if self.setattr_module is not None:
             self.tell(parameter)
 
     def tell(self, parameter: nn.Parameter) -> None:
-        """Let a module that follows its parameters know that ``parameter`` is registered here now."""
+        """Call the module's own ``__setattr__`` with ``parameter``, which is registered here now."""
         module = self.setattr_module() if self.setattr_module is not None else None
         if module is not None:
             setattr(module, self.name, parameter)
@@ -154,34 +160,36 @@ def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 @dataclass(eq=False)
 class ShardedParam:
-    """A parameter that a unit manages.
+    """A parameter that a unit manages, in its three forms: sharded, full, and sharded on a smaller mesh.
 
     Attributes:
-        fqn: its path; from the module it was found in until the first forward, from the root after.
-        registrations: every place that uses it; tied weights have several.
-        shard: how the local tensor is cut over the shard axis.
-        spec: the DTensor description of the sharded parameter and its gradients.
-        inner_spec: that of the full parameter if it is itself a DTensor (tensor parallelism), else None.
-        sharded: the registered parameter while sharded; what optimizers hold.
-        full: the registered parameter while unsharded; made at the first unshard and then kept, because autograd's
-            saved tensors and accumulators belong to it.
-        subsharded: the registered parameter while resharded to a smaller mesh.
-        registered_form: which of these forms is registered; None: the sharded one.  What is there besides, user code
-            has put there.
-        shard_shape: of this rank's shard.
-        is_handed_out: user code can reach the shard; before, while it is being made, its memory may change at will.
-        full_version, full_address: what torch had counted of writes to the full form, and where it lay, when it was registered.
-        count: of the writes to the shard.
+        fqn: its path; until the first forward from the module that was sharded, then from the root.
+        registrations: the places that use it; a tied parameter has several.
+        shard: the layout of the local tensor over the shard axis.
+        spec: the DTensorSpec of the sharded parameter and its gradients.
+        inner_spec: the DTensorSpec of the full parameter if that is a DTensor (tensor parallelism), else None.
+        sharded: the parameter that is registered while sharded, and that optimizers have.
+        full: the parameter that is registered while unsharded.  It is made at the first unshard and stays the same object,
+            since autograd's saved tensors and accumulators refer to it.
+        subsharded: the parameter that is registered while resharded to a smaller mesh.
+        registered_form: the form that shardwise has registered; None: the sharded one.  Any other registered parameter comes
+            from user code.
+        shard_shape: the shape of this rank's shard.
+        is_handed_out: user code can reach the shard; until then its memory may be replaced.
+        full_version, full_address: version counter and address of the full parameter when it was registered.
+        count: the version of the shard.
         ordinal: its index among the parameters of its unit.
-        is_hooked: the full parameter reports its gradients.  hook_id: of the hook that does so.
-        keeps_dtype: it is used in its own dtype whatever the precision of its unit.
-        grad_dtype: what was assigned to ``grad_dtype`` of the sharded parameter, or of the one it was made from; None: nothing.
-        module: weak reference to the module of the first place.
-        original: weak reference to the parameter it was made from, while someone holds that.
-        is_touched: the full form has been written to in a way that torch does not count.  is_touchy: that has happened before.
-        attributes: what users have set on it, one dict for all its forms; conversions and loading register one without.
+        is_hooked: the full parameter has the hook that reports its gradient; ``hook_id`` identifies the hook.
+        keeps_dtype: it is used in its own dtype, whatever the mixed precision of its unit.
+        grad_dtype: the value that was assigned to ``grad_dtype`` of the sharded or the original parameter; None: none was.
+        module: weak reference to the module of the first registration.
+        original: weak reference to the parameter that it was made from, which user code may still reference.
+        is_touched: a write to the full parameter that torch does not count was found and not copied to the shard yet.
+        is_touchy: such a write was found at some time, so every forward looks for one.
+        attributes: the attributes that users have set on it, one dict for all forms; a parameter that conversions or loading
+            register lacks them.
         beginning: digests of its values before sharding, until ranks have compared them; None: there is nothing to compare.
-        made_of: what told the storage of the sharded parameter apart, and its shard, when both were made.
+        made_of: the identity of the sharded parameter's storage, and its shard, when both were made.
     """
 
     fqn: str
@@ -221,11 +229,11 @@ class ShardedParam:
 
     @property
     def dtype_of_gradient(self) -> torch.dtype | None:
-        """The dtype of ``.grad``; None: that of whatever arrives."""
+        """The dtype of ``.grad``; None: any dtype that backward produces."""
         return torch_private.local_of(self.sharded).dtype if self.grad_dtype is None else self.grad_dtype.dtype
 
     def dtype_of_full(self, precision: MixedPrecisionPolicy) -> torch.dtype:
-        """Return the dtype in which it is all-gathered and used."""
+        """Return the dtype in which the parameter is all-gathered and used."""
         return self.dtype if self.keeps_dtype else dtype_of_full(precision, self.dtype)
 
     @property
@@ -234,33 +242,33 @@ class ShardedParam:
         return torch_private.local_of(self.sharded)
 
     def lies_as_sharded(self, full: nn.Parameter) -> bool:
-        """Return True if ``full`` is where this rank's shard is, element by element: user code may have moved that."""
+        """Return True if ``full`` has the address and strides of this rank's shard, which user code may have moved."""
         local = self.local
         return full.data_ptr() == local.data_ptr() and torch_private.local_of(full).stride() == local.stride()
 
     @property
     def is_strided(self) -> bool:
-        """True for a plain parameter in another memory order than row-major: its gradient follows it."""
+        """True for a plain parameter whose memory is not row-major; its gradient gets the same strides."""
         return self.full is self.sharded and not self.sharded.is_contiguous()
 
     @property
     def is_its_full_form(self) -> bool:
-        """True if the full form lies in the memory of the shard."""
+        """True if the full parameter shares the memory of the shard."""
         return self.full is not None and self.full_address == self.local.data_ptr()
 
     @property
     def version(self) -> int:
-        """A number that changes whenever the shard is written to, as far as torch counts writes; asked at every step."""
+        """A number that changes with every write to the shard that torch counts."""
         return self.sharded._version + self.local._version + self.count.base
 
     def replace_local(self, local: torch.Tensor) -> None:
-        """Make ``local``, of the same values, the memory of the shard; that is no write."""
+        """Make ``local``, of the same values, the local tensor of the shard; the version stays."""
         before = self.version
         torch_private.set_local(self.sharded, local)
         self.count.keep(before, self.sharded, self.local)
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter``, one of its forms, at every place."""
+        """Register ``parameter``, one of the forms, at every place."""
         self.registered_form = parameter
         for registration in self.registrations:
             registration.put(parameter)
@@ -271,27 +279,28 @@ class ShardedParam:
         return self.is_own(self.registrations[0].parameters.get(self.registrations[0].name))
 
     def is_own(self, current: nn.Parameter | None) -> bool:
-        """True if ``current`` is one of this parameter's forms, not what user code has put in its place."""
+        """Return True if ``current`` is one of this parameter's forms, not a parameter from user code."""
         return current is not None and any(
             current is form for form in (self.sharded, self.full, self.subsharded, self.registered_form)
         )
 
     def check_places(self, is_in_tree: Callable[[dict[str, nn.Parameter | None]], bool] = lambda _: True) -> None:
-        """Raise StateError if a module, of those whose dict ``is_in_tree``, has no parameter of this name any more."""
+        """Raise StateError if a module has no parameter of this name any more; of modules for whose dict ``is_in_tree``."""
         for registration in self.registrations:
             if registration.parameters.get(registration.name) is None and is_in_tree(registration.parameters):
                 raise StateError(
-                    f"{self.fqn} was taken off its module after that was sharded, as torch.nn.utils.parametrize, weight_norm "
-                    "and prune do, or set to None. Call them before fully_shard (or replicate), which then shards what they "
-                    "train; take parameters off before it, too"
+                    f"{self.fqn} was removed from its module or set to None after the module was sharded; "
+                    "torch.nn.utils.parametrize, weight_norm and prune remove it. Call them before fully_shard (or replicate), "
+                    "which then shards the parameters that they train; remove parameters before it, too"
                 )
 
     def check_ties(self) -> None:
-        """Register what user code has put in place of a shared parameter at all its places.
+        """Tie a shared parameter again after user code has replaced it at all its places; the first one is registered.
 
-        Loading with ``assign=True`` and ``to_empty`` from meta leave one parameter per module, of one value as a rule.
+        ``load_state_dict(assign=True)`` and ``to_empty`` from meta put one parameter into each module, usually of the same
+        values.
 
-        Raises: StateError if some of the modules have got another parameter and others have not.
+        Raises: StateError if only some of the places have another parameter.
         """
         first, *others = [registration.parameters.get(registration.name) for registration in self.registrations]
         if all(other is first for other in others):
@@ -300,15 +309,15 @@ class ShardedParam:
         is_old = [any(each is form for form in mine) for each in (first, *others)]
         if any(is_old) and not all(is_old):
             raise StateError(
-                f"{self.fqn} is shared by {len(self.registrations)} places, of which only some have got another parameter "
-                "since it was sharded. Put the same one in all of them (module.weight = other.weight), or build the model "
-                "with two parameters before it is sharded"
+                f"{self.fqn} is shared by {len(self.registrations)} places, and only some of them were given another parameter "
+                "after it was sharded. Register the same one in all of them (module.weight = other.weight), or build the "
+                "model with two parameters before it is sharded"
             )
         if first is not None and not any(is_old):
             others = [other for other in others if other is not None and other is not first]
             if not all(_have_same_values(first, other) for other in others):
                 _logger.warning(
-                    "%s is shared by %d places, which have got parameters of different values since it was sharded: it stays "
+                    "%s is shared by %d places, which were given parameters of different values after it was sharded: it stays "
                     "shared, with the values of the first. Tie them again yourself (module.weight = other.weight) after "
                     "to_empty() or load_state_dict(assign=True)",
                     self.fqn,
@@ -318,10 +327,10 @@ class ShardedParam:
                 registration.put(first)
 
     def adopt_registered(self) -> None:
-        """Take the parameter that is registered at the first place as the sharded one: user code may have replaced it.
+        """Make the parameter that is registered at the first place the sharded one; user code may have replaced it.
 
-        Raises: ConfigError if it is no parameter but a tensor, as ``torch.func.functional_call`` puts one there, StateError
-        if there is none any more.
+        Raises: ConfigError if it is a tensor but no parameter (``torch.func.functional_call`` registers those), StateError if
+        there is none any more.
         """
         current = self.registrations[0].parameters.get(self.registrations[0].name)
         if current is None:
@@ -329,7 +338,7 @@ class ShardedParam:
         elif current is not self.full and current is not self.subsharded:
             if current is not self.sharded and not isinstance(current, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
-                    f"{self.fqn}: a {type(current).__name__} that is no Parameter has taken its place, as "
+                    f"{self.fqn}: a {type(current).__name__} that is no Parameter is registered in its place, as "
                     "torch.func.functional_call does; a sharded module runs with the parameters that it gathers. Call the "
                     "plain module with functional_call, or copy_ the values into the shards"
                 )
@@ -345,22 +354,22 @@ class ShardedParam:
                 torch_private.give_attributes(self.attributes, current)
 
     def follow_grad_dtype(self) -> None:
-        """Note what was assigned to ``grad_dtype``; hand it on to a parameter that conversions or loading have put in place."""
+        """Store an assigned ``grad_dtype``, or set the stored one on a parameter that user code has registered."""
         if torch_private.has_chosen_grad_dtype(self.sharded):
             self.grad_dtype = GradDtype(self.sharded.grad_dtype)
         elif self.grad_dtype is not None:
             self.sharded.grad_dtype = self.grad_dtype.dtype
 
 
-# ---- What a full parameter is while nothing computes with it.
-# While its memory serves others, reading it is an error that names it, not a crash.  While it stays registered between
-# calls, user code finds it where it expects the parameter: its gradient is the shard's, what is written to it is noticed,
-# and what has become stale cannot be read.
+# ---- Classes of full parameters while no forward or backward uses them; ``__class__`` of the parameter is swapped.
+# FreedParameter: the memory is back in the pool, and reading it raises an error with the parameter's name instead of
+# crashing the process.  KeptParameter: the full parameter stays registered between passes, where user code finds it.  Its
+# ``.grad`` is the shard's, writes to it are detected, and a read of stale values raises.
 
-# The forms of a parameter share one dict, with the attributes that users set.
+# Keys in ``__dict__``, which all forms of a parameter share and which also has the attributes that users set.
 _KEPT, _SUB = "shardwise_kept", "shardwise_sub"
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
-# What says nothing of the values.
+# Names of functions that read no values.
 _FACTS = frozenset(
     [
         "size",
@@ -389,7 +398,7 @@ _FACTS = frozenset(
 class FreedParameter(nn.Parameter):
     """The class of a full parameter between reshard and the next unshard.
 
-    Autograd may keep such a tensor for backward, which finds it full again; anyone else who has kept it must not use it.
+    Autograd may save such a tensor for backward, which unshards it again first; user code must not use it.
     """
 
     shardwise_fqn: str
@@ -397,7 +406,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let attributes be read and set, refuse everything that may touch memory; where it lies if it is kept may be asked."""
+        """Allow reads and writes of attributes, and queries of the address if the memory is kept; refuse all else."""
         name = getattr(func, "__name__", "")
         if name in _ATTRIBUTES or (name in _FACTS and isinstance(args[0], cls) and args[0].shardwise_has_memory):
             with torch_private.without_torch_function():
@@ -406,13 +415,13 @@ class FreedParameter(nn.Parameter):
             {tensor.shardwise_fqn for tensor in _idle_in(FreedParameter, (args, list((kwargs or {}).values())))}
         )
         raise StateError(
-            f"the full form of {names} was given back after forward or backward and must not be used any more: read the "
+            f"{names} was resharded: the unsharded memory of a parameter is freed after forward and backward. Read the "
             "parameter from its module inside forward, or call unshard() on the module first"
         )
 
 
 class _Standing(torch.Tensor):
-    """What is registered in the place of a shard: gradients, hooks and freezing are the shard's."""
+    """Base of tensors that are registered in the place of a shard: gradient, hooks and ``requires_grad`` are the shard's."""
 
     __slots__ = ()
 
@@ -435,7 +444,7 @@ class _Standing(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the parameter is trained; a change holds for its shard."""
+        """``requires_grad`` of the shard."""
         return self.kept.sharded().requires_grad
 
     @requires_grad.setter
@@ -443,16 +452,16 @@ class _Standing(torch.Tensor):
         self.kept.sharded().requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> _Standing:  # pyright: ignore
-        """Train the parameter or freeze it."""
+        """Set ``requires_grad`` of the shard; return this tensor."""
         self.requires_grad = requires_grad
         return self
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:  # pyright: ignore
-        """Register ``hook`` on the shard, whose reduced gradient it is to see."""
+        """Register ``hook`` on the shard, so that it receives the reduced gradient."""
         return self.kept.sharded().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Register ``hook`` on the shard, whose reduced gradient it is to follow."""
+        """Register ``hook`` on the shard, so that it runs after the reduced gradient was accumulated."""
         return self.kept.sharded().register_post_accumulate_grad_hook(hook)
 
     @property
@@ -468,7 +477,7 @@ class _Standing(torch.Tensor):
 
 
 class _Idle(_Standing):
-    """What a full parameter is that is registered while no forward or backward runs."""
+    """Base of the classes of a full parameter that stays registered while no forward or backward runs."""
 
     __slots__ = ()
 
@@ -478,7 +487,7 @@ class _Idle(_Standing):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse to show values that are older than the shards; let what is written go to the shards."""
+        """Refuse reads of values that are older than the shards; copy writes to the shards."""
         name = getattr(func, "__name__", "")
         if name in _ATTRIBUTES or name in _FACTS:
             with torch_private.without_torch_function():
@@ -489,7 +498,7 @@ class _Idle(_Standing):
         given = (args, list(kwargs.values())) if kwargs else args
         kept = _idle_in(_Idle, given)
         if any(not isinstance(each, _Idle) for each in _idle_in(DTensor, given)):
-            # Together with shards, as when an average is updated from the model, it acts as the shard that it stands for.
+            # In an operation with other shards (an average of weights is updated, for example) use the shard instead.
             for tensor in kept:
                 tensor.kept.follow()
             with torch_private.without_torch_function():
@@ -510,7 +519,7 @@ class _Idle(_Standing):
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The tensor's values; whoever asks may write to them, and torch does not count that."""
+        """The tensor's values.  User code may write to them, and torch does not count that, so the access is recorded."""
         self.kept.check()
         self.kept.is_touched = True
         data = torch_private.data_of(self)
@@ -533,13 +542,13 @@ class _Idle(_Standing):
 
 
 class _Alias(torch.Tensor):
-    """What shares the memory of a full parameter, taken between calls: that memory is given back while the alias lives on."""
+    """An alias of a kept full parameter, made by user code between passes; the alias may outlive the memory."""
 
     kept: _Kept
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse to read memory that was given back: it would end the process."""
+        """Raise StateError on a read of memory that was freed; the read would crash the process."""
         aliases = _idle_in(_Alias, (args, list(kwargs.values())) if kwargs else args)
         if getattr(func, "__name__", "") not in _FACTS and func not in _SHAPES:
             for alias in aliases:
@@ -547,7 +556,7 @@ class _Alias(torch.Tensor):
                     is_gone = alias.numel() > 0 and not alias.untyped_storage().nbytes()
                 if is_gone:
                     raise StateError(
-                        f"this tensor shared memory with the full form of {alias.kept.fqn}, which was given back since. Keep "
+                        f"this tensor shared memory with the full form of {alias.kept.fqn}, which was freed since. Keep "
                         "clone() of it, or an alias of the shard: call reshard() on the module first"
                     )
         with torch_private.without_torch_function():
@@ -567,7 +576,7 @@ _SHAPES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, tor
 
 
 def _guard(result: Any, sources: Iterable[Any]) -> None:
-    """Let what shares memory with one of ``sources`` know when that is gone."""
+    """Make tensors in ``result`` that share memory with one of ``sources`` an :class:`_Alias`."""
     found = result if isinstance(result, (list, tuple)) else (result,)
     for each in found:  # pyright: ignore[reportUnknownVariableType]
         if type(each) is torch.Tensor:  # pyright: ignore[reportUnknownArgumentType]
@@ -580,11 +589,11 @@ def _guard(result: Any, sources: Iterable[Any]) -> None:
 
 
 class KeptParameter(_Idle, nn.Parameter):  # pyright: ignore
-    """The class of a plain one."""
+    """The class of a kept full parameter that is a plain tensor."""
 
 
 class KeptDTensor(_Idle, DTensor):  # pyright: ignore
-    """The class of one that is itself distributed, by tensor parallelism."""
+    """The class of a kept full parameter that is itself a DTensor (tensor parallelism)."""
 
 
 class SubShard(_Standing, DTensor):  # pyright: ignore
@@ -603,7 +612,7 @@ class SubShard(_Standing, DTensor):  # pyright: ignore
 
 
 class _StandsFor:
-    """What a tensor stands for that is registered in the place of a shard; ``form``: which form of the parameter it is."""
+    """The sharded parameter in whose place a tensor is registered; ``form`` is the tensor's form of it, for messages."""
 
     __slots__ = ("_param", "form", "fqn")
 
@@ -614,7 +623,7 @@ class _StandsFor:
         return set, ()  # copies and files get an empty set, which torch.load(weights_only=True) reads
 
     def sharded(self) -> nn.Parameter:
-        """Return the parameter that optimizers hold."""
+        """Return the sharded parameter, which optimizers have."""
         param = self._param()
         if param is None:
             raise StateError(f"{self.fqn} belongs to a model that is gone")
@@ -622,9 +631,9 @@ class _StandsFor:
 
 
 class _Kept(_StandsFor):
-    """What is known of a kept parameter: whose it is, how old it is, and whether somebody may have written to it.
+    """The state of a kept parameter: its sharded parameter, its version, and whether user code may have written to it.
 
-    ``take``: lets what has been written to the full form go to this rank's shard.
+    ``take``: copies writes to the full parameter into this rank's shard.
     """
 
     __slots__ = ("_before", "_take", "_version", "is_touched")
@@ -634,34 +643,34 @@ class _Kept(_StandsFor):
         self.renew(param, take)
 
     def renew(self, param: ShardedParam, take: Callable[[ShardedParam], None]) -> None:
-        """Begin to watch: the full form of ``param`` is what its shard is."""
+        """Start watching ``param``, whose full parameter has the values of the shards now."""
         self._take = take
         self._version = param.version
         self.fqn = param.fqn
         self.is_touched = False
-        # A rank without rows of its own cannot compare them with its shard to see what has been written.
+        # A rank with an empty shard has no rows to compare with it, so it needs a copy to detect writes.
         full = param.full
         self._before: torch.Tensor | None = None
         if full is not None and not param.local.numel():
             self._before = torch_private.local_of(full).detach().clone()
 
     def check(self) -> None:
-        """Raise StateError if the shard has been written to since the full form was gathered."""
+        """Raise StateError if the shard was written to after the full parameter was gathered."""
         param = self._param()
         if param is not None and param.version != self._version and not param.is_its_full_form:
             raise StateError(
-                f"the full form of {self.fqn} is older than its shards, which somebody has written to since. Call reshard() "
+                f"the full form of {self.fqn} is older than its shards, which were written to since. Call reshard() "
                 "on its module, then read the shards, or unshard() on every rank"
             )
 
     def follow(self) -> None:
-        """Bring to the shard what has just been written to the full form."""
+        """Copy a write to the full parameter into the shard, if there was one."""
         param = self._param()
         if param is not None and param.full is not None and param.full._version != param.full_version:
             self._take(param)
 
     def is_as_before(self, full: torch.Tensor) -> bool:
-        """Return True if this rank, which holds no rows, sees that nothing was written."""
+        """Return True if nothing was written; only for a rank with an empty shard."""
         return self._before is not None and torch.equal(
             torch_private.data_of(torch_private.local_of(full)), self._before
         )
@@ -684,7 +693,7 @@ def _with_shards(value: Any) -> Any:
 
 
 def mark_freed(params: Iterable[ShardedParam], has_memory: bool = False) -> None:
-    """Refuse the use of the full forms of ``params`` until :func:`mark_full`; ``has_memory``: that stays until then."""
+    """Refuse uses of the full parameters of ``params`` until :func:`mark_full`; ``has_memory``: their memory stays."""
     for param in params:
         full = param.full
         if type(full) in _KINDS and (type(full) is not FreedParameter or full.shardwise_has_memory is not has_memory):
@@ -695,7 +704,7 @@ def mark_freed(params: Iterable[ShardedParam], has_memory: bool = False) -> None
 
 
 def mark_kept(param: ShardedParam, take: Callable[[ShardedParam], None]) -> None:
-    """Watch the full form of ``param`` until it is freed or in use again; ``take``: see :class:`_Kept`."""
+    """Watch the full parameter of ``param`` until it is freed or in use again; ``take``: see :class:`_Kept`."""
     full = param.full
     idle = _IDLE.get(type(full))
     if full is not None and idle is not None:
@@ -708,7 +717,7 @@ def mark_kept(param: ShardedParam, take: Callable[[ShardedParam], None]) -> None
 
 
 def mark_sub(param: ShardedParam) -> None:
-    """Let what is done to the form of ``param`` on a smaller mesh be done to its shard."""
+    """Redirect gradients, hooks and ``requires_grad`` of the sub-sharded form of ``param`` to its shard."""
     sub = param.subsharded
     assert sub is not None
     vars(sub)[_SUB] = _StandsFor(param, "sub-sharded")
@@ -716,14 +725,14 @@ def mark_sub(param: ShardedParam) -> None:
 
 
 def may_be_written(parameter: nn.Parameter) -> bool:
-    """Return True if somebody may have written to ``parameter`` through ``.data`` since :func:`mark_kept`."""
+    """Return True if user code may have written to ``parameter`` through ``.data`` since :func:`mark_kept`."""
     if not isinstance(parameter, _Idle) or not parameter.kept.is_touched:
         return False
     return not parameter.kept.is_as_before(parameter)
 
 
 def mark_full(params: Iterable[ShardedParam]) -> None:
-    """Make the full forms of ``params`` ordinary parameters again."""
+    """Make the full parameters of ``params`` ordinary parameters again."""
     for param in params:
         used = _USED.get(type(param.full))
         if used is not None:
@@ -739,7 +748,8 @@ _USED: dict[type[Any], type[torch.Tensor]] = {
 _KINDS = (nn.Parameter, FreedParameter, KeptParameter)
 
 
-# ---- All parameters of a bucket at once: tensors are queried by ``map``, since a loop in Python takes several times as long.
+# ---- Checks and registration for all parameters of a bucket at once.  ``map`` queries the tensors, since a Python loop takes
+# several times as long, and every forward and backward does this for every unit.
 
 _ADDRESS = torch.Tensor.data_ptr
 _FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")
@@ -749,12 +759,17 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 @dataclass(slots=True)
 class Snapshot:
-    """What the shards of a bucket were when all of them were registered and packed, one entry each.
+    """The shards of a bucket at a time when all of them were registered and packed; lists have one entry per shard.
 
     Attributes:
-        locals: weak references, since user code may put other memory in place.
-        addresses: None where memory may move: the full parameters are the shards.
-        counted: what torch had counted of writes to each shard when :meth:`is_current` was last True.
+        shards: the sharded parameters.
+        registries: the ``_parameters`` dicts in which they were registered.
+        names: their names in these dicts.
+        locals: weak references to the local tensors, so that memory is freed when user code replaces it.
+        facts: dtype and device of the local tensors.
+        addresses: addresses of the local tensors; None if they may move, since the full parameters are the shards.
+        grad_dtypes: ``grad_dtype`` of the sharded parameters.
+        counted: the version counters when :meth:`is_current` last returned True.
     """
 
     shards: list[nn.Parameter]
@@ -768,7 +783,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor], has_place: bool) -> Snapshot | None:
-        """Return what ``params``, whose shards are ``locals_``, are; None if not all are DTensors."""
+        """Return a snapshot of ``params``, whose local tensors are ``locals_``; None if not all are DTensors."""
         refs = [ref for param in params if isinstance(ref := param.count.local, weakref.ref)]
         if len(refs) < len(params):
             return None
@@ -784,7 +799,11 @@ class Snapshot:
         )
 
     def is_current(self, in_step: bool) -> bool:
-        """Return True if nothing has changed; ``in_step``: all was checked when the forward began whose backward begins."""
+        """Return True if nothing has changed.
+
+        ``in_step``: the backward begins whose forward has made the full check.  Then dtype, device, ``grad_dtype`` and
+        attributes are not checked again.
+        """
         locals_ = [*map(torch_private.LOCAL, self.shards)]
         if not (
             all(map(operator.is_, self.shards, map(dict.get, self.registries, self.names)))
@@ -806,14 +825,14 @@ class Snapshot:
 
 
 class Swap:
-    """Registers the full parameters of a bucket, and the sharded ones again, without a loop over them in Python.
+    """Registers the full parameters of a bucket, and the sharded ones again, by ``dict.update`` without a Python loop.
 
-    It is made after the parameters were registered one by one, and only where that is all there is to do: each has one
-    place, a full form that reports its gradient, and no dtype of its own.
+    It is made after the parameters were registered one by one, if registration is all that remains to be done in later
+    steps: each parameter has one place, a full parameter whose gradient is hooked, and no dtype of its own.
 
     Attributes:
         fulls, shards: the full and the sharded parameters, in the bucket's order.
-        num_trainable: how many of them want gradients.
+        num_trainable: how many of them are trainable.
     """
 
     def __init__(self, params: Sequence[ShardedParam], fulls: list[nn.Parameter], wants: list[bool]) -> None:
@@ -823,7 +842,7 @@ class Swap:
         self._names = [param.registrations[0].name for param in params]
         self._fulls_of: list[tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter]]] = []
         self._shards_of: list[tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter]]] = []
-        self._has_memory: bool | None = None  # what the full parameters say of that while they are freed
+        self._has_memory: bool | None = None  # ``shardwise_has_memory`` of the freed parameters; None: not marked yet
         by_registry: dict[int, tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
         for registry, name, full, sharded in zip(self._registries, self._names, fulls, self.shards, strict=True):
             if id(registry) not in by_registry:
@@ -834,7 +853,7 @@ class Swap:
 
     @staticmethod
     def suits(params: Sequence[ShardedParam], fulls: Sequence[nn.Parameter]) -> bool:
-        """Return True if parameters can be registered so."""
+        """Return True if a swap can register ``params`` and their full parameters ``fulls``."""
         return all(
             len(param.registrations) == 1
             and param.registrations[0].setattr_module is None
@@ -846,7 +865,7 @@ class Swap:
         )
 
     def register_full(self) -> bool:
-        """Register the full parameters; return False, with nothing done, if user code has changed something."""
+        """Register the full parameters; return False, with nothing registered, if user code has changed something."""
         shards, wants, fulls = self.shards, self._wants, self.fulls
         if not all(map(operator.is_, shards, map(dict.get, self._registries, self._names))):
             return False
@@ -869,7 +888,7 @@ class Swap:
         return True
 
     def mark_freed(self, params: Iterable[ShardedParam], has_memory: bool) -> None:
-        """Do as :func:`~shardwise.fsdp.param.mark_freed` does."""
+        """Do the same as :func:`~shardwise.fsdp.param.mark_freed`, with less work if ``has_memory`` is as before."""
         if self._has_memory is not has_memory:
             mark_freed(params, has_memory)
             self._has_memory = has_memory

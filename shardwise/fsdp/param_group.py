@@ -1,4 +1,4 @@
-"""The parameters of a unit on one mesh: gathered in one collective, reduced in one per dtype."""
+"""The parameters of a unit on one mesh: one collective gathers them, one per dtype reduces their gradients."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ from shardwise.fsdp.param import ShardedParam, Swap, mark_full, mark_sub
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
 from shardwise.layout import ChunkShard, build_bucket, by_size
 
-# ---- How the ranks of a group talk.
+# ---- The communicators of a group.
 
 
 @dataclass(slots=True)
 class GroupComm:
-    """How a group talks: along the shard axis, along the replica axis, and along the smaller mesh after forward.
+    """The communicators of a group; None for an axis that takes no collective.
 
     Attributes:
-        copies: streams on which shards come from the host; None where they do not live there.
+        shards: for all-gathers along the shard axis.
+        reduce: for reduce-scatters along the shard axis.
+        replicas: for all-reduces along the replica axis.
+        sub: for all-gathers along the smaller mesh of ``reshard_after_forward``.
+        copies: the streams that copy offloaded shards from the host; None if shards are not offloaded.
     """
 
     shards: RoutedCommunicator | None
@@ -43,15 +47,14 @@ class GroupComm:
     copies: CommStreams | None = None
 
 
-# ---- What a unit keeps between forward and backward where it reshards to a smaller mesh: a slice of each full
-# parameter.
+# ---- Resharding to a smaller mesh after forward: each rank keeps a slice of each full parameter until backward.
 
 
 def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: ParamStorage) -> SubBucket:
     """Copy this rank's shards on the mesh of ``axes`` out of ``full``, the gathered bucket, and register them.
 
     Args:
-        full: 1-d, with the sections of all ranks, as ``bucket.layout`` says.
+        full: 1-D, the full buffer of ``bucket``; ``bucket.layout.full_offsets`` are the starts of its parameters.
     """
     cuts = [ChunkShard(shard.shape, shard.dim, axes.num_shards) for shard in bucket.layout.shards]
     dtype = bucket.full_dtype
@@ -69,14 +72,15 @@ def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: Pa
     return sub
 
 
-# ---- In which dtypes the parameters of a group are gathered, and their gradients reduced.
+# ---- The dtypes in which the parameters of a group are gathered, and their gradients reduced.
 
 
 class Dtypes:
-    """What a policy means for each parameter.
+    """The dtypes that a mixed-precision policy gives each parameter.
 
     Attributes:
-        by_gradient: in which gradients are reduced, by their dtype, of parameters without one of their own.
+        by_gradient: gradient dtype -> reduce dtype, for parameters without a dtype of their own.  A gradient dtype with
+            more than one reduce dtype is missing.
     """
 
     def __init__(self, precision: MixedPrecisionPolicy) -> None:
@@ -88,9 +92,9 @@ class Dtypes:
         return param.dtype_of_full(self.precision)
 
     def of_reduction(self, param: ShardedParam, found: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype in which gradients of ``param`` are reduced and held.
+        """Return the dtype in which gradients of ``param`` are reduced and accumulated.
 
-        ``found``: of the gradient that has come; it counts where the parameter takes any.
+        ``found``: the dtype of the local gradient; it is the result if ``grad_dtype`` of the parameter is None.
         """
         full = self.of_full(param)
         if param.grad_dtype is not None and self.precision.reduce_dtype is None:
@@ -98,11 +102,11 @@ class Dtypes:
         return dtype_of_reduction(self.precision, param.dtype, full)
 
     def takes_any_gradient(self, param: ShardedParam) -> bool:
-        """Return True if gradients of ``param`` are reduced in whatever dtype they come."""
+        """Return True if gradients of ``param`` are reduced in the dtype that backward produces."""
         return self.precision.reduce_dtype is None and param.dtype_of_gradient is None
 
     def look_at(self, params: Iterable[ShardedParam]) -> None:
-        """Learn :attr:`by_gradient` from ``params`` as they are now."""
+        """Compute :attr:`by_gradient` from the present dtypes of ``params``."""
         found: dict[torch.dtype, set[torch.dtype]] = {}
         for param in params:
             if param.grad_dtype is None and not param.keeps_dtype:
@@ -119,26 +123,30 @@ class ParamGroup:
     """Parameters of one unit that share a mesh.
 
     Attributes:
-        params: in the order of the modules.  by_size: the order in memory, large ones first.  members: the same as a set.
-        place: where they live.  device: of the full parameters.
-        dtypes: in which they are gathered and their gradients reduced.
-        compression: how parameters and gradients travel in fewer bits; None: they do not.
-        custom: how users want the backend's collectives to be carried out.
-        bound_comm: how the group talks, None before an engine is there; :attr:`comm` raises then.
+        params: the parameters in the order of the modules.
+        by_size: the parameters in their order in memory, large ones first.
+        members: the parameters as a set.
+        place: the devices of shards and full parameters.
+        device: the device of the full parameters.
+        dtypes: the dtypes in which parameters are gathered and gradients reduced.
+        compression: the compression of parameters and gradients; None: they are sent uncompressed.
+        custom: replacements of the backend's collectives that the user has set.
+        bound_comm: the communicators; None before an engine has bound them, when :attr:`comm` raises.
         is_collective: gathering and reducing take a collective.
-        keeps_plain: parameters are what they were before, plain tensors that stay registered.
-        num_packs: how often parameters were put together.
+        keeps_plain: parameters stay plain tensors, and registered (``replicate``).
+        num_packs: how often the parameters were packed.
         is_as_seen: the last :meth:`ensure_packed` found nothing changed.
-        last_version: :meth:`version` as it was then; nobody writes to shards in the forward or backward that follows.
-        is_written: the engine itself has written to shards, by the current stream, since the last gather was ordered after it.
-        gradient_dtypes: those of ``.grad`` of all parameters, once asked for and until user code changes something.
-        num_replica_sums: how many sums over replicas have come, also those that were left to a later backward.
-        in_place: those of them that need no other form to compute with.
-        packing: their memory, as parameters lie now; None before they have been put together.
-        axes: the data-parallel mesh.  sub_axes: the smaller one that parameters go to after forward, if any.
+        last_version: :meth:`version` at that time; shards do not change in the forward or backward that follows.
+        is_written: the engine has written to shards on the current stream, and no gather was ordered after that yet.
+        gradient_dtypes: the dtypes of ``.grad`` of all parameters, cached until user code changes something.
+        num_replica_sums: how many all-reduces over replicas are due so far, those that a later backward makes included.
+        in_place: the parameters that stay registered and are their own full form.
+        packing: the buckets and full buffers; None before the first packing.
+        axes: the data-parallel mesh.
+        sub_axes: the smaller mesh of ``reshard_after_forward``; None if there is none.
 
-    It has more attributes than most: it is where a parameter's two forms, its memory and its ways to other ranks meet, and
-    each of these is a value of its own.
+    The class has more attributes than most, since forms, memory and communicators of parameters meet here; each of these is
+    a value of its own.
     """
 
     def __init__(
@@ -159,17 +167,16 @@ class ParamGroup:
         self.dtypes = Dtypes(precision)
         self.place = place
         self.device = place.device
-        # Beside tensor parallelism the collectives of a shard axis of one rank are issued too, as torch's tests count
-        # them; alone it has none.
+        # A shard axis of one rank takes no collectives, except with tensor parallelism: torch's tests count them there.
         has_tensor_parallelism = any(param.inner_spec is not None for param in params)
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.keeps_plain = keeps_plain
         self.num_packs = 0
-        self._counted: list[int] = []  # what torch had counted at the last ensure_packed that found nothing changed
-        self._in_order: list[ShardedParam] = []  # as counted
+        self._counted: list[int] = []  # version counters at the last ensure_packed that found nothing changed
+        self._in_order: list[ShardedParam] = []  # their parameters, in the same order
         self.last_version = 0
-        self._has_new_versions = True  # that full forms have not followed
-        self.is_as_seen = False  # the last ensure_packed found nothing changed
+        self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
+        self.is_as_seen = False
         self.is_written = False
         self.in_place: list[ShardedParam] = []
         self._plain_facts: list[tuple[ShardedParam, tuple[object, ...]]] = []
@@ -185,7 +192,7 @@ class ParamGroup:
         self.gradient_dtypes: set[torch.dtype | None] | None = None
 
     def release(self, params: Sequence[ShardedParam]) -> None:
-        """Be without those of ``params`` that are members."""
+        """Remove those of ``params`` that are members, and repack the rest."""
         gone = self.members & set(params)
         if gone:
             self.params = [param for param in self.params if param not in gone]
@@ -203,14 +210,14 @@ class ParamGroup:
 
     @property
     def gather_staging(self) -> tuple[int, bool]:
-        """Bytes that a launched all-gather holds, and whether its full parameters are among them."""
+        """Bytes that a launched all-gather allocates, and whether they include the full parameters."""
         if self.packing is None or not self.is_collective:
             return 0, False
         return self.packing.staging(self._planned_link(self.packing))
 
     @property
     def route(self) -> str:
-        """How parameters travel, as far as it is known: the name of a link, "collectives", or "" for not at all."""
+        """The transport for messages: the name of a link or "collectives", with codings; "" if nothing is sent."""
         coded = [
             f"{way} {coding}"
             for way, coding in (("gather", self.gather_coding), ("reduce", self.reduce_coding))
@@ -223,13 +230,13 @@ class ParamGroup:
 
     @property
     def gather_coding(self) -> Coding | None:
-        """In what parameters are gathered; None: as they are."""
+        """The coding in which parameters are gathered; None: uncompressed."""
         coding = self.compression.policy.gather if self.compression is not None and self.axes.num_shards > 1 else None
         return coding if coding is not None and self._has_coded else None
 
     @property
     def reduce_coding(self) -> Coding | None:
-        """In what gradients are reduced over shards, or between replicas where there are any; None: as they are."""
+        """The coding in which gradients are reduced (between replicas if there are any); None: uncompressed."""
         coding = self.compression.policy.reduce if self.compression is not None else None
         is_reduced = self.axes.num_shards > 1 or self.axes.num_replicas > 1
         return coding if coding is not None and is_reduced and self._has_coded else None
@@ -239,7 +246,7 @@ class ParamGroup:
         return any(self.is_coded(param) for param in self.params)
 
     def is_coded(self, param: ShardedParam) -> bool:
-        """True if ``param`` is one of those that travel coded, where anything does."""
+        """Return True if ``param`` is compressed when its group is."""
         if self.compression is None:
             return False
         return takes(self.compression.policy, param.fqn, param.shard.shape, param.dtype.itemsize)
@@ -255,7 +262,7 @@ class ParamGroup:
 
     @property
     def main_buckets(self) -> Sequence[FlatBucket]:
-        """The sections of all ranks' shards, as they are now."""
+        """The present buckets; empty before the first packing."""
         return () if self.packing is None else self.packing.buckets
 
     def largest_reductions(self) -> list[tuple[int, int]]:
@@ -267,12 +274,12 @@ class ParamGroup:
         return [(numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
     def note_ties(self) -> None:
-        """Note which parameters are registered in several places."""
+        """Update the list of parameters that are registered in several places."""
         self._tied = [param for param in self.params if len(param.registrations) > 1]
 
     @property
     def compares_reductions(self) -> bool:
-        """True if ranks that would reduce different things find that out from the messages themselves."""
+        """True if the transport itself detects that ranks reduce different gradients."""
         comm = self.comm
         if comm.replicas is not None:
             return False
@@ -280,10 +287,12 @@ class ParamGroup:
         return comm.reduce is None or (link is not None and link.compares_contents)
 
     def ensure_packed(self, in_step: bool = False) -> None:
-        """Follow what user code has done to the parameters: replaced them or their memory, changed their dtype.
+        """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
 
-        ``in_step``: a forward has done so, and its backward begins.
+        Every forward and backward begins with this check, for all units.  ``in_step``: a forward has checked already, and
+        its backward begins.
         """
+        # The fast path: snapshots of all buckets compare at C speed, without a Python loop over parameters.
         if self.is_as_seen and self.packing is not None and not (self._tied or self.extended.params):
             counted: list[int] = []
             for bucket in self.packing.buckets:
@@ -303,7 +312,10 @@ class ParamGroup:
 
     def _settle(self) -> None:
         self.gradient_dtypes = None
-        packing, may_be_extended = self.packing, bool(self.extended.params)  # extensions may be patched on
+        packing, may_be_extended = (
+            self.packing,
+            bool(self.extended.params),
+        )  # user code may patch extensions on at any time
         copies = self.bound_comm.copies if self.bound_comm is not None else None
         host_waits = None if copies is None else copies.host_waits_for_copies
         for param in self._tied:
@@ -339,7 +351,7 @@ class ParamGroup:
                 break
 
     def _is_plain_as_packed(self) -> bool:
-        """Return True if parameters that stay registered are what they were: asked first, at every step, since it is cheap."""
+        """Return True if parameters that stay registered have not changed; the cheap check comes first, in every step."""
         for param, facts in self._plain_facts:
             sharded, registration = param.sharded, param.registrations[0]
             if (
@@ -371,7 +383,7 @@ class ParamGroup:
         self._sub = None
 
     def adopt_registered(self) -> None:
-        """Take what is registered on the modules for the shards, and count what user code has put there."""
+        """Adopt what is registered on the modules as the shards; parameters that user code put there count as a packing."""
         for param in self.params:
             self.num_packs += not param.is_registered
             param.adopt_registered()
@@ -387,7 +399,7 @@ class ParamGroup:
     # ---- unshard and reshard ----
 
     def bind(self, pool: BufferPool, comm: GroupComm) -> None:
-        """Use ``pool`` for memory and ``comm`` for collectives from here on."""
+        """Use ``pool`` for memory and ``comm`` for collectives from now on."""
         self._pool = pool
         self.bound_comm = comm
         if self.packing is not None:
@@ -395,7 +407,7 @@ class ParamGroup:
 
     @property
     def pool(self) -> BufferPool:
-        """Where full parameters and staging buffers come from."""
+        """The buffer pool of full parameters and staging buffers.  Raises: StateError before there is an engine."""
         if self._pool is None:
             raise StateError(
                 "parameters were asked for before an engine was there; run the root's forward or unshard()"
@@ -404,7 +416,7 @@ class ParamGroup:
 
     @property
     def comm(self) -> GroupComm:
-        """How the group talks."""
+        """The communicators.  Raises: StateError before there is an engine."""
         if self.bound_comm is None:
             raise StateError(
                 "a collective was asked for before an engine was there; run the root's forward or unshard()"
@@ -412,15 +424,15 @@ class ParamGroup:
         return self.bound_comm
 
     def gather(self, from_sub: bool) -> Handle | None:
-        """Launch the all-gather of the full parameters; None if there is nothing to wait for.
+        """Launch the all-gather of the full parameters; return None if there is nothing to wait for.
 
-        Nobody has replaced a parameter since :meth:`ensure_packed`, and the gather is ordered after what that has copied.
+        The caller has called :meth:`ensure_packed`, and has ordered the gather stream after its copies.
         """
         packing, ways = self.packing, self.bound_comm or self.comm
         assert packing is not None
         whole = packing.delivery
         if whole is not None and not from_sub and ways.shards is not None and whole.fulls and not self.extended.params:
-            return ways.shards.all_gather(whole)  # as in nearly all steps
+            return ways.shards.all_gather(whole)  # the usual case
         shards, comm = (self._sub, ways.sub) if from_sub else (packing.shards, ways.shards)
         assert shards is not None
         is_extended = bool(self.extended.params) and not from_sub
@@ -438,9 +450,9 @@ class ParamGroup:
         return comm.all_gather(delivery)
 
     def register_full(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
-        """Register the full parameters on the modules; return how many of them want gradients.
+        """Register the full parameters on the modules; return how many of them are trainable.
 
-        ``on_gradient(param)`` makes the hook that a full parameter runs when its gradient has been accumulated.
+        ``on_gradient(param)`` returns the post-accumulate-grad hook of a full parameter.
         """
         packing = self.packing
         assert packing is not None
@@ -448,7 +460,7 @@ class ParamGroup:
         if self._has_new_versions:
             self._follow_writes()
         for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
-            swap = bucket.swap
+            swap = bucket.swap  # the fast path, after a first registration one by one
             if swap is not None and swap.register_full():
                 bucket.registered = swap.fulls, [*map(_VERSION, swap.fulls)], [*map(_ADDRESS, swap.fulls)]
                 num_trainable += swap.num_trainable
@@ -495,12 +507,12 @@ class ParamGroup:
             full = param.full = packing.make_full(param, self.pool)
             param.is_hooked = False
         elif is_shared and not param.lies_as_sharded(full):
-            # The same parameter, with its memory where the shard is now: a graph may hold it already.
+            # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
             torch_private.set_data(full, packing.make_full(param, self.pool).detach())
         return full
 
     def listen_in_place(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
-        """Let parameters that stay registered report their gradients; return how many will."""
+        """Hook the gradients of parameters that stay registered; return how many of them are trainable."""
         for param in self.in_place:
             if param.full is not param.sharded:
                 param.full, param.is_hooked = param.sharded, False
@@ -514,7 +526,10 @@ class ParamGroup:
                 full.grad_dtype = wanted
 
     def _follow_writes(self) -> None:
-        """Let autograd count what was written to shards as writes to the full forms, as it would on one process."""
+        """Bump the version counters of full parameters whose shards were written to.
+
+        A stale backward then raises, as it does on one process.
+        """
         self._has_new_versions = False
         written = [param for param in self.params if param.count.last != param.count.gathered]
         for param in written:
@@ -525,22 +540,22 @@ class ParamGroup:
 
     @staticmethod
     def _check_not_replaced(params: Iterable[ShardedParam]) -> None:
-        """Raise StateError if user code has put another parameter in place since the gather was launched or planned."""
+        """Raise StateError if user code has replaced a parameter since the gather was launched or planned."""
         for param in params:
             for registration in param.registrations:
                 current = registration.parameters.get(registration.name)
                 if current is not param.sharded and not param.is_own(current):
                     param.check_places()
                     raise StateError(
-                        f"{param.fqn} was replaced while a forward or backward ran that gathers what was there before. "
-                        "Put another parameter in its place before forward or after backward"
+                        f"{param.fqn} was replaced while a forward or backward ran that gathers the old parameter. "
+                        "Replace parameters before forward or after backward"
                     )
 
     @staticmethod
     def sync_requires_grad(
         param: ShardedParam, full: nn.Parameter, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
     ) -> None:
-        """Set ``requires_grad`` of ``full`` to that of the shard, and hook its gradient with what ``on_gradient`` returns."""
+        """Set ``requires_grad`` of ``full`` to the shard's; if trainable, register the hook that ``on_gradient`` returns."""
         wanted = param.sharded.requires_grad
         if full.requires_grad is not wanted:
             full.requires_grad_(wanted)
@@ -548,7 +563,7 @@ class ParamGroup:
             param.hook_id = full.register_post_accumulate_grad_hook(on_gradient(param)).id
             param.is_hooked = True
 
-    # ---- what others do to parameters ----
+    # ---- version counters, and parameters that stay full ----
 
     def _note_versions(self, params: Sequence[ShardedParam], counted: Sequence[int]) -> None:
         self.last_version, self._has_new_versions = 0, True
@@ -557,27 +572,27 @@ class ParamGroup:
             self.last_version += param.count.last
 
     def version(self) -> int:
-        """Return a number that changes whenever a shard is written to, as far as torch counts writes."""
+        """Return a number that changes with every write to a shard that torch counts."""
         self._counted = []
         self._note_versions(self.params, torch_private.versions_of([param.sharded for param in self.params]))
         return self.last_version
 
     def mark_in_use(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
-        """A forward or backward uses full parameters again that stayed registered; return how many of them want gradients."""
+        """Prepare full parameters that stayed registered for another forward or backward; return how many are trainable."""
         for bucket in self.main_buckets:
             mark_full(bucket.params)
         num_trainable = 0
         for param in self.params:
             full, wanted = param.full, param.sharded.requires_grad
             if full is not None and not (wanted and param.is_hooked and full.requires_grad):
-                self.sync_requires_grad(param, full, on_gradient)  # frozen or thawed in between
+                self.sync_requires_grad(param, full, on_gradient)  # requires_grad was changed between the passes
             num_trainable += wanted
         return num_trainable
 
     def register_sharded(self, keeps_memory: bool = False) -> None:
-        """Register the sharded parameters on the modules and give the full memory back, unless ``keeps_memory``.
+        """Register the sharded parameters on the modules and free the full memory, unless ``keeps_memory``.
 
-        What user code has put in the place of full ones stays, as it would on one process.
+        A parameter that user code has put in the place of a full one stays registered, as on one process.
         """
         packing = self.packing
         buckets = () if packing is None else packing.buckets
@@ -589,7 +604,7 @@ class ParamGroup:
             for registration in param.registrations:
                 current = registration.parameters.get(registration.name)
                 if (current is None or current is not full) and current is not sharded and not param.is_own(current):
-                    continue  # user code has put it there in the meantime: it is looked at before the next gather
+                    continue  # user code has put it there meanwhile; ensure_packed handles it before the next gather
                 registration.parameters[registration.name] = sharded
                 if registration.setattr_module is not None:
                     registration.tell(sharded)
@@ -602,20 +617,20 @@ class ParamGroup:
             self._drop_sub()
 
     def drop(self, keeps_memory: bool = False) -> None:
-        """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
+        """Mark the full parameters as freed, and free their memory unless ``keeps_memory``."""
         if self.packing is not None:
             self.packing.drop(keeps_memory)
         if self.extended.params:
             self.extended.drop(keeps_memory)
 
     def _drop_sub(self) -> None:
-        """Give the shards of the smaller mesh back."""
+        """Free the shards on the smaller mesh."""
         self._sub = None
         for param in self.params:
             param.subsharded = None
 
     def cut_to_sub(self, keeps_memory: bool = False) -> None:
-        """Keep this rank's shard on the smaller mesh, register it on the modules, give the full memory back as :meth:`drop`."""
+        """Copy out this rank's shard on the smaller mesh and register it on the modules; then :meth:`drop` the full memory."""
         packing = self.packing
         assert packing is not None
         assert self.sub_axes is not None

@@ -1,4 +1,4 @@
-"""One set of parameters that unshard and reshard together."""
+"""A unit: the parameters of one ``fully_shard`` or ``replicate`` call, which unshard and reshard together."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ from shardwise.observe import (
 )
 from shardwise.plan.schedule import Sharing, UnitPolicy
 
-# ---- How far the backward of a unit has come: its stage, the gradients that are there, the passes that are open.
+# ---- The progress of a unit's backward: its stage, the gradients that have arrived, the passes that are open.
 
 
 class Stage(Enum):
-    """What a unit knows of a backward."""
+    """The progress of backward through a unit."""
 
-    IDLE = "idle"  # none runs, or it has not come to the unit, or it has left it
-    ARRIVING = (
-        "arriving"  # gradients come before its outputs' have: of tied weights that it owns, or of used parameters alone
-    )
-    RUNNING = "running"  # the gradient of an output has come: parameters are read
+    IDLE = "idle"  # no backward runs, or it has not reached the unit, or it is past it
+    # Parameters have gradients, but no output has: of tied weights that the unit owns, or of parameters used directly.
+    ARRIVING = "arriving"
+    RUNNING = "running"  # the gradient of an output has arrived: backward reads the parameters
 
-    __hash__ = object.__hash__  # Enum's own is Python, and stages are looked up at every step
+    __hash__ = object.__hash__  # Enum hashes in Python, and every step looks stages up
 
 
 LEGAL_STEPS: frozenset[tuple[Stage, Stage]] = frozenset(
@@ -73,30 +72,32 @@ def _nothing() -> tuple[int, bool]:
 
 
 class UnitBackward:
-    """The backward of one unit.  Whoever reads may read the attributes; the methods alone write them.
+    """The progress of one unit's backward.  Other classes may read the attributes; only the methods write them.
 
     Attributes:
-        on_gradients: what is called when one has come from which something may follow.
-        stage: one arrow of the table above is one method.
+        on_gradients: the callback for gradients after which the engine may have to act.
+        stage: the stage; ``LEGAL_STEPS`` lists its transitions, and each is one method.
         task: the autograd task in which it began; with nested backwards, the last one.
-        arrived: ordinals of the parameters whose gradient has come.
-        counted: how many parameters want one, and how many there are.  has_frozen: some want none.
-        open_passes: passes through the unit's modules that it has come to and not left.
-        is_nested: gradients have come from a backward within it: they tell nothing of what is still to come.
+        arrived: ordinals of the parameters whose gradients have arrived.
+        counted: the number of trainable parameters, and of all parameters.
+        has_frozen: some parameters are frozen.
+        open_passes: passes through the unit's modules that backward has entered and not left.
+        is_nested: some gradients came from a nested backward (reentrant checkpoint), so more may follow for any parameter.
         comes_again: this backward used the unit again after its end in a nested one, or produced a gradient twice.
         came_again: ``comes_again`` of the last backward that produced gradients.
         ended_in: the outermost autograd task of the backward in which the unit ended with a nested one.
-        counts: the last gradient ends it.  Where checkpoints run backwards of their own, which may use the parameters
-            again, that is so once a first backward has shown that they do not.
-        ended_late: the last one ended without some gradient, at the end of the whole backward.
-        early: what may be sent before it ends; None: nothing.
-        owes_weights: one came without any: those of the weights may be computed apart, as stages of pipelines do.
-        keeps_for_graph: one ran with ``create_graph=True``: the graph of that backward reads the parameters, so they stay full
-            until a backward without it has ended.
-        is_unseen: the last forward has returned no tensor whose gradient would tell that backward comes to the unit, so that
-            its parameters stay full.
-        first: the parameter whose gradient came before anybody knew that backward has begun.
-        has_lost_weights: one of these began before the parameters were full, so that nobody can know which they are.
+        counts: the last gradient ends the unit's backward.  Where checkpoints run nested backwards, which may use the
+            parameters again, this is False until a first backward has shown that they do not.
+        ended_late: a backward ended the unit only at its own end, since some gradient did not arrive.
+        early: the buckets that may be reduced before the unit's backward ends; None if there are none.
+        owes_weights: a backward produced no gradient of a parameter: pipeline schedules may compute those separately.
+        keeps_for_graph: a backward ran with ``create_graph=True``.  Its graph reads the parameters, so they stay full until a
+            backward without it has ended.
+        is_unseen: the last forward returned no tensor whose gradient hook would announce the unit's backward, so its
+            parameters stay full.
+        first: the ordinal of the parameter whose gradient arrived before any hook announced the backward.
+        has_lost_weights: a backward of inputs alone began while the parameters were sharded, so the gradients of weights
+            that are computed later have no parameters to go to.
     """
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class UnitBackward:
 
     @property
     def expects_any(self) -> bool:
-        """True if parameters want gradients."""
+        """True if some parameter is trainable."""
         return self.counted[0] > 0
 
     def _step(self, new: Stage) -> None:
@@ -129,23 +130,26 @@ class UnitBackward:
         self.stage = new
 
     def expect(self, num_trainable: int, num_params: int) -> None:
-        """Wait for the gradients of ``num_trainable`` of ``num_params`` parameters."""
+        """Expect gradients of ``num_trainable`` of ``num_params`` parameters."""
         self.counted = (num_trainable, num_params)
         self.has_frozen = num_trainable < num_params
 
     def enter(self, task: int, is_full: bool = True, whole: int = -1) -> None:
-        """The gradient of an output has come, in autograd's ``task``; ``is_full``: its parameters are there.
+        """Record that the gradient of an output has arrived.
 
-        ``whole``: the outermost task, which may have used the unit before, in another nested backward.
+        Args:
+            task: the autograd task that runs.
+            is_full: the unit's parameters are unsharded.
+            whole: the outermost task, which may have used the unit before, in another nested backward.
         """
-        if self.stage is not Stage.RUNNING:  # a second time where somebody has resharded the unit by hand
-            self.stage = Stage.RUNNING  # legal from both others
+        if self.stage is not Stage.RUNNING:  # RUNNING already if user code has resharded the unit meanwhile
+            self.stage = Stage.RUNNING  # legal from both other stages
             self._began_full = is_full
             self.comes_again = self.comes_again or self.ended_in == whole != -1
         self.task = task
 
     def hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
-        """Return what the full form of ``param`` runs when its gradient has been accumulated."""
+        """Return the post-accumulate-grad hook of the full parameter of ``param``."""
         # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.
         this, ordinal, running, task_id = weakref.ref(self), param.ordinal, Stage.RUNNING, torch_private.graph_task_id
 
@@ -159,10 +163,10 @@ class UnitBackward:
             arrived.add(ordinal)
             if backward.stage is running:
                 if backward.task != task_id():
-                    backward.is_nested = True  # a checkpoint within the unit runs its own: others may follow
+                    backward.is_nested = True  # a reentrant checkpoint inside the unit runs it: others may follow
                 is_bucket = early is not None and early.come(ordinal)
                 if backward.is_nested or (len(arrived) < backward.counted[0] and not is_bucket):
-                    return  # the engine knows of this backward, and nothing is complete
+                    return  # the engine has seen this backward begin, and neither a bucket nor the unit is complete
             elif backward.stage is Stage.IDLE:
                 backward.first = ordinal
                 backward._step(Stage.ARRIVING)
@@ -171,32 +175,36 @@ class UnitBackward:
         return on_accumulated
 
     def send_early(self, early: EarlyBuckets | None) -> None:
-        """Let ``early`` be sent before it ends, as far as they have come; None: nothing."""
+        """Allow the complete ones of buckets ``early`` to be reduced before the unit's backward ends; None: no buckets."""
         self.early = early
         if early is not None:
             early.begin()
 
     def note_nested(self) -> None:
-        """What has come is of a tied weight that the unit owns, from a checkpoint's own backward: there may be more."""
+        """Record that a nested backward produced the gradient of a tied weight of the unit, so more may follow."""
         self.is_nested = True
 
     @property
     def is_complete(self) -> bool:
-        """True when every parameter has its gradient: then backward reads none of them any more.
+        """True when every parameter has its gradient, so that backward reads none of them any more.
 
-        A frozen parameter may still be read after the last gradient has come; its unit ends at its inputs.
+        It is never True with a frozen parameter: backward may read that after the last gradient, so its unit ends when
+        autograd leaves its inputs.
         """
         is_there = len(self.arrived) >= self.counted[0] > 0
         return is_there and self.counts and not self.has_frozen and not self.is_nested
 
     def ends_with(self, task: int, is_one_module: bool) -> bool:
-        """Return True if it ends with the nested backward ``task``; if it has several modules, some may be recomputed later."""
+        """Return True if the unit's backward ends with the nested backward ``task``.
+
+        A unit of several modules ends only when all gradients have arrived: other modules may be recomputed later.
+        """
         if self.stage is not Stage.RUNNING or self.task != task or self.comes_again or self.came_again:
             return False
         return is_one_module or len(self.arrived) >= self.counted[0] > 0
 
     def leave(self, ended_late: bool = False, is_kept: bool = False) -> None:
-        """The unit's part of the backward is over, and its gradients are taken; ``is_kept``: its parameters stay full."""
+        """End the unit's part of the backward, whose gradients were taken; ``is_kept``: its parameters stay full."""
         if self.arrived:
             self.came_again = self.comes_again
             self.counts = not (self.is_nested or self.comes_again)
@@ -209,36 +217,37 @@ class UnitBackward:
         self.forget()
 
     def forget(self) -> None:
-        """Be without a backward, as after one that has failed."""
+        """Return to IDLE and drop the progress of this backward."""
         self.arrived.clear()
         self.open_passes.clear()
         self.is_nested = self.comes_again = False
         self.early = self.first = None
-        self.stage = Stage.IDLE  # legal from both others
+        self.stage = Stage.IDLE  # legal from both other stages
 
     def distrust_counts(self) -> None:
-        """Do not let the last gradient end it until one has shown which gradients are the last."""
+        """Do not end at the last gradient until a backward has shown which gradient is the last."""
         self.counts = False
 
 
-# ---- The states of a unit and the moves between them that are legal.
+# ---- The states of a unit, and the legal transitions between them.
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """This rank holds its shards alone; the sharded parameters are registered."""
+    """The sharded parameters are registered, and this rank has nothing but its shards."""
 
 
 SHARDED = Sharded()
 
 
-@dataclass(slots=True)  # frozen ones take three times as long to make, and a step makes them
+@dataclass(slots=True)  # not frozen: a step makes several, and frozen dataclasses take three times as long to make
 class Gathering:
-    """All-gather launched; the full parameters may not be read yet.
+    """The all-gather is launched; the full parameters may not be read yet.
 
     Attributes:
-        version: a number that changes when the shards that are gathered from are written to.
-        pass_number: the forward or backward in which they were seen to have it; None: outside of any.
+        version: the version of the shards that are gathered; it changes when a shard is written to.
+        pass_number: the forward or backward in which this version was read; None outside of any.
+        handles: one per group; None for a group that has nothing to wait for.
     """
 
     version: int
@@ -248,7 +257,7 @@ class Gathering:
 
 @dataclass(slots=True)
 class Unsharded:
-    """The full parameters are registered; attributes as of :class:`Gathering`."""
+    """The full parameters are registered; for attributes see :class:`Gathering`."""
 
     version: int
     pass_number: int | None
@@ -256,7 +265,7 @@ class Unsharded:
 
 @dataclass(frozen=True, slots=True)
 class Subsharded:
-    """Resharded to a smaller mesh after forward; the parameters on that mesh are registered."""
+    """The unit was resharded to a smaller mesh after forward, and the parameters on that mesh are registered."""
 
     version: int
 
@@ -278,7 +287,7 @@ LEGAL_MOVES: frozenset[tuple[type, type]] = frozenset(
 
 
 def check_move(unit: str, old: UnitState, new: UnitState) -> None:
-    """Raise StateError if a unit may not go from ``old`` to ``new``."""
+    """Raise StateError if the transition of a unit from ``old`` to ``new`` is illegal."""
     if (type(old), type(new)) not in LEGAL_MOVES:
         raise StateError(
             f"{unit_in_words(unit)} is {type(old).__name__} and cannot become {type(new).__name__}; "
@@ -287,39 +296,39 @@ def check_move(unit: str, old: UnitState, new: UnitState) -> None:
 
 
 class StepCallbacks(Protocol):
-    """Whoever carries out the steps of a unit."""
+    """The callbacks of a unit to the engine that runs its steps."""
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error``, of a collective at ``where``, with what the other ranks were doing."""
         ...
 
     def before_gather(self) -> None:
-        """Order the all-gather that follows after what has been done to shards."""
+        """Order the next all-gather after the writes to shards that the current stream runs."""
         ...
 
 
 class Unit:
     """The parameters of one ``fully_shard`` or ``replicate`` call.
 
-    What they are now is its ``state``: one arrow of that machine is one method; :meth:`note` checks the arrow.  How far
-    its backward has come is ``backward``, what earlier ones have left is ``earlier``.
+    ``state`` says which parameters are registered.  Each transition is one method, and :meth:`note` checks that it is legal.
+    ``backward`` is the progress of the running backward; ``earlier`` holds what earlier backwards left.
 
     Attributes:
-        groups: its parameters, one group per mesh.
-        policy: its behaviour; replaced whole.
-        is_full: the full parameters are registered: its state is Unsharded.
-        name: paths of its modules in the root, from the first forward on.
-        log: hears what it does.
-        num_commits: how often its gradients have been set: an optimizer is expected to change its shards then.
-        tied_units: units whose parameters its modules use too.
-        holders: forwards that are using its full parameters now.
+        groups: the unit's parameters, one group per mesh.
+        policy: the unit's settings; setters replace it by another immutable value.
+        is_full: the full parameters are registered: the state is Unsharded.
+        name: paths of the unit's modules in the root, from the first forward on.
+        log: the event log.
+        num_commits: how often gradients of the unit have been set; an optimizer is expected to change the shards after each.
+        tied_units: units that own tied parameters that this unit's modules use.
+        holders: the number of forwards that are using the full parameters now.
         num_aliases: :meth:`count_aliases` when a forward began.
-        awaited: ids of the modules that have not run yet in a forward that has begun; only units of several modules wait.
-        uses_default_reshard: ``reshard_after_forward`` was not given, so a root keeps its parameters.
-        max_reductions: reduce-scatter inputs that may live at once; the largest of an engine's units holds.
-        transport: how its engine's ranks may exchange tensors, if the user has said so of this unit; a root's holds.
-        writes: what users write to full parameters.
-        ahead_bytes: within how many bytes its engine's units are gathered ahead, if the user has said so; a root's holds.
+        awaited: ids of the modules that have not run yet in the current forward; with several modules the last one ends it.
+        uses_default_reshard: the user did not pass ``reshard_after_forward``, so a root keeps its parameters unsharded.
+        max_reductions: how many reduce-scatter inputs may be allocated at once; the largest of an engine's units counts.
+        transport: the transport that the user chose for this unit; the root's counts.
+        writes: writes of user code to full parameters.
+        ahead_bytes: the prefetch limit in bytes that the user chose for this unit; the root's counts.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
     """
 
@@ -350,12 +359,12 @@ class Unit:
         self.host_ref: Callable[[], StepCallbacks | None] = _nobody
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Be the unit of ``modules``, which own it."""
+        """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
         self._modules = tuple(weakref.ref(module) for module in modules)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules it was made for, as far as they are alive."""
+        """Those of the unit's modules that are alive."""
         return tuple(module for ref in self._modules if (module := ref()) is not None)
 
     @property
@@ -366,44 +375,44 @@ class Unit:
         return [param for group in self.groups for param in group.params]
 
     def use_tied(self, owner: Unit) -> None:
-        """Use parameters of ``owner`` too."""
+        """Record that this unit's modules use tied parameters of ``owner``."""
         if owner not in self.tied_units:
             self.tied_units = (*self.tied_units, owner)
 
     def refuse_packing(self) -> None:
-        """Raise StateError: parameters were put together anew since the forward whose backward runs."""
+        """Raise StateError: parameters were repacked after the forward that this backward belongs to."""
         raise StateError(
             f"parameters of {unit_in_words(self.name)} were replaced, moved or given another dtype after the forward whose "
-            "backward runs now: their gradients would go to what they were before. Do such changes before forward, or "
-            "after backward"
+            "backward runs now: gradients would go to the old parameters. Make such changes before forward or after "
+            "backward"
         )
 
     @property
     def reduce_bytes(self) -> int:
-        """Staging bytes of the reduction of all trainable parameters."""
+        """Bytes that the reduction of all trainable parameters stages."""
         return sum(planned_scatter_bytes(group, self.policy) for group in self.groups)
 
     @property
     def keeps_sums(self) -> bool:
-        """True if sums over shards are left on this rank, for a later backward to sum over replicas."""
+        """True if gradients are reduced over the shard axis only, and a later backward reduces them over replicas."""
         return not self.policy.syncs_replicas and any(group.axes.num_replicas > 1 for group in self.groups)
 
     @property
     def sharing(self) -> Sharing | None:
-        """By what its gradients share a bucket with those of other units; None: by nothing."""
+        """The key and size by which gradients share an all-reduce bucket with other units; None if they share none."""
         if len(self.groups) != 1 or self.all_reduce_hook is not None:
             return None
         return sharing_of(self.groups[0])
 
     @property
     def gather_staging(self) -> tuple[int, bool]:
-        """Bytes that a launched unshard holds, and whether (all of) the full parameters are among them."""
+        """Bytes that a launched all-gather allocates, and whether they include all full parameters."""
         if len(self.groups) == 1 and not self.policy.keeps_full_memory:
             return self.groups[0].gather_staging
         stagings = [group.gather_staging for group in self.groups]
         if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
             return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
-        # Of groups that do not agree, the full parameters count when they are waited for.
+        # If only some groups gather in place, the full parameters are counted at the wait.
         held = sum(
             group.full_bytes for group, (_, is_in_place) in zip(self.groups, stagings, strict=True) if is_in_place
         )
@@ -411,12 +420,12 @@ class Unit:
 
     @property
     def route(self) -> str:
-        """How parameters travel: the names of links, as far as they are known."""
+        """The names of the links that gather the parameters; of unbound groups nothing is known."""
         return ", ".join(dict.fromkeys(route for group in self.groups if (route := group.route)))
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full parameters beyond the shards; 0 if they stay, as what does not move in a step."""
+        """Bytes of the full parameters beyond the shards; 0 if the policy keeps them, since a step does not allocate them."""
         total = 0
         for group in self.groups:
             total += group.full_bytes
@@ -428,7 +437,7 @@ class Unit:
             param.ordinal = ordinal
 
     def release(self, params: Sequence[ShardedParam]) -> None:
-        """Be without ``params``, which another unit is to manage."""
+        """Remove ``params`` from this unit; another unit will manage them."""
         self.reshard()
         for group in self.groups:
             group.release(params)
@@ -441,9 +450,12 @@ class Unit:
         measure: Callable[[], tuple[int, bool]] = _nothing,
         new: UnitState | None = None,
     ) -> None:
-        """Note what this unit has just done, for all listeners, and what it is ``new``; None: it stays what it is.
+        """Change the state to ``new`` and record ``op`` for observers.
 
-        ``op``: None says nothing to listeners.  ``measure``: the bytes, and the place, of the call.
+        Args:
+            op: the operation that the unit has just done; None: record nothing.
+            measure: returns the bytes of the operation, and whether they include the full parameters.
+            new: the new state; None: the state stays.
         """
         if new is not None:
             kind = type(new)
@@ -473,9 +485,9 @@ class Unit:
     # ---- parameters ----
 
     def unshard(self, pass_number: int | None = None) -> None:
-        """Launch the all-gather unless the parameters are full, or on their way, from the shards as they are now.
+        """Launch the all-gather, unless the full parameters are up to date or their all-gather is in flight.
 
-        ``pass_number``: number of the forward or backward that runs, in which nobody changes shards; None: outside of any.
+        ``pass_number``: the number of the running forward or backward, in which shards do not change; None outside of any.
         """
         state, groups = self.state, self.groups
         is_sharded = type(state) is Sharded
@@ -485,6 +497,7 @@ class Unit:
             if isinstance(state, Gathering):
                 self.discard()
         if is_sharded and pass_number is not None and len(groups) == 1 and groups[0].is_as_seen:
+            # The gate of this pass (ensure_packed) has read the version counters already: read no counter per launch.
             version = (self.num_commits << 40) + groups[0].last_version
         else:
             version = self._version(is_sharded and pass_number is not None)
@@ -495,7 +508,9 @@ class Unit:
                 group.ensure_packed()
             is_written |= group.is_written
             group.is_written = False
-        if pass_number is None or is_written or not is_sharded:  # what is gathered may just have been changed
+        if (
+            pass_number is None or is_written or not is_sharded
+        ):  # the current stream may have just written to the shards
             host = self.host_ref()
             if host is not None:
                 host.before_gather()
@@ -517,7 +532,7 @@ class Unit:
             end("unshard", self.name, self.gather_staging[0])
 
     def wait(self, pass_number: int | None = None) -> None:
-        """Register the full parameters once the all-gather has delivered them; launches it if nobody has."""
+        """Wait for the all-gather, launching it if it is not in flight, and register the full parameters."""
         state = self.state
         if type(state) is not Gathering or pass_number is None or state.pass_number != pass_number:
             if isinstance(state, Unsharded) and self._is_from_now(state, pass_number):
@@ -547,9 +562,9 @@ class Unit:
             end("wait", self.name, self.full_bytes)
 
     def reshard(self, in_pass: bool = False) -> bool:
-        """Give the full parameters back and register the shards; what was written to the full ones goes there.
+        """Copy writes to full parameters into the shards, free the full parameters and register the sharded ones.
 
-        Returns: False if somebody has written to them and, ``in_pass``, others may be reading the shards: nothing is done.
+        Returns: False, with nothing done, if there are writes and other ranks may be reading the shards (``in_pass``).
         """
         if isinstance(self.state, Sharded):
             return True
@@ -573,7 +588,7 @@ class Unit:
         return True
 
     def discard(self) -> None:
-        """Forget an all-gather that nobody has waited for."""
+        """Cancel an all-gather that was not waited for."""
         assert isinstance(self.state, Gathering)
         self._cancel(self.state)
         self.note(None, new=SHARDED)
@@ -590,12 +605,12 @@ class Unit:
             group.drop(self.policy.keeps_full_memory)
 
     def let_go(self) -> None:
-        """Give memory back that is kept for no use any more."""
+        """Free the memory of full parameters that a sharded unit keeps, after the policy that kept it has changed."""
         if isinstance(self.state, (Sharded, Subsharded)):
             self._drop()
 
     def abandon(self) -> None:
-        """Be sharded after a failure, in no forward and no backward: an all-gather that cannot end any more is forgotten."""
+        """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
         self.holders = 0
         self.awaited = set()
         self.backward.forget()
@@ -605,20 +620,20 @@ class Unit:
 
     @property
     def num_packs(self) -> int:
-        """How often its parameters were put together, over all groups."""
+        """How often the parameters of all groups were packed."""
         groups = self.groups
         return groups[0].num_packs if len(groups) == 1 else sum(group.num_packs for group in groups)
 
     # ---- use in a forward ----
 
     def wait_with_tied(self, pass_number: int | None) -> None:
-        """Make the full parameters readable that its modules use."""
+        """Wait for the full parameters that the unit's modules use, tied ones included."""
         self.wait(pass_number)
         for member in self.tied_units:
             member.wait(pass_number)
 
     def begin_forward(self, pass_number: int | None) -> None:
-        """One of its modules begins to run: nobody reshards what it uses."""
+        """Begin the forward of one of the unit's modules; until its end no other forward reshards what it uses."""
         if not self.awaited and not self.holders:
             refs = self._modules
             if len(refs) == 1:
@@ -632,27 +647,27 @@ class Unit:
                 member.num_aliases = member.count_aliases()
 
     def count_aliases(self) -> int:
-        """Return how many tensors use the memory of the full parameters; needed only while hooks on saved tensors are on.
+        """Return how many tensors use the memory of the full parameters; needed only while saved-tensor hooks are active.
 
-        A hook may keep such a tensor to recognize others by address (activation offloading does), so no other parameter may
-        get this address before backward.
+        A hook may store such a tensor to recognize others by address (activation offloading does), so no other parameter
+        may get this address before backward.
         """
         packings = [group.packing for group in self.groups if group.packing is not None]
         return sum(buffer.num_holders for packing in packings for buffer in packing.fulls)
 
     def end_forward(self, module: nn.Module) -> bool:
-        """``module`` has run; return True if all of its modules have."""
+        """End the forward of ``module``; return True if all modules of the unit have run."""
         self.awaited.discard(id(module))
         for member in (self, *self.tied_units):
             member.holders -= 1
         return not self.awaited
 
     def await_none(self) -> None:
-        """Some of its modules will not run in this forward."""
+        """Stop waiting for modules that did not run in this forward."""
         self.awaited = set()
 
     def abort_forward(self) -> None:
-        """One of its modules has raised."""
+        """Reshard what no other forward uses, after one of the unit's modules raised."""
         self.awaited = set()
         for member in (self, *self.tied_units):
             member.holders -= 1
@@ -660,7 +675,7 @@ class Unit:
                 member.reshard()
 
     def reshard_after_forward(self) -> bool:
-        """Do what the policy says at the end of forward; return False as :meth:`reshard` in a pass does."""
+        """Apply ``policy.reshard_after_forward``; return False where :meth:`reshard` with ``in_pass`` does."""
         if self.is_full and self.writes.is_looking:
             self.writes.look(self.groups)
         wanted = self.policy.reshard_after_forward
@@ -678,7 +693,7 @@ class Unit:
         self.note(Op.RESHARD, lambda: (self.full_bytes, False), Subsharded(version))
         return True
 
-    # ---- changes made by others ----
+    # ---- changes by user code ----
 
     def _version(self, in_pass: bool = False) -> int:
         version = self.num_commits << 40
@@ -687,7 +702,7 @@ class Unit:
         return version
 
     def _is_from_now(self, state: Gathering | Unsharded, pass_number: int | None) -> bool:
-        """Return True if what was gathered is still what the shards are.
+        """Return True if the shards have not changed since they were gathered.
 
         Raises: StateError if shards were written to in a way that torch does not count.
         """
@@ -706,9 +721,10 @@ class Unit:
         return True
 
     def take_writes(self, see: Callable[[Unit, Written], None] | None = None) -> None:
-        """Let what was written to full parameters go to the shards; not in a pass, in which others read them.
+        """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.
 
-        Every rank takes its rows: all must have written the same.  ``see`` is called with what was written, before.
+        Every rank copies its own rows, so all ranks must have written the same values.  ``see`` is called with the written
+        parameters first.
         """
         if self.is_full and (written := self.writes.find(self.groups)):
             if see is not None:
@@ -717,7 +733,7 @@ class Unit:
 
     @property
     def has_shards_registered(self) -> bool:
-        """True if shards are registered on the modules of a full unit, as ``torch.func.functional_call`` does at its end."""
+        """True if shards are registered on the modules of a full unit: ``torch.func.functional_call`` puts them back."""
         return any(
             param.registrations[0].parameters[param.registrations[0].name] is param.sharded
             and param.full is not param.sharded
@@ -725,16 +741,16 @@ class Unit:
         )
 
     def keep(self, see: Callable[[Unit, Written], None] | None = None) -> None:
-        """Leave full parameters registered although no forward or backward runs; ``see`` as for :meth:`take_writes`."""
+        """Keep full parameters registered between passes, and watch them; for ``see`` see :meth:`take_writes`."""
         self.take_writes(see)
         self.writes.keep(self.groups)
 
     # ---- gradients ----
 
     def take_gradients(self, is_late: bool = False) -> Gradients:
-        """End its backward: return the gradients in their reduce dtypes, zeros for unused ones if the policy says so.
+        """End the unit's backward; return the gradients in their reduce dtypes, zeros for unused ones if the policy says so.
 
-        ``is_late``: some have not come, and the whole backward has ended.
+        ``is_late``: some gradients did not arrive before the whole backward ended.
         """
         taken: Gradients = {}
         stage = self.backward.stage
@@ -743,7 +759,7 @@ class Unit:
             or stage is Stage.ARRIVING
             or (stage is Stage.RUNNING and not self.policy.unshard_in_backward)
         ):
-            mark_full(self.params)  # nobody has waited for it, so ``.grad`` of what is registered would be the shard's
+            mark_full(self.params)  # no wait has done so, and ``.grad`` of a kept parameter would return the shard's
         for group in self.groups:
             gradients = take_at_once(group)
             if gradients is None:
@@ -758,31 +774,31 @@ class Unit:
         for param in group.params:
             if not param.sharded.requires_grad:
                 continue
-            if group.dtypes.takes_any_gradient(param):  # whether its gradient has come or not: so every rank finds it
+            if group.dtypes.takes_any_gradient(param):  # also if its gradient has arrived, so that every rank raises
                 raise ConfigError(
-                    f"{param.fqn} ({unit_in_words(self.name)}) has grad_dtype None, so a rank that does not use it cannot know "
-                    "the dtype of the zeros that set_reduce_scatter_unused_params sends; give reduce_dtype in mp_policy, or a "
-                    "dtype to grad_dtype"
+                    f"{param.fqn} ({unit_in_words(self.name)}) has grad_dtype None, so on a rank that does not use it the "
+                    "dtype of the zeros that set_reduce_scatter_unused_params sends is unknown; set reduce_dtype in mp_policy, "
+                    "or set grad_dtype to a dtype"
                 )
             if param not in gradients:
                 dtype = group.dtypes.of_reduction(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
 
     def stash_gradients(self) -> None:
-        """Take the gradients of parameters that stay registered from where backward is about to accumulate new ones."""
+        """Stash ``.grad`` of parameters that stay registered, so that backward accumulates from zero."""
         for group in self.groups:
             if group.in_place:
                 self.earlier.stash(group.in_place, self.policy.divide_factor is not None, self.backward.first)
 
     def unstash_gradients(self) -> None:
-        """Put them back, with what a backward has added."""
+        """Restore stashed gradients, with those of this backward added."""
         for group in self.groups:
             if group.in_place:
                 self.earlier.unstash(group.in_place)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of an unfinished backward."""
-        mark_full(self.params)  # else it would be the shards' gradients that are dropped
+        """Drop the gradients of an unfinished backward."""
+        mark_full(self.params)  # ``.grad`` of a kept parameter would be that of its shard
         for param in self.params:
             if param.full is not None:
                 param.full.grad = None

@@ -318,11 +318,11 @@ def test_kept_memory_shows_nothing_stale_and_is_planned() -> None:
     model = sharded("fully_shard", build("plain"))
     model.set_keep_unsharded_storage(True)
     fulls = take_full(model[0])
-    with pytest.raises(StateError, match="was given back"):
+    with pytest.raises(StateError, match="was resharded"):
         fulls[0].sum()
     assert fulls[0].untyped_storage().size() > 0
     model.set_keep_unsharded_storage(False)
-    with pytest.raises(StateError, match="was given back"):
+    with pytest.raises(StateError, match="was resharded"):
         fulls[0].untyped_storage()
     model.set_keep_unsharded_storage(True)
     for number in range(3):

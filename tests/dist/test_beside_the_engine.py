@@ -296,7 +296,7 @@ def test_a_parameter_that_leaves_its_module_after_sharding_is_named() -> None:
         if warm:
             _step(model)
         parametrizations.weight_norm(model[0].up)
-        with pytest.raises(StateError, match=r"up\.weight was taken off its module .* Call them before fully_shard"):
+        with pytest.raises(StateError, match=r"up\.weight was removed from its module .* Call them before fully_shard"):
             _step(model)
     early, plain = _blocks(), _blocks()
     for each in (early, plain):
@@ -428,9 +428,7 @@ def test_an_alias_of_a_whole_parameter_is_refused_when_its_memory_is_gone() -> N
     optimizer.step()
     for alias in (*aliases, again):
         assert alias.shape.numel() > 0
-        with pytest.raises(
-            StateError, match=r"shared memory with the full form of 0\.up\.weight, which was given back"
-        ):
+        with pytest.raises(StateError, match=r"shared memory with the full form of 0\.up\.weight, which was freed"):
             alias.sum()
     assert all(torch.isfinite(copy).all() for copy in copies)
 
