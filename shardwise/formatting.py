@@ -60,6 +60,20 @@ def format_bytes(count: float, base: int = 1000) -> str:
     return f"{count:.{digits}g} {units[power]}"
 
 
+def format_size(num_bytes: int) -> str:
+    """Return ``num_bytes`` as options of sizes read it back, to the byte: in powers of 1024 where that is shorter.
+
+    Example:
+        >>> format_size(3 << 19), format_size(64 << 20), format_size(1000)
+        ('1.5M', '64M', '1000')
+    """
+    for power, unit in ((3, "G"), (2, "M"), (1, "k")):
+        text = f"{num_bytes / 1024**power:.10g}"
+        if num_bytes >= 1024**power and len(text) < 7 and int(float(text) * 1024**power) == num_bytes:
+            return text + unit
+    return str(num_bytes)
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return ``ranks`` as errors name them.
 

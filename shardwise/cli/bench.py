@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from shardwise.recipes.bench.contenders import CONTENDERS, check_fit, choose_nam
 from shardwise.recipes.bench.figures import (
     MeasuredMemory,
     describe_machine,
+    disturbances,
     draw_chart,
     format_table,
+    load_of,
     make_rows,
     title_of,
     write_json,
@@ -67,6 +69,11 @@ def add_bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
         metavar="NAME",
         help="contenders, * and ? allowed; local is always one (default: all that fit)",
     )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="time each contender in processes of its own (default: in turns with the others)",
+    )
     parser.add_argument("--no-memory", action="store_true", help="leave out memory, page faults and bytes on the wire")
     parser.add_argument("--out", metavar="DIR", help="folder for bench_SHAPE_wW_BACKEND.json and .png")
 
@@ -90,6 +97,7 @@ def read_bench_request(arguments: argparse.Namespace, num_gpus: int, num_cores: 
         backend=backend,
         seed=arguments.seed,
         names=choose_names(arguments.only, settled, backend),
+        alone=arguments.alone,
     )
     return BenchRequest(config, out, not arguments.no_memory)
 
@@ -115,19 +123,32 @@ def run_bench(request: BenchRequest, words: Sequence[str]) -> int:
     if request.out is not None:
         check_extras(("matplotlib",), "bench")
         request.out.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"num_ranks": config.ranks, "backend": _BACKENDS[config.backend], "config": config}
+    options: dict[str, Any] = {"num_ranks": config.ranks, "backend": _BACKENDS[config.backend]}
     options["group_timeout_s"] = COLLECTIVE_LIMIT_S
     try:
         with WorkerPool(config.ranks) as pool:
             _say(f"timing {len(config.names)} contenders, {config.rounds} round(s) on {config.ranks} rank(s)")
-            times = pool.run(time_steps, timeout_s=TIMING_LIMIT_S, **options)
-            if times[0].wrong:
-                return _fail("contenders that do not train like the others, so nothing was timed", times[0].wrong)
+            times = _time(pool, config, options)
+            wrong = tuple(text for each in times for text in each[0].wrong)
+            if wrong:
+                return _fail("contenders that do not train like the others, so nothing was timed", wrong)
             memory = _measure_memory(pool, config, options) if request.with_memory else {}
     except RankFailure as failure:
         return _fail("a rank failed", (str(failure),))
     _report(request, words, times, memory)
     return 0
+
+
+def _time(pool: WorkerPool, config: BenchConfig, options: Mapping[str, Any]) -> list[Sequence[RankTimes]]:
+    """Return the times of all ranks: of one run of all contenders, or of a run of each."""
+    if not config.alone:
+        return [pool.run(time_steps, timeout_s=TIMING_LIMIT_S, config=config, **options)]
+    found: list[Sequence[RankTimes]] = []
+    for name in config.names:
+        _say(f"{name} alone")
+        one = replace(config, names=(name,))
+        found.append(pool.run(time_steps, timeout_s=TIMING_LIMIT_S, fresh=True, config=one, **options))
+    return found
 
 
 def _available_bytes(config: BenchConfig) -> int | None:
@@ -142,23 +163,33 @@ def _measure_memory(
     found: dict[str, list[MeasuredMemory]] = {}
     for number, name in enumerate(config.names, start=1):
         _say(f"memory of {name} ({number} of {len(config.names)})")
-        found[name] = pool.run(measure_memory, timeout_s=MEMORY_LIMIT_S, fresh=True, name=name, **options)
+        found[name] = pool.run(
+            measure_memory, timeout_s=MEMORY_LIMIT_S, fresh=True, name=name, config=config, **options
+        )
     return found
 
 
 def _report(
-    request: BenchRequest, words: Sequence[str], times: Sequence[RankTimes], memory: dict[str, list[MeasuredMemory]]
+    request: BenchRequest,
+    words: Sequence[str],
+    times: Sequence[Sequence[RankTimes]],
+    memory: dict[str, list[MeasuredMemory]],
 ) -> None:
     config = request.config
     contenders = [CONTENDERS[name] for name in config.names]
-    rows = make_rows(contenders, [t.seconds for t in times], times[0].losses, memory, config.tokens_per_step)
+    seconds = [{name: s for run in times for name, s in run[rank].seconds.items()} for rank in range(config.ranks)]
+    losses = {name: loss for run in times for name, loss in run[0].losses.items()}
+    rows = make_rows(contenders, seconds, losses, memory, config.tokens_per_step)
+    disturbed = disturbances(load_of([[each.host for each in run] for run in times]), rows)
     num_parameters = count_parameters(SHAPES[config.shape].model)
     title = title_of(config, num_parameters)
     print(f"{title}\n\n{format_table(rows)}")
+    if disturbed:
+        print("\ndisturbed, measure again on a quiet host:", *disturbed, sep="\n  ")
     if request.out is None:
         return
     stem = request.out / config.label
-    machine = describe_machine(times[0].num_threads)
+    machine = describe_machine(times[0][0].num_threads) | {"disturbed": disturbed}
     write_json(stem.with_suffix(".json"), config, rows, machine, shlex.join(["shardwise", *words]), num_parameters)
     draw_chart(stem.with_suffix(".png"), title, rows)
     print(f"\n{stem}.json\n{stem}.png")

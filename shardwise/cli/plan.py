@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.cli.exits import check_extras
 from shardwise.errors import ConfigError
+from shardwise.formatting import format_size
 from shardwise.planner.advice import Choices, Plan, plan, with_hosts
 from shardwise.planner.profile import DOORS, ONE_UNIT, OPTIMIZERS
 from shardwise.planner.rank_time import HARDWARE, hardware_json, read_hardware
@@ -127,8 +128,9 @@ def _train_command(arguments: argparse.Namespace, found: Plan) -> str:
     words = [f"--model {preset} --context {arguments.seq} --shard {setting.door} --nproc {arguments.ranks}"]
     words.append(f"--batch {arguments.batch * setting.ranks * setting.accumulate} --dtype {setting.precision}")
     if setting.door in ("full", "hybrid"):
-        size = "1024G" if setting.min_unit_bytes >= ONE_UNIT else str(setting.min_unit_bytes)
-        words.append(f"--min-unit-bytes {size}")
+        whole = -(-4 * found.num_parameters >> 20) << 20  # of fp32 parameters, in MiB: then all blocks are one unit
+        size = whole if setting.min_unit_bytes >= ONE_UNIT else setting.min_unit_bytes
+        words.append(f"--min-unit-bytes {format_size(size)}")
     for name, value, default in (
         ("replicas", setting.replicas, 1),
         ("tp", setting.tensor, 1),

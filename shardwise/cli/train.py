@@ -43,7 +43,7 @@ from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError
-from shardwise.formatting import format_bytes, format_ranks, plain
+from shardwise.formatting import format_bytes, format_ranks, format_size, plain
 from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import (
@@ -154,7 +154,7 @@ def stop_on_signals(second_ends: bool) -> Generator[Callable[[], int], None, Non
 
 # ---- The options of ``shardwise train``, read into a frozen request.
 
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[kKmMgG]?)(?:i?[bB])?")
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKmMgG]?)(?:i?[bB])?")
 _SIZES = {"preset": "model", "layers": "layers", "width": "width", "heads": "heads"}
 DEVICES = ("auto", "cpu", "cuda")
 _NOT_CONFIG = frozenset(
@@ -256,7 +256,7 @@ _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of Train
     (
         "min_unit_bytes",
         "merge neighbouring blocks until a unit has this many bytes of parameters, with --shard full and hybrid; "
-        f"512k, 1.5M (powers of 1024); 0: never (default: {TrainConfig().min_unit_bytes / 2**20:g}M)",
+        f"512k, 1.5M (powers of 1024); 0: never (default: {format_size(TrainConfig().min_unit_bytes)})",
         {"type": read_num_bytes, "metavar": "SIZE"},
     ),
     (

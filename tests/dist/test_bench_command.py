@@ -72,10 +72,10 @@ def test_the_command_measures_times_and_memory_and_writes_them(tmp_path: Path) -
     assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(stem.with_suffix(".json").read_text())
     assert set(found) == {
-        "command", "machine", "shape", "ranks", "backend", "batch_per_rank", "rounds", "seed", "rows", "notes"
+        "command", "machine", "shape", "ranks", "backend", "batch_per_rank", "rounds", "seed", "alone", "rows", "notes"
     }  # fmt: skip
     assert set(found["machine"]) == {
-        "cpu", "cores", "system", "python", "torch", "threads_per_rank", "gpus", "date"
+        "cpu", "cores", "system", "python", "torch", "threads_per_rank", "gpus", "date", "disturbed"
     }  # fmt: skip
     assert found["command"].startswith("shardwise bench --backend gloo")
     rows = {row["name"]: row for row in found["rows"]}

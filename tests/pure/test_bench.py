@@ -27,12 +27,15 @@ from shardwise.recipes.bench.contenders import CONTENDERS, check_fit, choose_nam
 from shardwise.recipes.bench.figures import (
     COLORS,
     LOSS_TOLERANCE,
+    HostLoad,
     MeasuredMemory,
     Row,
+    disturbances,
     draw_chart,
     find_wrong_losses,
     format_table,
     largest,
+    load_of,
     make_rows,
     title_of,
     write_json,
@@ -150,6 +153,9 @@ def test_contenders_that_do_not_fit_together_are_refused() -> None:
     check_fit(CONFIG, 1000, 48_000)
     with pytest.raises(ConfigError, match="--only"):
         check_fit(CONFIG, 1000, 47_999)
+    check_fit(dataclasses.replace(CONFIG, alone=True), 1000, 32_000)  # the largest of them
+    with pytest.raises(ConfigError, match="1 contenders at once"):
+        check_fit(dataclasses.replace(CONFIG, alone=True), 1000, 31_999)
 
 
 def test_parameters_are_counted_without_building_them() -> None:
@@ -191,6 +197,35 @@ def test_rows_hold_medians_of_the_slowest_rank_and_ratios_of_them() -> None:
     assert ours.memory.wire_bytes_per_step == 5 << 20
 
 
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (HostLoad(10.0, 20.2, 0.0, 20.0, 2), []),  # the ranks use both cores
+        (HostLoad(10.0, 20.0, 0.0, 14.0, 2), ["other processes used 0.6 of 2 cores while contenders were timed"]),
+        (HostLoad(10.0, 70.0, 0.0, 20.0, 64), []),  # five cores of others, and 57 idle
+        (HostLoad(10.0, 500.0, 0.0, 20.0, 64), ["other processes used 48.0 of 64 cores while contenders were timed"]),
+        (HostLoad(10.0, 19.0, 1.0, 19.0, 2), ["the hypervisor took 5% of the cores' time"]),
+        (HostLoad(), []),
+    ],
+)
+def test_what_disturbs_a_run_is_named(host: HostLoad, said: list[str]) -> None:
+    quiet = [row for row in _rows() if row.name == "FSDP2"]
+    assert disturbances(host, quiet) == said
+
+
+def test_rounds_that_differ_much_are_named() -> None:
+    local, *_ = _rows()
+    assert (local.least_s, local.most_s) == (0.2, 0.6)
+    assert disturbances(HostLoad(), _rows()) == [
+        "the middle half of the rounds spreads over more than 25% of the median: local"
+    ]
+
+
+def test_loads_of_runs_one_after_the_other_add_up() -> None:
+    runs = [[HostLoad(1.0, 2.0, 0.5, 0.75, 4), HostLoad(1.1, 2.1, 0.6, 0.25, 4)], [HostLoad(2.0, 3.0, 0.0, 1.0, 4)]]
+    assert load_of(runs) == HostLoad(3.0, 5.0, 0.5, 2.0, 4)
+
+
 def test_without_fsdp2_there_is_no_ratio_to_it() -> None:
     assert [row.x_fsdp2 for row in _rows(names=("local", "shardwise full"))] == [None, None]
 
@@ -227,9 +262,11 @@ def test_the_table_is_aligned_and_shows_what_was_not_measured() -> None:
     lines = format_table(_rows()).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split()[:3] == ["contender", "step", "ms"]
-    assert lines[3].split() == ["shardwise", "full", "220.0", "1.100", "0.550", "455", "2.0", "40.0", "5.0", "7"]
+    assert lines[3].split() == [
+        "shardwise", "full", "220.0", "220.0", "300.0", "1.100", "0.550", "455", "2.0", "40.0", "5.0", "7",
+    ]  # fmt: skip
     bare = format_table(_rows(memory=False, names=("local", "shardwise full"))).splitlines()
-    assert bare[2].split() == ["shardwise", "full", "220.0", "1.100", "-", "455", "-", "-", "-", "-"]
+    assert bare[2].split() == ["shardwise", "full", "220.0", "220.0", "300.0", "1.100", "-", "455", *["-"] * 4]
 
 
 def test_the_json_holds_rows_machine_and_how_it_was_measured(tmp_path: Path) -> None:
@@ -276,6 +313,34 @@ def test_a_contender_with_a_wrong_loss_fails_the_command(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_each_contender_is_timed_alone_if_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    runs: list[tuple[tuple[str, ...], bool]] = []
+
+    def run(
+        _pool: object, _function: object, *, config: BenchConfig, fresh: bool = False, **_: object
+    ) -> list[RankTimes]:
+        runs.append((config.names, fresh))
+        seconds = {name: [0.1 * len(name)] * 3 for name in config.names}
+        return [RankTimes(seconds, dict.fromkeys(config.names, 4.5), (), 1)] * 2
+
+    monkeypatch.setattr(bench_command.WorkerPool, "run", run)
+    for alone, expected in ((True, [(("local",), True), (("FSDP2",), True)]), (False, [(("local", "FSDP2"), False)])):
+        runs.clear()
+        request = BenchRequest(dataclasses.replace(CONFIG, alone=alone), tmp_path / str(alone), False)
+        assert bench_command.run_bench(request, ["bench"]) == 0
+        assert runs == expected
+        printed = capsys.readouterr().out
+        assert ("each contender alone" in printed) is alone
+        assert [line.split()[:4] for line in printed.splitlines() if line.startswith(("local ", "FSDP2 "))] == [
+            ["local", "500.0", "500.0", "500.0"],
+            ["FSDP2", "500.0", "500.0", "500.0"],
+        ]
+        found = json.loads((tmp_path / str(alone) / "bench_small_w2_gloo.json").read_text())
+        assert (found["alone"], found["machine"]["disturbed"]) == (alone, [])
+
+
 def test_the_probes_see_memory_come_and_go() -> None:
     size = 64 << 20
     gc.collect()  # what earlier tests have left would be given back in between

@@ -218,10 +218,12 @@ def check_fit(config: BenchConfig, num_parameters: int, available_bytes: int) ->
 
     ``available_bytes``: for all ranks together.  Raises: ConfigError.
     """
-    per_rank = sum(held_bytes(CONTENDERS[name], num_parameters, config.ranks) for name in config.names)
+    fold = max if config.alone else sum
+    per_rank = fold(held_bytes(CONTENDERS[name], num_parameters, config.ranks) for name in config.names)
     needed = config.ranks * per_rank
     if needed > available_bytes:
         raise ConfigError(
-            f"{len(config.names)} contenders at once on {config.ranks} rank(s) hold about {needed / 1e9:.1f} GB, and "
-            f"{available_bytes / 1e9:.1f} GB are available. Choose some of them with --only, or fewer --ranks."
+            f"{1 if config.alone else len(config.names)} contenders at once on {config.ranks} rank(s) hold about "
+            f"{needed / 1e9:.1f} GB, and {available_bytes / 1e9:.1f} GB are available. Choose some of them with --only, time "
+            "each --alone, or use fewer --ranks."
         )

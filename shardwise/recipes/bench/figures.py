@@ -72,11 +72,59 @@ class MeasuredMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLoad:
+    """Seconds that passed, and those of processors: busy, taken by a hypervisor, used by ranks; ``num_cores`` of the host."""
+
+    time_s: float = 0.0
+    busy_s: float = 0.0
+    stolen_s: float = 0.0
+    own_s: float = 0.0
+    num_cores: int = 0
+
+    def since(self, before: HostLoad) -> HostLoad:
+        """Return the differences to ``before``."""
+        passed = {each: getattr(self, each) - getattr(before, each) for each in _SECONDS}
+        return HostLoad(**passed, num_cores=self.num_cores)
+
+
+_SECONDS = ("time_s", "busy_s", "stolen_s", "own_s")
+MOST_OTHERS, MOST_STOLEN, MOST_SPREAD = 0.25, 0.02, 0.25  # cores of others; of the cores' time; (q3 - q1) / median
+
+
+def load_of(runs: Sequence[Sequence[HostLoad]]) -> HostLoad:
+    """Return the load over ``runs`` one after the other; each has what every rank has seen."""
+    first = [ranks[0] for ranks in runs]
+    time_s, busy_s, stolen_s = (sum(getattr(each, name) for each in first) for name in _SECONDS[:3])
+    return HostLoad(time_s, busy_s, stolen_s, sum(each.own_s for ranks in runs for each in ranks), first[0].num_cores)
+
+
+def disturbances(host: HostLoad, rows: Sequence[Row]) -> list[str]:
+    """Return what has disturbed a run, in words: other processes, a hypervisor, rounds that differ much.
+
+    Other processes disturb if they used more than a quarter of a core, and more than half of what the ranks left.
+    """
+    found: list[str] = []
+    if host.time_s:
+        own, others = host.own_s / host.time_s, (host.busy_s - host.own_s) / host.time_s
+        if others > MOST_OTHERS and others > (host.num_cores - own) / 2:
+            found.append(f"other processes used {others:.1f} of {host.num_cores} cores while contenders were timed")
+        if host.stolen_s > MOST_STOLEN * host.time_s * host.num_cores:
+            stolen = host.stolen_s / (host.time_s * host.num_cores)
+            found.append(f"the hypervisor took {stolen:.0%} of the cores' time")
+    wide = [row.name for row in rows if row.high_quartile_s - row.low_quartile_s > MOST_SPREAD * row.median_s]
+    if wide:
+        found.append(
+            f"the middle half of the rounds spreads over more than {MOST_SPREAD:.0%} of the median: {', '.join(wide)}"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """The figures of one contender.
 
-    Quartiles and median are seconds of a step, of the slowest rank; ratios are of medians: ``x_local`` 1.2 takes a fifth
-    longer than no communication at all.  ``memory`` has the largest rank's figure of each kind.
+    Least, quartiles, median and most are seconds of a step, of the slowest rank.  Ratios are of medians: ``x_local`` 1.2
+    takes a fifth longer than no communication at all.  ``memory`` has the largest rank's figure of each kind.
     """
 
     name: str
@@ -86,6 +134,8 @@ class Row:
     median_s: float
     low_quartile_s: float
     high_quartile_s: float
+    least_s: float
+    most_s: float
     x_local: float
     x_fsdp2: float | None
     tokens_per_s: float
@@ -116,6 +166,8 @@ def make_rows(
                 median_s=medians[name],
                 low_quartile_s=low,
                 high_quartile_s=high,
+                least_s=min(slowest[name]),
+                most_s=max(slowest[name]),
                 x_local=medians[name] / medians["local"],
                 x_fsdp2=medians[name] / medians["FSDP2"] if "FSDP2" in medians else None,
                 tokens_per_s=tokens_per_step / medians[name],
@@ -194,10 +246,22 @@ def draw_chart(path: Path, title: str, rows: Sequence[Row]) -> None:
 # ---- The rows as a table of text, and everything as JSON.
 
 MIB = 1 << 20
-_NUMBER_COLUMNS = ("step ms", "x local", "x FSDP2", "tokens/s", "live MiB", "RSS MiB", "wire MiB", "faults")
+_NUMBER_COLUMNS = (
+    "step ms",
+    "min",
+    "max",
+    "x local",
+    "x FSDP2",
+    "tokens/s",
+    "live MiB",
+    "RSS MiB",
+    "wire MiB",
+    "faults",
+)
 NOTES: Mapping[str, str] = {
     "time": "each round steps every contender once in an order drawn from the seed, between barriers; medians over rounds of "
-    "the slowest rank's time for forward, backward, optimizer step and zero_grad",
+    "the slowest rank's time for forward, backward, optimizer step and zero_grad; with --alone each contender in processes of "
+    "its own",
     "memory": "of one contender alone in fresh processes, largest rank, above the process after imports and one tiny step",
     "live": "highest sample of a 1 ms sampler in warm steps: malloc in use (mallinfo2) plus resident shared memory, pages "
     "of n processes at 1/n; on CUDA max_memory_allocated",
@@ -216,7 +280,7 @@ def title_of(config: BenchConfig, num_parameters: int) -> str:
     return (
         f"{config.shape}: GPT of {shape.layers} blocks, width {shape.width}, {num_parameters / 1e6:.1f}M parameters; "
         f"{config.batch} x {shape.context} tokens a rank, {config.ranks} rank(s) over {config.backend}; "
-        f"medians of {config.rounds} interleaved round(s)"
+        f"medians of {config.rounds} round(s), {'each contender alone' if config.alone else 'interleaved'}"
     )
 
 
@@ -234,6 +298,8 @@ def _numbers(row: Row) -> tuple[str, ...]:
     memory = row.memory
     return (
         f"{1000 * row.median_s:.1f}",
+        f"{1000 * row.least_s:.1f}",
+        f"{1000 * row.most_s:.1f}",
         f"{row.x_local:.3f}",
         "-" if row.x_fsdp2 is None else f"{row.x_fsdp2:.3f}",
         f"{row.tokens_per_s:.0f}",
@@ -267,6 +333,7 @@ def write_json(
         "batch_per_rank": config.batch,
         "rounds": config.rounds,
         "seed": config.seed,
+        "alone": config.alone,
         "rows": [_rounded(dataclasses.asdict(row)) for row in rows],
         "notes": NOTES,
     }

@@ -43,6 +43,7 @@ class BenchConfig:
     """One benchmark: ``names`` of contenders step a GPT of ``shape`` (a name of SHAPES) on ``ranks`` ranks of one host.
 
     ``batch`` counts sequences per rank and step; ``backend`` is "gloo" (CPU) or "nccl" (CUDA, one GPU per rank).
+    ``alone``: each contender is timed in processes of its own, not in turns with the others.
     """
 
     shape: str
@@ -52,6 +53,7 @@ class BenchConfig:
     backend: str
     seed: int
     names: tuple[str, ...]
+    alone: bool = False
 
     @property
     def tokens_per_step(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 import resource
 import statistics
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.one_host import read_proc
 from shardwise.recipes.bench import torchs_own as peers
 from shardwise.recipes.bench.contenders import CONTENDERS, Contender, Trained, build_trained
-from shardwise.recipes.bench.figures import MeasuredMemory, find_wrong_losses
+from shardwise.recipes.bench.figures import HostLoad, MeasuredMemory, find_wrong_losses
 from shardwise.recipes.bench.setup import BenchConfig, Setup, adamw, make_setup
 from shardwise.recipes.gpt import next_byte_loss
 from shardwise.recipes.memory import peak_rss_bytes
@@ -118,6 +119,17 @@ def loopback_bytes() -> int | None:
     return None
 
 
+def host_load() -> HostLoad:
+    """Return what the processors have done since the host and this process were started; zeros if the kernel does not say."""
+    lines = [line.split() for line in read_proc("stat").splitlines() if line.startswith("cpu")]
+    if not lines:
+        return HostLoad()
+    ticks = [int(each) / os.sysconf("SC_CLK_TCK") for each in lines[0][1:9]]
+    idle, waits, stolen = ticks[3], ticks[4], ticks[7]
+    busy = sum(ticks) - idle - waits - stolen
+    return HostLoad(time.monotonic(), busy, stolen, time.process_time(), len(lines) - 1)
+
+
 class PeakSampler:
     """Sample memory every millisecond on a thread of its own, and keep the maxima.
 
@@ -169,7 +181,8 @@ WARM_UP = 4  # steps of each contender before the first that counts; the loss of
 class RankTimes:
     """The measurements of one rank.
 
-    ``seconds``: of each round, by contender; empty if ``wrong`` names contenders with wrong losses.  ``losses``: means
+    ``seconds``: of each round, by contender; empty if ``wrong`` names contenders with wrong losses.  ``host``: the processors
+    over all rounds.  ``losses``: means
     over ranks after WARM_UP - 1 updates, the same on all ranks.
     """
 
@@ -177,6 +190,7 @@ class RankTimes:
     losses: dict[str, float]
     wrong: tuple[str, ...]
     num_threads: int
+    host: HostLoad = field(default_factory=HostLoad)
 
 
 def time_steps(config: BenchConfig, contenders: Mapping[str, Contender] = CONTENDERS) -> RankTimes:
@@ -195,8 +209,9 @@ def time_steps(config: BenchConfig, contenders: Mapping[str, Contender] = CONTEN
         losses = dict(zip(config.names, ranks.mean(last), strict=True))
     expected = {name: alone if contenders[name].family == "local" else averaged for name in config.names}
     wrong = find_wrong_losses(losses, expected, {name: contenders[name].dtype for name in config.names})
+    before = host_load()
     seconds = {} if wrong else _time_rounds(config, trained, setup)
-    return RankTimes(seconds, losses, wrong, torch.get_num_threads())
+    return RankTimes(seconds, losses, wrong, torch.get_num_threads(), host_load().since(before))
 
 
 def take_step(trained: Trained, setup: Setup) -> Tensor:
