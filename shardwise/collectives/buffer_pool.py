@@ -1,4 +1,4 @@
-"""Memory for unsharded parameters and for collectives, from a pool of buffers."""
+"""The buffer pool of unsharded parameters and collectives, and tensors with their own storage inside one allocation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from shardwise import torch_private
 from shardwise.collectives.streams import device_of
 from shardwise.errors import StateError
 
-# ---- Memory of the host that steps use again and again, kept from going back to the kernel between them.
-# glibc gives the end of its heap back once enough of it is free: after a backward that is what activations and gradients
-# lay in, which the next step takes again, a page fault for every 4 KiB.  One small block at the end of the heap keeps what
-# lies below it.  No option of malloc is changed, and without the block everything goes back.
+# ---- Keep glibc from returning the heap to the kernel between steps.
+# glibc returns the end of its heap once enough of it is free.  After a backward that is the memory of activations and
+# gradients, and the next step takes it back with a page fault for every 4 KiB.  One small block at the end of the heap
+# prevents that for everything below it.  It changes no option of malloc, and freeing the block undoes it.
 
-_BLOCK_BYTES = 1 << 16  # less than glibc ever maps by itself: a block comes from the heap
-_NEAR_BYTES = 1 << 20  # this much above the block may come and go: 256 pages
-_MOST_CHUNKS = 256  # taken at most to come to the end of the heap
-_RETRY_BYTES = 1 << 26  # what the heap must grow by for another search, where one ended before the end
+_BLOCK_BYTES = 1 << 16  # below glibc's mmap threshold at any time, so that a block comes from the heap
+_NEAR_BYTES = 1 << 20  # the heap may grow by this much beyond the block before it moves: 256 pages
+_MOST_CHUNKS = 256  # the most allocations of one search for the end of the heap
+_RETRY_BYTES = 1 << 26  # how much the heap must grow before another search, after one that did not find its end
 
 
 @functools.cache
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library; None if it is not glibc, since others keep memory otherwise."""
+    """Return the C library; None if it is not glibc, since other mallocs have no such heap."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return None
@@ -52,9 +52,10 @@ class HeapTop:
     """A block at the end of the heap, moved as the heap grows, and freed with this object.
 
     Attributes:
-        find_end: tells where the heap ends.  Once that is past ``limit``, somebody calls :meth:`keep`.
-        num_moves: how often a block was looked for: a few times in the first steps, hardly ever after.
-        is_on: False where the host's malloc has no such heap, and for other devices.
+        find_end: returns the address of the end of the heap.
+        limit: when the end exceeds this address, the engine calls :meth:`keep`.
+        num_moves: the number of searches for a block: a few in the first steps, hardly any later.
+        is_on: False if malloc has no such heap, and for other devices.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +73,7 @@ class HeapTop:
         return self._library is not None
 
     def keep(self) -> None:
-        """Keep what the heap has grown to since the last call: to be called where much memory is in use, as in a backward."""
+        """Move the block to the present end of the heap; call it where much memory is in use, as in a backward."""
         if self._library is None:
             return
         self.num_moves += 1
@@ -85,9 +86,10 @@ class HeapTop:
         _free(held)
 
     def _take_at_end(self, library: ctypes.CDLL, held: list[int]) -> int:
-        """Return a block from where the heap ended, 0 if there is none; ``held``: what was taken on the way.
+        """Return a block at the end of the heap, 0 if none was found; ``held`` receives the chunks that the caller frees.
 
-        malloc takes from the end what no hole below is large enough for: chunks are doubled until the heap grows for one.
+        malloc grows the heap only if no free chunk inside it is large enough, so allocate chunks of doubling size until the
+        heap grows.
         """
         size, largest = _BLOCK_BYTES, sys.maxsize
         for _ in range(_MOST_CHUNKS):
@@ -95,7 +97,7 @@ class HeapTop:
             chunk = library.malloc(size)
             if not chunk:
                 return 0
-            if chunk > self.find_end():  # mapped by itself
+            if chunk > self.find_end():  # malloc has mapped it outside of the heap
                 library.free(chunk)
                 if size == _BLOCK_BYTES:  # another malloc, or the arena of another thread
                     self._library, self.find_end = None, int
@@ -103,7 +105,7 @@ class HeapTop:
                 size = largest = size // 2
             elif self.find_end() > end:
                 if end - chunk > _NEAR_BYTES:
-                    # It begins where the last free bytes did: they are filled, and the next chunk is behind them.
+                    # The chunk starts in the free bytes at the old end: let it fill them, so that the next one follows.
                     held.append(library.realloc(chunk, end - chunk - _BLOCK_BYTES))
                     chunk = library.malloc(size)
                 return library.realloc(chunk, _BLOCK_BYTES) if chunk else 0
@@ -114,14 +116,15 @@ class HeapTop:
 
 
 # ---- Tensors with storages of their own inside one allocation.
-# Neighbours in memory travel and update as one tensor.  Views of one tensor would do for that, but not for those who keep
-# them: a view has the storage of all its neighbours, so saving one saves them all, and ``data_ptr() == 0``, by which torch
-# tells wrapper subclasses such as DTensor, holds for the first alone.  What is sub-allocated here is like any tensor: storage
-# offset 0, a storage of just its own bytes.  The allocation lives as long as anything sub-allocated from it.
+# Contiguous tensors are sent, and updated by optimizers, as one tensor.  Views of one tensor would serve for that, but not for
+# user code that stores them: a view has the storage of all its neighbours, so torch.save of one saves all, and
+# ``data_ptr() == 0``, by which torch recognizes wrapper subclasses such as DTensor, is true for the first view only.  A
+# sub-allocated tensor is like any other: its storage offset is 0, and its storage has exactly its own bytes.  The allocation
+# lives as long as any tensor that was sub-allocated from it.
 
 
 class _Extent:
-    """Bytes at an address, in the words that array libraries share; ``keep`` stays alive with whatever reads them."""
+    """Bytes at an address, for the array interfaces of numpy and CUDA; ``keep`` stays alive as long as an array uses them."""
 
     __slots__ = ("_address", "_num_bytes", "keep")
 
@@ -147,16 +150,16 @@ def _bytes_at(address: int, num_bytes: int, device: torch.device, keep: object) 
 def suballocate(
     flat: torch.Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Return a tensor of ``shape`` on the elements of the 1-D tensor ``flat`` from ``start`` on, with a storage of its own.
+    """Return a tensor of ``shape`` over the elements of the 1-D tensor ``flat`` from ``start`` on, with its own storage.
 
-    ``stride``: of a tensor without gaps; None: row-major.
+    ``stride``: strides of a dense tensor; None: row-major.
     """
     found = suballocate_all(flat, [(start, tuple(shape))])[0]
     return found if stride is None else found.as_strided(tuple(shape), tuple(stride))
 
 
 def suballocate_all(flat: torch.Tensor, places: Sequence[tuple[int, tuple[int, ...]]]) -> list[torch.Tensor]:
-    """Return :func:`suballocate` for each (start, shape).  Cost on CPU: about 3 us each, hardly more than a view."""
+    """Return :func:`suballocate` of each (start, shape).  Cost on CPU: about 3 us each, hardly more than a view."""
     dtype, device, itemsize = flat.dtype, flat.device, flat.element_size()
     is_cpu = device.type == "cpu"
     array = flat.detach().view(torch.uint8).numpy() if is_cpu else None
@@ -175,23 +178,23 @@ def suballocate_all(flat: torch.Tensor, places: Sequence[tuple[int, tuple[int, .
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one 1-D tensor over ``tensors``, which lie one after the other in memory without gaps; it keeps them alive.
+    """Return one 1-D tensor over ``tensors``, which are contiguous in memory; it keeps them alive.
 
-    They may have storages of their own, and need not be of one allocation.
+    They may have their own storages, and may come from several allocations.
     """
     real = [tensor for tensor in tensors if tensor.numel()] or tensors[:1]
     return join_from(real[0], sum(tensor.numel() for tensor in real), tuple(tensors))
 
 
 def join_from(first: torch.Tensor, numel: int, keep: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``numel`` elements from where ``first`` starts, 1-D; ``keep``, in whose memory they lie, stays alive with it."""
+    """Return a 1-D tensor of ``numel`` elements from the start of ``first``; it keeps ``keep``, the owners of that memory."""
     if not numel or first.device.type == "meta":
         return torch.empty(numel, dtype=first.dtype, device=first.device)
     return _bytes_at(first.data_ptr(), numel * first.element_size(), first.device, keep).view(first.dtype)
 
 
 def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if ``tensors``, contiguous and of one dtype, lie one after the other without gaps; empty ones anywhere."""
+    """Return True if ``tensors``, dense and of one dtype, follow each other in memory without gaps; empty ones are ignored."""
     end = None
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -204,7 +207,7 @@ def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def is_own(tensor: torch.Tensor) -> bool:
-    """Return True if ``tensor`` has a storage of just its own bytes."""
+    """Return True if the storage of ``tensor`` has exactly its bytes."""
     num_bytes = tensor.untyped_storage().nbytes()
     return tensor.storage_offset() == 0 and num_bytes == tensor.numel() * tensor.element_size()
 
@@ -213,9 +216,9 @@ _MIN_BYTES = 512
 
 
 def size_class(num_bytes: int) -> int:
-    """Return ``num_bytes`` rounded up to one of eight sizes per doubling, so that near sizes share storages.
+    """Return ``num_bytes`` rounded up to one of eight sizes per doubling, so that similar sizes share storages.
 
-    Storages are reused within a class alone: then a step that needed enough of them once finds enough ever after.
+    Storages are reused only within a class, so a later step that needs the same sizes finds all of them in the pool.
     """
     if num_bytes <= _MIN_BYTES:
         return _MIN_BYTES
@@ -224,25 +227,25 @@ def size_class(num_bytes: int) -> int:
 
 
 class PooledBuffer:
-    """One storage of the pool, and the tensors that were made over it; :meth:`release` gives it back, once per use.
+    """One storage of the pool and the tensors over it; :meth:`release` returns it to the pool, once per use.
 
-    It is the same object for every user of the storage, and so are the tensors.
+    Every user of the storage gets the same object and the same tensors, so a warm step makes none.
     """
 
     __slots__ = ("_tensors", "num_bytes", "pool", "size", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, size: int) -> None:
-        """``size``: of the class of the bytes in use, which is how large the storage is."""
-        self.pool: BufferPool | None = None  # None: nobody uses it
+        """``size``: the size class, and bytes of the storage."""
+        self.pool: BufferPool | None = None  # None while it is idle
         self.storage = storage
         self.size = size
         self.num_bytes = 0
         self._tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return its bytes as a 1-D tensor of ``num_bytes // itemsize`` elements.
+        """Return a 1-D tensor of ``num_bytes // itemsize`` elements over the storage.
 
-        A later user of the same storage, size and dtype gets the same object: windows of it may be kept by its identity.
+        A later user of the same storage, size and dtype gets the same tensor object, so windows can be cached by its id.
         """
         key = (dtype, self.num_bytes)
         tensor = self._tensors.get(key)
@@ -254,10 +257,10 @@ class PooledBuffer:
         return tensor
 
     def release(self) -> None:
-        """Give the storage back; the caller must not touch its bytes any more."""
+        """Return the storage to the pool; the caller must not access its bytes afterwards."""
         pool, self.pool = self.pool, None
         if pool is None:
-            raise StateError("this buffer was released before; release a buffer once, where its last reader ends")
+            raise StateError("this buffer was released before; release a buffer once, after its last reader")
         pool.used_bytes -= self.num_bytes
         if not pool.keeps:
             torch_private.swap_storage(
@@ -266,7 +269,7 @@ class PooledBuffer:
         pool.free[self.size].append(self)
 
     def lose(self) -> object:
-        """Keep the storage from the pool for good: somebody may still write to it.  Returns what keeps it alive."""
+        """Never return the storage to the pool, since a peer may still write to it; return the owner of its memory."""
         if self.pool is not None:
             pool, self.pool = self.pool, None
             pool.used_bytes -= self.num_bytes
@@ -274,16 +277,18 @@ class PooledBuffer:
 
 
 class BufferPool:
-    """Storages of one device that outlive their users, so that a step allocates nothing once warm.
+    """Storages of one device that are reused, so that a warm step allocates nothing.
 
-    On an accelerator the framework's caching allocator is the pool, and it knows about streams: no memory is kept here, but
-    the empty storages are, so that tensors and windows over them serve the next user.
+    On an accelerator torch's caching allocator pools memory, and it handles streams.  There the pool keeps only empty storages,
+    so that tensors and windows over them can be reused with new memory.
 
     Attributes:
-        device: where the storages are.
-        used_bytes: bytes in use now.  peak_used_bytes: their maximum since :meth:`reset_peak`.
+        device: the device of the storages.
+        used_bytes: bytes in use now.
+        peak_used_bytes: the maximum of ``used_bytes`` since :meth:`reset_peak`.
         num_allocations: storages made so far; constant once warm.
-        keeps: the memory that comes back is used again.  free: the idle storages, by size.
+        keeps: the pool keeps the memory of released storages.
+        free: the idle storages, by size.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -297,7 +302,7 @@ class BufferPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that the pool holds and nobody uses."""
+        """Bytes of idle storages."""
         return sum(size * len(slabs) for size, slabs in self.free.items()) if self.keeps else 0
 
     def acquire(self, num_bytes: int) -> PooledBuffer:
@@ -325,7 +330,7 @@ class BufferPool:
         return buffer
 
     def acquire_tensor(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer]:
-        """Return a 1-D tensor of ``numel`` elements and the buffer that it lies in."""
+        """Return a 1-D tensor of ``numel`` elements and its buffer."""
         buffer = self.acquire(numel * dtype.itemsize)
         return buffer.tensor(dtype), buffer
 
@@ -334,6 +339,6 @@ class BufferPool:
         self.peak_used_bytes = self.used_bytes
 
     def trim(self) -> None:
-        """Give all idle storages back to the allocator."""
+        """Free all idle storages."""
         for idle in self.free.values():
             idle.clear()

@@ -1,4 +1,4 @@
-"""This rank's shards of parameters of one dtype, side by side in one allocation."""
+"""Flat buffers: shards and full parameters of one dtype share an allocation, so that one collective moves them all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...],
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a section lies in: a 1-D tensor, and where that is for other processes of this host, if it is shared."""
+    """The memory of a section.
+
+    Attributes:
+        flat: a 1-D tensor.
+        place: its location for other processes of this host; None if it is not in shared memory.
+    """
 
     flat: torch.Tensor
     place: object | None = None
@@ -40,10 +45,13 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """Makes memory for sections; page-locked, or where other processes of this host can map it, if wanted and possible.
+    """Allocates memory for sections.
 
     Attributes:
-        offloads_from: what computes with the sections, if that is not the host.
+        device: the device of the sections.
+        pins: memory on the host is page-locked.
+        shares: memory is shared with other processes of this host, if a transport provides that.
+        offloads_from: the device that computes with the sections, if they are offloaded to the host.
     """
 
     device: torch.device
@@ -65,7 +73,7 @@ class Allocator:
 
 @dataclass(slots=True, eq=False)
 class SubBucket:
-    """This rank's shards on the smaller mesh that parameters go to after forward; attributes as of a FlatBucket."""
+    """This rank's shards on the smaller mesh of ``reshard_after_forward``; for attributes see :class:`FlatBucket`."""
 
     params: list[ShardedParam]
     layout: Bucket
@@ -82,28 +90,30 @@ class SubBucket:
 
 
 class FlatBucket:
-    """This rank's shards of parameters of one dtype, side by side in one allocation.
+    """This rank's shards of parameters of one dtype, concatenated in one allocation, the *section*.
 
-    Every shard has a storage of its own there: it is *packed*.  Memory that somebody else may hold is never replaced: when user
-    code has put other memory under a parameter (``to_empty``, ``load_state_dict(assign=True)``, ``share_memory_``), the
-    parameter is moved back once nothing but itself holds that memory.  Until then it is *unpacked*: what travels is a copy.
+    A shard with its own storage inside the section is *packed*.  Memory that user code may reference is never replaced: when
+    user code has put other memory under a parameter (``to_empty``, ``load_state_dict(assign=True)``, ``share_memory_``), the
+    parameter moves back as soon as nothing else references that memory.  Until then it is *unpacked*, and its shard is copied
+    into the section before each gather.
 
     Attributes:
         params: the parameters, in layout order.
         layout: where each of them starts, in a section and in the full buffer.
-        dtype: of the shards.  full_dtype: of the all-gather and the full parameters.
+        dtype: the dtype of the shards.
+        full_dtype: the dtype of the all-gather and the full parameters.
         local: 1-D, ``layout.section_numel`` elements: this rank's section.
-        place: where ``local`` lies for other processes of this host; None: it is this process's own.
-        travels: full parameters are copies; else they are the shards themselves, wherever these lie.
+        place: the location of ``local`` for other processes of this host; None if it is private.
+        travels: full parameters are gathered copies; False: they are the shards themselves.
         byte_offset: where the bucket starts in a section that several buckets share.
-        number: which of the sections that the ranks of a host read from each other this is.
-        unpacked: indices of the parameters that are not in their packed place.
-        has_moved: the last :meth:`settle` has copied shards to where they travel from.
-        registered: the full parameters that were registered last, what torch had counted of writes to them, and where they lay.
-        seen: what the parameters were when the last :meth:`settle` found all of them in place; None: it did not.
-        swap: registers all of them at once; None where they must be looked at one by one.
-        has_touched: one of them was written to in a way that torch does not count.
-        num_replaced: parameters that user code has put others in the place of, since somebody has asked.
+        number: the number of this section among those that the ranks of a host read from each other.
+        unpacked: indices of the parameters that are unpacked.
+        has_moved: the last :meth:`settle` has copied shards into the section.
+        registered: the full parameters that were registered last, with their version counters and addresses at that time.
+        seen: the snapshot of the last :meth:`settle` if it found all parameters packed, else None.
+        swap: registers all parameters at once; None if they must be registered one by one.
+        has_touched: a write to a full parameter that torch does not count was found.
+        num_replaced: how many parameters user code has replaced; the group resets it.
     """
 
     def __init__(
@@ -130,12 +140,12 @@ class FlatBucket:
         self._allocate = allocate
         self._take_memory()
 
-    @torch.inference_mode(False)  # an evaluation may be what comes first after a change; what is made here outlives it
+    @torch.inference_mode(False)  # the first forward after a change may be an evaluation, and this memory outlives that
     def _take_memory(self) -> None:
         memory = self._allocate(self.layout.section_numel, self.dtype)
         self.place, self.local = memory.place, memory.flat
         self._packed: list[torch.UntypedStorage] = []
-        # For each parameter where it is registered first, and the address of its packed memory; None: the shard is empty.
+        # Each parameter, its first registration, and the address of its packed memory (None for an empty shard).
         self._places: list[tuple[ShardedParam, Registration, int | None]] = []
         self.unpacked: list[int] = []
         for param, offset in zip(self.params, self.layout.offsets, strict=True):
@@ -146,7 +156,7 @@ class FlatBucket:
             )
 
     def move_in(self) -> None:
-        """Move every parameter that nobody else holds into its packed place; note that the others are unpacked."""
+        """Pack every shard whose memory nothing else references; list the others in :attr:`unpacked`."""
         for param in self.params:
             if param.local is not param.count.local():
                 param.count.go_on(param.sharded, param.local)
@@ -157,9 +167,9 @@ class FlatBucket:
         ]
 
     def settle(self, host_waits: Callable[[], None] | None = None) -> bool:
-        """Find parameters that are not packed; move them back or note that they are unpacked.
+        """Find parameters that are not packed; pack them or list them in :attr:`unpacked`.
 
-        ``host_waits``: is called before the host writes to the section, which copies may be reading.
+        ``host_waits``: waits for copies on streams that may read the section; called before the host writes to it.
 
         Returns: False if a parameter has another dtype or device than the bucket was made for.
         """
@@ -189,27 +199,26 @@ class FlatBucket:
             host_waits()
         self.unpacked = [index for index in away if not self._move_back(index)] if away else away
         if self.unpacked and any(torch_private.storage_use_count(self._packed[index]) for index in self.unpacked):
-            self.relocate()  # somebody holds packed memory that its parameter has left
+            self.relocate()  # user code references packed memory whose parameter now has other memory
         if not (away or self.has_attributes):
             self.seen = Snapshot.of(self.params, locals_, self.travels)
         return True
 
     def note_registered(self) -> None:
-        """Note on each parameter what torch had counted of writes to its full form when it was registered, and its address."""
-        for param, full, version, address in zip(
-            self.params, *self.registered, strict=False
-        ):  # nothing before the first
+        """Store version counters and addresses of :attr:`registered` on the parameters; the hot path stores lists only."""
+        # Not strict: before the first registration the lists are empty.
+        for param, full, version, address in zip(self.params, *self.registered, strict=False):
             if param.full is full:
                 param.full_version, param.full_address = version, address
 
     def note_brought_back(self, param: ShardedParam) -> None:
-        """Note that the full form of ``param``, one of these, is what was gathered, as it is now."""
+        """Update version and address of the full parameter of ``param`` after its writes were copied to the shard."""
         full, index = param.full, self.params.index(param)
         if full is not None and index < len(self.registered[0]):
             self.registered[1][index], self.registered[2][index] = full._version, full.data_ptr()
 
     def stage(self) -> None:
-        """Copy unpacked parameters to where they travel from."""
+        """Copy unpacked shards into the section."""
         for index in self.unpacked:
             param = self.params[index]
             with torch.no_grad():
@@ -218,12 +227,12 @@ class FlatBucket:
                 )
 
     def relocate(self) -> None:
-        """Take other memory for the section."""
+        """Allocate a new section and move the shards there."""
         self._take_memory()
         self.move_in()
 
     def move_to_shared_memory(self) -> None:
-        """Move the section to memory that peers can read, if there is any, with what the shards hold now."""
+        """Move the section to shared memory that local peers can read, if a transport provides any."""
         self._allocate = Allocator(torch.device("cpu"), shares=True)
         self.relocate()
         self.stage()
@@ -234,8 +243,8 @@ class FlatBucket:
         local = param.local
         if tuple(local.shape) != param.shard_shape:
             raise LayoutError(
-                f"{param.fqn}: its shard has shape {tuple(local.shape)}, expected {param.shard_shape}; user code has put "
-                "another tensor in its place: assign one of the sharded shape"
+                f"{param.fqn}: its shard has shape {tuple(local.shape)}, expected {param.shard_shape}; user code has "
+                "replaced its local tensor: assign one of the sharded shape"
             )
         if torch_private.storage_use_count(storage) or (param.is_handed_out and is_held(local)):
             return False
@@ -245,7 +254,7 @@ class FlatBucket:
             with torch.no_grad():
                 packed_shard.copy_(local)
         if param.is_handed_out and is_own(local) and local.is_contiguous():
-            # The tensor object stays as well, and whoever holds it: only the memory under it is another.
+            # Swap the memory under the tensor object, so that references of user code to the tensor stay valid.
             old = local.untyped_storage()
             torch_private.swap_storage(old, storage)
             self._packed[index] = old
@@ -256,27 +265,27 @@ class FlatBucket:
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Return True if something beside ``tensor`` holds its memory, or something beside Python holds ``tensor``."""
+    """Return True if anything else references the memory of ``tensor``, or C++ code references ``tensor`` itself."""
     storage = tensor.untyped_storage()
     return (
         torch_private.storage_use_count(storage) > 1
         or torch_private.tensor_use_count(tensor) > 0
-        or sys.getrefcount(storage) > 3  # itself, the argument, and the storage, which keeps its Python object
-        or (tensor.device.type == "cpu" and tensor.is_shared())  # with other processes, which nobody can count
+        or sys.getrefcount(storage) > 3  # the local variable, the argument, and the C++ storage
+        or (tensor.device.type == "cpu" and tensor.is_shared())  # uses by other processes cannot be counted
     )
 
 
-# ---- Where the parameters of a group live, and how buckets are made there.
+# ---- The devices of a group's parameters, and its buckets.
 
 
 @dataclass(frozen=True)
 class ParamStorage:
-    """Where the parameters of a group live.
+    """The devices of the parameters of a group.
 
     Attributes:
-        device: of the full parameters.
-        offload: whether shards live on the host instead.
-        is_shared: shards are made where other ranks of this host could read them.
+        device: the device of the full parameters.
+        offload: the offload policy, which may put shards on the host.
+        is_shared: shards are allocated in shared memory, which other ranks of this host can read.
     """
 
     device: torch.device
@@ -285,12 +294,12 @@ class ParamStorage:
 
     @functools.cached_property
     def on(self) -> Device:
-        """What the engine asks ``device`` through."""
+        """The interface to ``device``."""
         return device_of(self.device)
 
     @functools.cached_property
     def is_offloaded(self) -> bool:
-        """True if shards and gradients live on the host, and full parameters elsewhere."""
+        """True if shards and gradients are on the host, and full parameters on another device."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.on.has_streams
 
     @functools.cached_property
@@ -300,18 +309,18 @@ class ParamStorage:
 
     @property
     def pins(self) -> bool:
-        """True if shards lie in page-locked memory."""
+        """True if shards are in page-locked memory."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory and self.on.can_pin
 
     def alignment(self, dtype: torch.dtype) -> int:
-        """Return to how many elements tensors of ``dtype`` are aligned in a section."""
-        # 16 bytes keep vector loads of an accelerator's kernels possible; on CPU gaps would only cost.
+        """Return the alignment of tensors in a section, in elements of ``dtype``."""
+        # Vector loads of an accelerator's kernels need 16 bytes; on CPU padding has no use.
         return max(16 // dtype.itemsize, 1) if self.on.has_streams else 1
 
     def bucket(self, params: list[ShardedParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
-        """Return a bucket that ``params``, all of one dtype, have moved into.
+        """Return a new bucket with ``params``, all of one dtype, packed.
 
-        It travels unless it has no elements, or, without collectives, is its own full form.
+        It travels, unless it has no elements or its shards can serve as full parameters.
         """
         dtype, device = params[0].dtype, params[0].local.device
         layout = build_bucket([param.shard for param in params], self.alignment(dtype), self.alignment(full_dtype))
@@ -324,10 +333,10 @@ class ParamStorage:
         return bucket
 
 
-# ---- Memory for reduced gradients: side by side, each with a storage of its own, as users may keep them.
+# ---- Memory for reduced gradients: contiguous, but with one storage per gradient, since user code may store one of them.
 
-# Small sections are used again in the next step when nobody has kept a gradient: making tensors costs more than their
-# arithmetic.  Large ones come from the allocator, so that the memory of dropped gradients serves the next forward.
+# Small sections are reused in the next step unless user code references a gradient: making tensors costs more than the
+# arithmetic on them.  Large sections come from the allocator, so that the next forward can use the memory of dropped gradients.
 KEPT_BYTES = 1 << 20
 _MAX_KEPT = 2
 _ADDRESS, _SHARDED = torch.Tensor.data_ptr, operator.attrgetter("sharded")
@@ -336,9 +345,13 @@ _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgett
 
 @dataclass(frozen=True, slots=True)
 class GradientPlaces:
-    """Where the gradients of some parameters lie in a section of ``numel`` elements: offsets and shapes of the shards.
+    """The layout of the gradients of some parameters in a section.
 
-    ``num_spare``: elements behind the section, for a mark.
+    Attributes:
+        params: the parameters.
+        places: offset, in elements, and shape of each shard.
+        numel: elements of the section.
+        num_spare: elements behind the section, for a checksum of the reduction.
     """
 
     params: tuple[ShardedParam, ...]
@@ -356,9 +369,9 @@ class GradientSection:
 
     Attributes:
         flat: 1-D, the whole section.
-        windows: the gradient of each parameter, a plain tensor.
-        gradients: the same as users see them, DTensors like their parameters.
-        is_taken: a reduction uses it; else it is used again as soon as nobody else holds a gradient.
+        windows: the gradient of each parameter, as a plain tensor.
+        gradients: the gradients that users see, DTensors if their parameters are.
+        is_taken: a reduction uses the section; otherwise it may be reused when nothing else references a gradient.
     """
 
     def __init__(self, places: GradientPlaces, flat: torch.Tensor) -> None:
@@ -372,13 +385,13 @@ class GradientSection:
         self._addresses = [window.data_ptr() for window in self.windows]
         self._specs = torch_private.specs_of([param.sharded for param in places.params])
         self.is_taken = True
-        del storages  # counted below, like all that holds one of the objects
+        del storages  # the list would be among the references that are counted next
         self._unheld = [*map(sys.getrefcount, self._objects)], self._count_uses()
 
     def take(self) -> bool:
-        """Return True, once, if nobody else holds a gradient and none has been changed by others.
+        """Take the section; return False if it is in use: taken, or a gradient is referenced or was changed by user code.
 
-        References to the windows also tell whether the gradients still have them as their local tensors.
+        The counts of references to the windows also show whether the gradients still have them as local tensors.
         """
         if (
             self.is_taken
@@ -394,7 +407,7 @@ class GradientSection:
 
 
 class GradientMemory:
-    """Sections for the gradients of the same parameters, step after step; up to ``kept_bytes`` they are used again."""
+    """The sections of some parameters' gradients; those of up to ``kept_bytes`` are reused from step to step."""
 
     def __init__(self, places: GradientPlaces, kept_bytes: int) -> None:
         self._places = places
@@ -402,7 +415,7 @@ class GradientMemory:
         self._kept: list[GradientSection] = []
 
     def take(self, dtype: torch.dtype, place: ParamStorage) -> GradientSection:
-        """Return a section where the shards of ``place`` live that nobody else uses, with undefined values."""
+        """Return a section that nothing else uses, on the device of the shards of ``place``, with undefined values."""
         for section in self._kept:
             if section.flat.dtype is dtype and section.flat.device == place.storage_device and section.take():
                 return section
@@ -417,15 +430,14 @@ class GradientMemory:
 
 
 def as_gradient(param: ShardedParam, window: torch.Tensor) -> torch.Tensor:
-    """Return ``window`` as users see the gradient of ``param``: a DTensor if the parameter is one."""
+    """Return ``window`` in the form that users see as gradient of ``param``: a DTensor if the parameter is one."""
     if not isinstance(param.sharded, DTensor):
         return window
     spec = torch_private.spec_in(torch_private.spec_of(param.sharded), window.dtype)
     return torch_private.dtensor_from_local(window, spec)
 
 
-# ---- The shards of a unit's parameters on their way into the full parameters: sections, moves, and the memory they
-# arrive in.
+# ---- From shards to full parameters: sections, the copies out of the gathered buffer, and the memory of full parameters.
 
 _RESHARDED = (
     "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it, or read the "
@@ -435,14 +447,15 @@ _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
 
 
 def full_window(flat: torch.Tensor, move: Move, base: int) -> torch.Tensor:
-    """Return the side of ``move`` that lies in a full tensor starting at element ``base``."""
+    """Return the side of ``move`` that is in a full tensor, which starts at element ``base``."""
     return view_of(flat, move.shape, move.full_stride, base + move.full_offset)
 
 
 def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
-    """Return the side of ``move`` that lies in a packed buffer: its memory alone, where a view would keep ``flat`` itself.
+    """Return the side of ``move`` that is in a packed buffer.
 
-    Windows are remembered as long as somebody has ``flat``; remembered views would be that somebody.
+    It is not a view, since a view references ``flat``: :class:`BufferWindows` caches windows until ``flat`` dies, and with
+    views it never would.
     """
     with torch.inference_mode(False):
         window = torch.empty(0, dtype=flat.dtype, device=flat.device)
@@ -452,50 +465,50 @@ def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
 
 
 class BufferWindows:
-    """Windows of buffers, each kept while its buffer lives: a dict by identity, since tensors compare element by element."""
+    """A cache of windows by buffer, until the buffer dies.  Keys are ids, since tensors compare element by element."""
 
     def __init__(self) -> None:
         self.kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]] = {}
 
     def of(self, buffer: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return what was put for ``buffer``; None: nothing."""
+        """Return the cached windows of ``buffer``, or None."""
         found = self.kept.get(id(buffer))
         return found[1] if found is not None and found[0]() is buffer else None
 
     def put(self, buffer: torch.Tensor, windows: list[torch.Tensor]) -> None:
-        """Keep ``windows`` while ``buffer`` lives."""
+        """Cache ``windows`` until ``buffer`` dies."""
         key, kept = id(buffer), self.kept
         kept[key] = (weakref.ref(buffer, lambda gone: _forget(kept, key, gone)), windows)
 
 
 def _forget(kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]], key: int, gone: object) -> None:
-    if key in kept and kept[key][0] is gone:  # another buffer may have the identity by now
+    if key in kept and kept[key][0] is gone:  # a new buffer may have the same id by now
         del kept[key]
 
 
 class FullBuffer:
-    """The full parameters of one bucket, in memory that comes and goes under a storage that stays.
+    """The memory of the full parameters of one bucket, which is allocated and freed under one storage object.
 
-    Autograd keeps references to the storage, so it must be the same object in forward and backward.
+    Autograd saves references to the storage, so that must be the same object in forward and backward.
 
     Attributes:
         is_shared: the full parameters are the shards themselves.
-        is_held: the memory is there.
+        is_held: the memory is allocated.
     """
 
     def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:
-        """``is_shared``: the full parameters are the shards themselves (one shard per tensor); else own memory."""
+        """Make a buffer without memory; ``is_shared``: it needs none, since the full parameters are the shards."""
         self._pooled: PooledBuffer | None = None
         self.is_shared = self.is_held = is_shared
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        if not is_shared:  # a kernel that reads a storage without memory ends the process
+        if not is_shared:  # without this, a kernel that reads the storage while it has no memory crashes the process
             torch_private.refuse_reads(self._storage, _RESHARDED)
         self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
         self._dtype = dtype
         self._flat: torch.Tensor | None = None
 
     def hold(self, pool: BufferPool) -> torch.Tensor:
-        """Take memory from ``pool`` unless held; return the 1-D buffer."""
+        """Take memory from ``pool`` unless there is some already; return the 1-D buffer."""
         if self._pooled is None:
             self._pooled = pool.acquire(self.num_bytes)
             self.is_held = True
@@ -508,7 +521,7 @@ class FullBuffer:
         return self._flat
 
     def drop(self) -> None:
-        """Give the memory back; tensors on it must not be read until the next :meth:`hold`."""
+        """Return the memory to its pool; tensors on it must not be read until the next :meth:`hold`."""
         if self._pooled is not None:
             pooled, self._pooled = self._pooled, None
             self.is_held = self.is_shared
@@ -517,11 +530,11 @@ class FullBuffer:
 
     @property
     def num_holders(self) -> int:
-        """The number of tensors that use this memory, 0 if it is shared and so never freed."""
+        """The number of tensors that use this memory; 0 if the full parameters are the shards, which are never freed."""
         return 0 if self.is_shared else torch_private.storage_use_count(self._storage)
 
     def lose(self) -> object:
-        """Do as :meth:`drop` does, but keep the memory from its pool: somebody may still write to it.  Returns its keeper."""
+        """Release the memory without returning it to the pool, since a peer may still write to it; return its owner."""
         if self._pooled is None:
             return None
         pooled, self._pooled = self._pooled, None
@@ -533,13 +546,13 @@ class FullBuffer:
 def make_full_parameter(
     memory: torch.Tensor, offset: int, param: ShardedParam, stride: tuple[int, ...] | None = None
 ) -> nn.Parameter:
-    """Return the parameter that modules compute with: a window of ``memory`` with a version counter of its own.
+    """Return the full parameter of ``param``: a window of ``memory`` with a version counter of its own.
 
-    ``stride``: where its elements lie there; None: one after the other.
+    ``offset``: its first element.  ``stride``: its strides; None: row-major.
     """
     shape = param.shard.shape
     with torch.inference_mode(False), torch.no_grad():
-        # set_ instead of a view: gathering into ``memory`` must not count as changing what autograd has saved.
+        # set_ instead of a view: a gather into ``memory`` must not bump the version counter of saved tensors.
         local = torch.empty(0, dtype=memory.dtype, device=memory.device)
         local.set_(
             memory.untyped_storage(),
@@ -555,7 +568,7 @@ def make_full_parameter(
 
 
 class Shards:
-    """The sections of one placement of a unit's parameters, gathered and cut again by moves that are made once."""
+    """The sections of one placement of a unit's parameters, and the copies from the gathered buffer, computed once."""
 
     def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, place: ParamStorage) -> None:
         self.buckets = buckets
@@ -573,13 +586,14 @@ class Shards:
         self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
-        # On a host as many copies are made in either case, and through kept windows they cost half.
+        # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
+        # the cost.
         is_split = len(buckets) == 1 and place.device.type != "cpu"
         self._num_even = buckets[0].layout.num_even if is_split else 0
 
     @property
     def packed_dtype(self) -> torch.dtype:
-        """Dtype of the packed buffer: the parameters' if they have one, else bytes."""
+        """The dtype of the packed buffer: that of the parameters if it is the same for all, else bytes."""
         return self.buckets[0].full_dtype if len(self.buckets) == 1 else torch.uint8
 
     @property
@@ -598,7 +612,7 @@ class Shards:
         ]
 
     def section(self) -> torch.Tensor:
-        """Return this rank's section in the dtype of the all-gather, on the device: the shards themselves if they are that."""
+        """Return this rank's section in the dtype of the all-gather, on the device; no copy if the shards are so already."""
         if len(self.buckets) == 1:
             bucket = self.buckets[0]
             is_ready = bucket.local.dtype is bucket.full_dtype and not self._place.is_offloaded
@@ -618,7 +632,7 @@ class Shards:
         return self._place.on.fetch(bucket.local, bucket.full_dtype)
 
     def own_parts(self, number: int, rank: int) -> list[torch.Tensor]:
-        """Return the windows of each parameter in this rank's section of bucket ``number``, in the dtype of the all-gather."""
+        """Return each parameter's window in this rank's section of bucket ``number``, in the dtype of the all-gather."""
         bucket = self.buckets[number]
         section = self.section_of(bucket)
         if section is not bucket.local:
@@ -629,7 +643,7 @@ class Shards:
         return known[1]
 
     def full_parts(self, number: int, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return the windows of ``full`` (bucket ``number``'s full buffer) that ``rank``'s shards go to."""
+        """Return the windows of ``full``, the full buffer of bucket ``number``, that receive the shards of ``rank``."""
         parts = self._full_parts.get((number, rank))
         if parts is None:
             layout = self.buckets[number].layout
@@ -664,7 +678,10 @@ class Shards:
 
 
 class ShardEnds:
-    """One bucket, for transports that move parts.  ``pool``: where its full buffer finds memory."""
+    """The sending and receiving side of one bucket, for transports that send shards one by one.
+
+    ``pool``: the buffer pool of the full buffer.
+    """
 
     def __init__(self, shards: Shards, index: int, full: FullBuffer) -> None:
         bucket = shards.buckets[index]
@@ -693,9 +710,9 @@ class ShardEnds:
 
 
 class Delivery:
-    """Both ends of an all-gather from ``shards`` into ``fulls``, which find memory in ``pool``.
+    """The sending and receiving side of an all-gather from ``shards`` into ``fulls``, which take memory from ``pool``.
 
-    ``ends``: of the buckets, if they may travel in parts.  ``shard()`` returns this rank's section.
+    ``ends``: the buckets, if transports may send their shards one by one.  ``shard()`` returns this rank's section.
     """
 
     __slots__ = ("_ends", "fulls", "pool", "shard", "shards")
@@ -715,20 +732,23 @@ class Delivery:
 
 
 class Packing:
-    """Buckets and their full buffers: made anew, whole, when parameters have another dtype or place.
+    """The buckets of a group and their full buffers; rebuilt as a whole when parameters change dtype or device.
 
     Attributes:
-        buckets: those that travel first.  fulls: the full buffer of each.
-        travelling: those of what travels.  shards: its sections.  ends: what takes it in parts.
-        full_bytes: of the full parameters beyond the shards.
-        pool: where full buffers find memory; None before an engine is there.
-        delivery: both ends of the all-gather of all that travels; None as long as ``pool`` is.
+        buckets: the buckets, those that travel first.
+        fulls: the full buffer of each bucket.
+        travelling: the full buffers of buckets that travel.
+        shards: the sections of buckets that travel.
+        ends: the buckets that travel, for transports that send shards one by one.
+        full_bytes: bytes of the full parameters beyond the shards.
+        pool: the buffer pool of full buffers; None before there is an engine.
+        delivery: both sides of the all-gather of all buckets that travel; None while ``pool`` is None.
     """
 
     pool: BufferPool | None = None
 
     def __init__(self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage) -> None:
-        self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # numbered as in what travels
+        self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # so indices agree with ``shards``
         for bucket in self.buckets:
             bucket.stage()
             for param in bucket.params:
@@ -748,25 +768,27 @@ class Packing:
         self.delivery: Delivery | None = None
 
     def bind(self, pool: BufferPool | None) -> None:
-        """Let parts find memory in ``pool``."""
+        """Use ``pool`` for the memory of full buffers."""
         self.pool = pool
         self.delivery = None if pool is None else Delivery(self.shards, self.travelling, pool, self.ends)
         for ends in self.ends:
             ends.pool = pool
 
     def hold(self, pool: BufferPool) -> list[torch.Tensor]:
-        """Return the 1-D full buffers of the buckets that travel, with memory under them."""
+        """Return the 1-D full buffers of the buckets that travel, with their memory allocated."""
         return [full.hold(pool) for full in self.travelling]
 
     def make_full(self, param: ShardedParam, pool: BufferPool) -> nn.Parameter:
-        """Return what modules compute with for ``param``: a window of its full buffer, or of the shard if that is whole."""
+        """Return a new full parameter of ``param``: a window of its full buffer, or of the shard if that serves as full."""
         buffer, offset = self._windows[param]
         if buffer.is_shared:
-            return make_full_parameter(param.local, 0, param, param.local.stride())  # user code may have put it there
+            return make_full_parameter(
+                param.local, 0, param, param.local.stride()
+            )  # user code may have moved the shard
         return make_full_parameter(buffer.hold(pool), offset, param)
 
     def staging(self, link: Link | None) -> tuple[int, bool]:
-        """Return the bytes that an all-gather by ``link`` stages, and whether its full parameters are among them."""
+        """Return the bytes that an all-gather by ``link`` allocates, and whether they include the full parameters."""
         if self._staging is None or self._staging[0] is not link:
             self._staging = (link, self._compute_staging(link))
         return self._staging[1]
@@ -779,7 +801,7 @@ class Packing:
         return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
 
     def drop(self, keeps_memory: bool) -> None:
-        """Let nobody use the full parameters, and give their memory back unless ``keeps_memory``."""
+        """Mark the full parameters as freed, and free their memory unless ``keeps_memory``."""
         for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
             if not keeps_memory:
                 buffer.drop()
@@ -791,20 +813,24 @@ class Packing:
                 mark_freed(bucket.params, buffer.is_held)
 
     def leave(self) -> None:
-        """Give memory back that is kept while nobody uses it: another packing takes the place of this one."""
+        """Free memory that is kept while the parameters are freed; another packing replaces this one."""
         for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
             if all(type(param.full) is FreedParameter for param in bucket.params):
                 buffer.drop()
 
 
-# ---- Where the gradients of some parameters lie while they are reduced, and after.
+# ---- The layout of gradients during and after their reduction.
 
 
 class ReduceLayout:
-    """Where the gradients of some parameters lie in a packed buffer and in this rank's section of it.
+    """The layout of some parameters' gradients in a packed buffer, and in this rank's section of it.
 
-    ``num_spare``: elements behind the section that are none of it.  ``kept_bytes``: sections up to there are used again.
-    ``scale``: of the last reduction, and the policy that it follows from.
+    Args:
+        num_spare: elements behind the section, for a checksum of the reduction.
+        kept_bytes: sections of up to this size are reused.
+
+    Attributes:
+        scale: the policy and the scale of the last reduction, cached.
     """
 
     def __init__(
@@ -824,7 +850,8 @@ class ReduceLayout:
         self._windows = [(offset, row_major(shape), shape) for offset, shape in places]
 
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
-        """Write every rank's part of every gradient to its place; padding becomes zero."""
+        """Copy every rank's shard of every gradient to its place in ``packed``; padding becomes zero."""
+        # Gradients that divide evenly take one kernel: chunk_cat if all ranks have rows, cat if some have none.
         num_even = self.bucket.num_even
         if num_even and {*map(_DTYPE, gradients)} == {packed.dtype}:
             num_ranks = packed.shape[0] // self.bucket.section_numel
@@ -850,13 +877,13 @@ class ReduceLayout:
         torch_private.copy_all(targets, sources)
 
     def pack_whole(self, gradients: list[torch.Tensor], section: GradientSection) -> None:
-        """Write ``gradients`` to ``section``, where this rank has all shards; gaps become zero."""
+        """Copy ``gradients`` to ``section``, of which this rank has all shards; padding becomes zero."""
         if self.bucket.has_padding:
             section.flat.zero_()
         torch_private.copy_all(section.windows, gradients)
 
     def full_parts(self, gradients: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """Return the windows of ``gradients`` (row-major) that belong to ``rank``."""
+        """Return the windows of the row-major ``gradients`` that are the shards of ``rank``."""
         parts = self._parts.get(rank)
         if parts is None:
             parts = self._parts[rank] = self.bucket.parts(rank)

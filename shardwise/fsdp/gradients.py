@@ -1,4 +1,4 @@
-"""Gradients of a group on their way: packed, reduced over ranks, and set on the sharded parameters."""
+"""Gradient reduction of a group: pack gradients, reduce them over ranks, set ``.grad`` of the sharded parameters."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shardwise.fsdp.param_group import ParamGroup
 from shardwise.layout import Bucket
 from shardwise.plan.schedule import LEAST_BYTES, Sharing, UnitPolicy, bucket_bytes, split_unit
 
-# ---- Gradients of a unit that is alone in its model, in buckets that are sent while its backward still runs.
+# ---- The buckets of a model with a single unit, which are reduced while backward still runs.
 
 
 class EarlyBuckets:
-    """How far one backward has come with the buckets of a unit.
+    """The progress of one backward through the buckets of a unit.
 
-    They are sent in one order on every rank: each when backward has brought all of it, and those before it are sent.  What is
-    left when the unit ends goes then.
+    Buckets are reduced in the same order on every rank: a bucket is launched when all its gradients have arrived and the
+    buckets before it are launched.  The rest is launched when the unit's backward ends.
 
     Attributes:
-        buckets: the parameters of each, in the order in which they are sent.
+        buckets: the parameters of each bucket, in the order of the launches.
     """
 
     def __init__(self, buckets: Sequence[Sequence[ShardedParam]]) -> None:
@@ -42,16 +42,16 @@ class EarlyBuckets:
 
     @property
     def params(self) -> frozenset[ShardedParam]:
-        """The parameters of all."""
+        """The parameters of all buckets."""
         return frozenset([param for bucket in self.buckets for param in bucket])
 
     def begin(self) -> None:
-        """A backward begins: nothing has come."""
+        """Begin a backward, in which no gradient has arrived."""
         self._missing = self._sizes.copy()
         self._next = 0
 
     def come(self, ordinal: int) -> bool:
-        """The gradient of a parameter is there; return True if something may be sent."""
+        """Count the gradient of parameter ``ordinal``; return True if a bucket may be launched."""
         number = self._of.get(ordinal)
         if number is None:
             return False
@@ -59,7 +59,7 @@ class EarlyBuckets:
         return number == self._next and self._missing[number] == 0
 
     def take(self) -> list[Sequence[ShardedParam]]:
-        """Return what is complete and next, to be sent."""
+        """Return the buckets to launch now: complete, and next in order."""
         first = self._next
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._next += 1
@@ -67,7 +67,7 @@ class EarlyBuckets:
 
 
 def layout_of(group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype) -> ReduceLayout:
-    """Return where gradients of ``params``, all of ``group``, lie while they are reduced in ``dtype``."""
+    """Return the layout in which gradients of ``params``, all of ``group``, are reduced in ``dtype``; it is cached."""
     key = (dtype,) if params is group.by_size else (dtype, *[param.ordinal for param in params])
     layout = group.reduce_layouts.get(key)
     if layout is None:
@@ -78,13 +78,13 @@ def layout_of(group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype)
 
 
 def num_spare_of(group: ParamGroup, dtype: torch.dtype) -> int:
-    """Return 1 if sums over replicas have a mark behind them: where the host may look, and it is exact."""
+    """Return 1 if all-reduces over replicas carry a checksum element: on the host, in dtypes that represent it exactly."""
     is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
     return int(is_exact and not group.place.on.has_streams)
 
 
 def _dtypes_of_gradients(group: ParamGroup, params: list[ShardedParam]) -> set[torch.dtype | None]:
-    """Return ShardedParam.dtype_of_gradient of ``params``."""
+    """Return the set of ``dtype_of_gradient`` of ``params``; cached if these are all parameters."""
     if params is not group.by_size:
         return {param.dtype_of_gradient for param in params}
     if group.gradient_dtypes is None:
@@ -93,10 +93,10 @@ def _dtypes_of_gradients(group: ParamGroup, params: list[ShardedParam]) -> set[t
 
 
 class _Packing:
-    """The sending and receiving end of a reduce-scatter.
+    """The sending and receiving side of a reduce-scatter.
 
     Attributes:
-        is_final: what comes out are the gradients that users see.
+        is_final: the section that is received holds the gradients that users see, without another copy.
     """
 
     __slots__ = (
@@ -139,8 +139,8 @@ class _Packing:
 
     def fill(self, packed: torch.Tensor) -> None:
         if not self.layout.full_numel:
-            pass  # nothing but shapes, of which shards have others
-        elif self.result is not None and packed is self.section:  # this rank has all shards: where users see them
+            pass  # parameters without elements: nothing to copy
+        elif self.result is not None and packed is self.section:  # this rank has all shards: write the final gradients
             self.reduced.pack_whole(self.gradients, self.result)
         else:
             self.reduced.pack(self.gradients, packed)
@@ -165,7 +165,7 @@ class _Packing:
         return self.section
 
     def put_mark(self) -> None:
-        """Let the section be summed with a mark, if there is room for one behind it."""
+        """Include a checksum element in the all-reduce, if the section has room for it."""
         section, num_spare = self.target(), self.reduced.places.num_spare
         end = section.storage_offset() + self.section_numel + num_spare
         if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
@@ -181,14 +181,14 @@ class _Packing:
 _DTYPE = operator.attrgetter("dtype")
 
 
-@dataclass(slots=True)  # one is made in every step, and frozen ones take three times as long
+@dataclass(slots=True)  # not frozen: frozen dataclasses take three times as long to make
 class ReductionTerms:
-    """How the gradients of a unit are to be reduced.
+    """How the gradients of a unit are reduced.
 
     Attributes:
-        policy: of the unit.
-        streams: where it happens.
-        hook: what a user wants called with the flat result.
+        policy: the policy of the unit.
+        streams: the streams of the collectives.
+        hook: the user's all-reduce hook, called with the flat result; None if there is none.
     """
 
     policy: UnitPolicy
@@ -197,20 +197,20 @@ class ReductionTerms:
 
 
 class Reduction:
-    """Gradients of one dtype of one group on their way through the ranks.
+    """The reduction of the gradients of one dtype of one group.
 
     Stages: reduce-scatter in flight, then (with replicas) all-reduce in flight, then a finished section.  On an accelerator
-    all of them are given to streams at once, with the copy to the host if gradients live there; what is left is to give the
-    memory of the reduce-scatter's input back.
+    all stages are enqueued on streams at once, with the copy to the host if gradients are offloaded; then only the memory of
+    the reduce-scatter's input remains to be freed.
 
     Attributes:
-        is_over: nothing is in flight: :meth:`finish` has nothing to do.
-        is_stored: the result is on its way to the host: :meth:`CommStreams.host_waits_for_copies` comes before it is read.
-        params: whose gradients these are.
-        awaits_all_reduce: :meth:`advance` is to launch the sum over replicas.
-        is_marked: its sum over replicas has a mark behind it, where there is room.
-        is_partial: replicas are not summed: the result is kept for a later backward.
-        has_elements: False when all parameters are of size zero: there is nothing to send.
+        is_over: nothing is in flight, and :meth:`finish` has nothing to do.
+        is_stored: a copy of the result to the host is enqueued; call :meth:`CommStreams.host_waits_for_copies` before a read.
+        params: the parameters whose gradients are reduced.
+        awaits_all_reduce: :meth:`advance` will launch the all-reduce over replicas.
+        is_marked: the all-reduce carries a checksum, if there is room.
+        is_partial: the gradients are reduced over the shard axis only; a later backward reduces them over replicas.
+        has_elements: False when all parameters have size zero, so that there is nothing to send.
     """
 
     def __init__(
@@ -252,11 +252,14 @@ class Reduction:
         assert self._comm.reduce is not None
         self._scattered = self._comm.reduce.reduce_scatter(self._packing, self._scale)
         reduce = self._terms.streams.reduce
-        if reduce.is_concurrent:  # what follows need not wait for other ranks
+        if reduce.is_concurrent:  # streams order what follows, so the host does not wait
             self._follow_on_streams(reduce)
 
     def reduce_here(self, in_place: bool) -> None:
-        """Go on without a reduce-scatter: this rank has all shards.  ``in_place``: in the memory of the one gradient."""
+        """Skip the reduce-scatter, since this rank has all shards, and continue with the next stage.
+
+        ``in_place``: the single gradient is reduced in its own memory.
+        """
         if in_place:
             self._packing.section = self._packing.gradients[0].contiguous().view(-1)
         else:
@@ -270,7 +273,7 @@ class Reduction:
             self.advance()
 
     def _follow_on_streams(self, stream: SideStream | None) -> None:
-        """Launch what follows on the stream where the section is summed, None: the current stream, and on those after it."""
+        """Enqueue all later stages; ``stream`` is where the section is summed, None for the current stream."""
         self._has_all_reduced, self.awaits_all_reduce = True, False
         with nullcontext() if stream is None else stream.run():
             self._launch_all_reduce()
@@ -288,7 +291,7 @@ class Reduction:
             self.is_stored = True
 
     def _store(self) -> None:
-        """Copy the result to the host, into page-locked memory if that is wanted, beside all other work."""
+        """Copy the result to the host on the current stream, into page-locked memory if the policy says so."""
         place, section, packing = self.group.place, self._packing.target(), self._packing
         dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
         if len(dtypes) == 1:
@@ -303,9 +306,9 @@ class Reduction:
     # ---- waiting ----
 
     def advance(self) -> None:
-        """Wait for the reduce-scatter and launch what follows it; does nothing the second time.
+        """Wait for the reduce-scatter and launch the next stage; a second call does nothing.
 
-        On streams that was launched before: here the current stream waits, and the reduce-scatter's input is free again.
+        On streams the next stage is enqueued already: the current stream waits, and the reduce-scatter's input is freed.
         """
         if self._scattered is not None:
             self._scattered.wait()
@@ -334,7 +337,7 @@ class Reduction:
         self.group.num_replica_sums += replicas is not None
 
     def finish(self) -> None:
-        """Wait for the end; on streams :meth:`CommStreams.current_waits_for_reductions` comes before the result is read."""
+        """Wait for all stages; on streams call :meth:`CommStreams.current_waits_for_reductions` before reading the result."""
         self.advance()
         if self._replicated is not None:
             self._replicated.wait()
@@ -343,7 +346,7 @@ class Reduction:
                 self._terms.hook(self._packing.target())
 
     def cancel(self) -> None:
-        """Let the collective end, if it can, and forget its result."""
+        """Cancel the collectives in flight, as far as they can be, and drop the result."""
         handles, self._scattered, self._replicated = (self._scattered, self._replicated), None, None
         for handle in handles:
             if handle is not None:
@@ -353,13 +356,13 @@ class Reduction:
     # ---- the result ----
 
     def windows(self) -> Gradients:
-        """Return this rank's reduced shards in the reduce dtype, windows of one buffer; once finished."""
+        """Return this rank's reduced shards in the reduce dtype, windows of one buffer; call it after :meth:`finish`."""
         return dict(zip(self.params, self._layout.windows(self._packing.target()), strict=True))
 
     def set_gradients(self, is_hooked: bool) -> BaseException | None:
-        """Accumulate the result into ``.grad`` of the sharded parameters; once finished.
+        """Accumulate the result into ``.grad`` of the sharded parameters; call it once, after :meth:`finish`.
 
-        ``is_hooked``: users want to see, and may change, what is accumulated.  Returns: what they have raised.
+        ``is_hooked``: run the users' gradient hooks first, which may change the result.  Returns: the exception of a hook.
         """
         olds: list[torch.Tensor] = []
         news: list[torch.Tensor] = []
@@ -377,7 +380,7 @@ class Reduction:
                 sharded.grad = gradient
             else:
                 if isinstance(existing, DTensor) and existing.placements != param.spec.placements:
-                    # Losses over shards leave what DTensor's rules say, sums of one rank among others.
+                    # A loss on the shards themselves may leave a gradient with other placements, by DTensor's rules.
                     existing = sharded.grad = existing.redistribute(placements=param.spec.placements)
                 olds.append(torch_private.local_of(existing))
                 news.append(torch_private.local_of(gradient))
@@ -410,7 +413,7 @@ class Reduction:
         if self._packing.result is not None:
             self._packing.result.is_taken, self._packing.result = False, None
 
-    # ---- facts ----
+    # ---- queries ----
 
     @property
     def is_due(self) -> bool:
@@ -419,22 +422,22 @@ class Reduction:
 
     @property
     def holds_input(self) -> bool:
-        """True while the packed or local gradients are allocated."""
+        """True while the input of the reduce-scatter is allocated."""
         return self._scattered is not None and self._scattered.holds_input
 
     @property
     def label(self) -> str:
-        """The parameters, for messages."""
+        """The names of the parameters, for messages."""
         return self._packing.label
 
     @property
     def is_collective(self) -> bool:
-        """True when shards of other ranks are summed."""
+        """True if it takes a reduce-scatter."""
         return self._comm.reduce is not None and self.has_elements
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it stages."""
+        """Bytes of its staging buffers."""
         return _staging(self.group, self._packing, self._scale)
 
 
@@ -445,10 +448,10 @@ def launch_reductions(
     partial: Gradients,
     kept: Collection[ShardedParam] = (),
 ) -> list[Reduction]:
-    """Start the reduction of ``gradients``: one per dtype, parameters in the same order on every rank.
+    """Launch the reductions of ``gradients``: one per dtype, with parameters in the same order on every rank.
 
-    Where there is but an all-reduce, on CPU, large gradients are reduced where they are, unless they are among ``kept``:
-    packing and the page faults of new memory cost as much as the network within a host.
+    If an all-reduce on CPU is all, large gradients are reduced in their own memory, unless they are among ``kept``: within a
+    host, packing and the page faults of new memory cost as much as sending.
     """
     launched: list[Reduction] = []
     comm = group.bound_comm or group.comm
@@ -457,7 +460,7 @@ def launch_reductions(
     )
     if not (partial or may_stay) and len(gradients) == len(group.by_size) and comm.reduce is not None:
         own = [*map(gradients.__getitem__, group.by_size)]
-        if len({*map(_DTYPE, own)}) == 1:  # as in most steps
+        if len({*map(_DTYPE, own)}) == 1:  # the usual case
             dtype = own[0].dtype
             reduction = Reduction(group, layout_of(group, group.by_size, dtype), own, dtype, terms, partial)
             if reduction.has_elements:
@@ -468,7 +471,8 @@ def launch_reductions(
     for dtype, params in by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
         large: list[ShardedParam] = []
         if may_stay:
-            # By size alone: what is held, or whose memory it is, is each rank's own affair, and sums pair by their sizes.
+            # The size alone decides, since it is the same on every rank; ``kept`` and the owner of the memory may differ, and
+            # ranks must launch the same all-reduces.
             large = [param for param in params if param.shard.numel >= layout.LARGE_NUMEL]
         packed = [param for param in params if param not in large] if large else params
         parts = [*([param] for param in large), *([packed] if packed else [])]
@@ -486,14 +490,14 @@ def launch_reductions(
 
 
 def widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tensor:
-    """Return ``gradient`` in a dtype that holds ``partial`` too: where a parameter takes any, that may be wider."""
+    """Return ``gradient`` in a dtype that can represent ``partial`` too; they differ only if ``grad_dtype`` is None."""
     if partial is None or partial.dtype is gradient.dtype:
         return gradient
     return gradient.to(torch.promote_types(gradient.dtype, partial.dtype))
 
 
 def planned_scatter_bytes(group: ParamGroup, policy: UnitPolicy) -> int:
-    """Return the bytes that the reduction of all trainable parameters stages."""
+    """Return the staging bytes of the reduction of all trainable parameters."""
     if not group.is_collective:
         return 0
     trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
@@ -516,9 +520,9 @@ def _staging(group: ParamGroup, packing: _Packing, scale: Scale) -> int:
 def by_reduce_dtype(
     group: ParamGroup, dtypes: Mapping[ShardedParam, torch.dtype]
 ) -> list[tuple[torch.dtype, list[ShardedParam]]]:
-    """Return the parameters of each of ``dtypes``, in the group's order."""
+    """Return the parameters of ``dtypes`` by their dtype, in the group's order."""
     found = {*dtypes.values()}
-    if len(found) == 1 and len(dtypes) == len(group.by_size):  # all of them, as in most steps
+    if len(found) == 1 and len(dtypes) == len(group.by_size):  # the usual case
         return [(found.pop(), group.by_size)]
     by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
     for param in group.by_size:
@@ -527,7 +531,7 @@ def by_reduce_dtype(
     return list(by_dtype.items())
 
 
-_MEAN = Scale()  # the same object at every step: communicators remember what carries it out
+_MEAN = Scale()  # the same object in every step, since communicators cache by it
 
 
 def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
@@ -542,27 +546,28 @@ def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale
 
 
 def _replica_scale(scale: Scale) -> Scale:
-    # Without an explicit divisor both collectives average; with one the reduce-scatter has divided by all of it.
+    # Without an explicit divisor both collectives average; with one the reduce-scatter has already divided.
     return Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
 
 
-# ---- Gradients of several units in one all-reduce, where nothing is sharded: what may share, and where it lies.
+# ---- Buckets that several units share, where nothing is sharded: one all-reduce for the gradients of all.
 
-# Of the device, not measured: sums over more than two ranks depend on where an element lies, so that buckets must be the
-# same in every run.  Between processes of a host, and of accelerators of one host or more.
+# Bucket sizes follow from the device and are not measured: sums over more than two ranks depend on the offset of an element
+# in the buffer, so buckets must be the same in every run.
 FULL_BYTES_ON_HOST = bucket_bytes(latency_s=150e-6, bytes_per_s=1.5e9)
 FULL_BYTES_ON_STREAMS = bucket_bytes(latency_s=25e-6, bytes_per_s=1e11)
-LARGE_BYTES = LEAST_BYTES  # of a gradient on the host: it is a bucket of its own, in its own memory
+LARGE_BYTES = LEAST_BYTES  # on the host a gradient of this size is a bucket of its own, reduced in its own memory
 _MOST_LAYOUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a unit brings to a bucket.
+    """The gradients that a unit adds to a bucket.
 
     Attributes:
-        gradients: in their reduce dtypes.  partial: sums that earlier backwards have left of some of them.
-        terms: of the unit.
+        gradients: the gradients in their reduce dtypes.
+        partial: sums over the shard axis from earlier backwards, of some of the parameters.
+        terms: the terms of the unit.
     """
 
     group: ParamGroup
@@ -572,13 +577,13 @@ class Brought:
 
 
 def shares(group: ParamGroup) -> bool:
-    """Return True if gradients of ``group`` take nothing but an all-reduce of what they are."""
+    """Return True if gradients of ``group`` take an all-reduce and nothing else: no reduce-scatter, no compression."""
     comm = group.bound_comm
     return comm is not None and comm.reduce is None and comm.replicas is not None and group.compression is None
 
 
 def sharing_of(group: ParamGroup) -> Sharing | None:
-    """Return by what the gradients of ``group`` share a bucket with those of others; None: by nothing."""
+    """Return the key and size by which gradients of ``group`` share buckets with other units; None if they share none."""
     comm = group.bound_comm
     if comm is None or comm.replicas is None or not shares(group):
         return None
@@ -595,7 +600,7 @@ def sharing_of(group: ParamGroup) -> Sharing | None:
 
 
 def split(group: ParamGroup) -> EarlyBuckets:
-    """Return the buckets of a group whose gradients share none with others."""
+    """Return the buckets of a group that shares none with other units."""
     params = [param for param in group.params if param.sharded.requires_grad]
     num_bytes = [param.shard.numel * group.dtypes.of_reduction(param).itemsize for param in params]
     limit = FULL_BYTES_ON_STREAMS if group.place.on.has_streams else FULL_BYTES_ON_HOST
@@ -603,12 +608,12 @@ def split(group: ParamGroup) -> EarlyBuckets:
 
 
 def _is_large(group: ParamGroup, param: ShardedParam, dtype: torch.dtype) -> bool:
-    """True for what is reduced where it is: within a host copying it costs as much as sending it."""
+    """Return True if the gradient of ``param`` is reduced in its own memory: within a host a copy costs as much as sending."""
     return not group.place.on.has_streams and param.shard.numel * dtype.itemsize >= LARGE_BYTES
 
 
 def launch_large(brought: Brought, kept: Collection[ShardedParam]) -> list[Reduction]:
-    """Start the reduction of the large gradients, and take them out of ``brought``; in memory of their own if ``kept``."""
+    """Launch the reductions of the large gradients and remove them from ``brought``; those in ``kept`` are copied first."""
     group, launched = brought.group, list[Reduction]()
     for param in group.by_size:
         gradient = brought.gradients.get(param)
@@ -624,7 +629,7 @@ def launch_large(brought: Brought, kept: Collection[ShardedParam]) -> list[Reduc
 
 @dataclass(slots=True)
 class _Lot:
-    """What travels in one all-reduce."""
+    """The contents of one all-reduce."""
 
     first: Brought
     params: list[ShardedParam] = field(default_factory=list[ShardedParam])
@@ -633,13 +638,13 @@ class _Lot:
 
 
 class BucketLayouts:
-    """Where gradients of several units lie in a bucket, remembered from step to step."""
+    """The layouts of buckets that several units share, cached from step to step."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], ReduceLayout] = {}
 
     def launch(self, brought: Sequence[Brought]) -> list[Reduction]:
-        """Start the reduction of what units have brought: one for each reduce dtype and scale, alike on every rank."""
+        """Launch the reductions of a bucket: one for each reduce dtype and scale, the same on every rank."""
         lots: dict[tuple[torch.dtype, Scale], _Lot] = {}
         for each in brought:
             gradients = each.gradients
@@ -663,10 +668,10 @@ class BucketLayouts:
         key = (dtype, *lot.params)
         layout = self._known.get(key)
         if layout is None:
-            if len(self._known) >= _MOST_LAYOUTS:  # of units that come together in ever new ways
+            if len(self._known) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
                 self._known.clear()
             group = lot.first.group
-            # On the host what is small is kept, as it was unit by unit: there are more gradients to make in a bucket.
+            # On the host sections of a whole bucket are reused, too: a bucket has more gradients to make than a unit.
             kept_bytes = KEPT_BYTES if group.place.on.has_streams else 2 * FULL_BYTES_ON_HOST
             alignment, num_spare = group.place.alignment(dtype), num_spare_of(group, dtype)
             layout = ReduceLayout(lot.params, alignment, group.axes.shard_rank, num_spare, kept_bytes)

@@ -1,4 +1,4 @@
-"""Gradients as backward leaves them on this rank, and as hooks of users follow them: before and after they are reduced."""
+"""Local gradients before they are reduced, unsynced gradients of earlier backwards, and the users' gradient hooks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Gradients = dict[ShardedParam, torch.Tensor]
 
 
 def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None) -> Gradients:
-    """Return the local gradients of the full parameters, in the dtypes that they are reduced in, and clear them there.
+    """Return the local gradients of the full parameters in their reduce dtypes, and clear ``.grad`` of those.
 
-    ``some``: of these parameters of the group; None: of all.
+    ``some``: parameters of the group; None: all.
     """
     taken: Gradients = {}
     for param in group.params if some is None else some:
@@ -32,12 +32,12 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
         if gradient is None:
             continue
         if type(gradient) is not torch.Tensor and not lies_as(full, gradient):
-            continue  # between calls a full parameter that stays shows the gradient of its shard: it has been reduced
+            continue  # ``.grad`` of a kept full parameter is that of its shard, which was reduced already
         full.grad = None
-        if gradient.is_sparse:  # of an embedding: other ranks have other rows, and a section has all of them
+        if gradient.is_sparse:  # of an embedding: ranks have different rows, so reduce all of them
             gradient = gradient.to_dense()
         if not param.sharded.requires_grad:
-            continue  # frozen since forward
+            continue  # user code has frozen it after forward
         if type(gradient) is not torch.Tensor:
             gradient = _local_gradient(gradient, param, group)
         dtype = (
@@ -55,7 +55,10 @@ _TENSORS = {torch.Tensor}
 
 
 def take_at_once(group: ParamGroup) -> Gradients | None:
-    """Return the gradients of all parameters and clear them; None, with nothing done, where each must be looked at."""
+    """Do the same as :func:`take_gradients` for all parameters at C speed; None, with nothing done, if that is not possible.
+
+    It takes one bucket of plain parameters, each with a dense gradient that is already in its reduce dtype.
+    """
     bucket = group.packing.buckets[0] if group.packing is not None and len(group.packing.buckets) == 1 else None
     swap = bucket.swap if bucket is not None and len(bucket.params) == len(group.params) else None
     if bucket is None or swap is None:
@@ -75,7 +78,7 @@ def take_at_once(group: ParamGroup) -> Gradients | None:
 
 
 def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Return True if ``gradient`` is one of the full parameter, not of its shard."""
+    """Return True if ``gradient`` belongs to the full parameter, not to its shard."""
     if not isinstance(gradient, DTensor):
         return not isinstance(full, DTensor)
     return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
@@ -89,7 +92,7 @@ def _local_gradient(gradient: torch.Tensor, param: ShardedParam, group: ParamGro
     placements = list(param.inner_spec.placements)
     dims, names = group.axes.dims, gradient.device_mesh.mesh_dim_names
     if dims is not None and names is not None:
-        # On a full SPMD mesh the sum over the data-parallel axes is the reduction's to make.
+        # On a full SPMD mesh leave the data-parallel axes as they are: the reduction sums over them.
         for name in (*names_of(dims.shard), *names_of(dims.replicate)):
             placements[names.index(name)] = gradient.placements[names.index(name)]
     if gradient.placements != tuple(placements):
@@ -98,7 +101,7 @@ def _local_gradient(gradient: torch.Tensor, param: ShardedParam, group: ParamGro
 
 
 def add_gradients(old: Mapping[ShardedParam, torch.Tensor], new: Mapping[ShardedParam, torch.Tensor]) -> Gradients:
-    """Return the sum per parameter; tensors of one side alone are taken over, neither side is changed."""
+    """Return the sum per parameter, without changing either side; the tensor of one side alone is not copied."""
     total: Gradients = dict(old)
     for param, gradient in new.items():
         total[param] = total[param] + gradient if param in total else gradient
@@ -106,10 +109,11 @@ def add_gradients(old: Mapping[ShardedParam, torch.Tensor], new: Mapping[Sharded
 
 
 def change_by_hooks(params: Sequence[ShardedParam], gradients: Sequence[torch.Tensor]) -> BaseException | None:
-    """Let the hooks that users registered on sharded parameters see, and change, what is about to be accumulated.
+    """Run the hooks that users registered on sharded parameters; they may change ``gradients``.
 
-    Of parameters that are their own full form autograd has run them.
-    Returns: what a hook has raised: ``gradients`` are as they were for it and those after it.
+    Autograd has run the hooks of parameters that are their own full form.
+
+    Returns: the exception of a hook.  Its gradient, and those after it, are unchanged.
     """
     hooked = torch_private.gradient_hooks([p.sharded for p in params])
     try:
@@ -129,8 +133,8 @@ def _take_changed(param: ShardedParam, gradient: torch.Tensor, changed: torch.Te
     if not is_alike:
         raise StateError(
             f"a hook on the gradient of {param.fqn} was given a {type(gradient).__name__} of shape {tuple(gradient.shape)} and "
-            f"returned a {type(changed).__name__} of shape {tuple(changed.shape)}: hooks on sharded parameters get the reduced "
-            "gradient as a DTensor and return one like it, or None"
+            f"returned a {type(changed).__name__} of shape {tuple(changed.shape)}: hooks on sharded parameters receive the "
+            "reduced gradient as a DTensor; return a DTensor of the same shape, or None"
         )
     if isinstance(changed, DTensor) and isinstance(gradient, DTensor) and changed.placements != gradient.placements:
         changed = changed.redistribute(gradient.device_mesh, gradient.placements)
@@ -138,32 +142,32 @@ def _take_changed(param: ShardedParam, gradient: torch.Tensor, changed: torch.Te
 
 
 def run_gradient_hooks(params: Iterable[ShardedParam], failed: BaseException | None = None) -> None:
-    """Run the hooks that users registered on sharded parameters to follow the accumulation of their gradients.
+    """Run the post-accumulate-grad hooks that users registered on sharded parameters.
 
-    ``failed``: what an earlier hook has raised; it is raised here, when all else of the backward is done.
+    ``failed``: the exception of an earlier gradient hook; it is raised here, when everything else of the backward is done.
     """
     if failed is not None:
         raise failed
-    followed = dict.fromkeys(params)  # each once, however many backwards have waited to be set
+    followed = dict.fromkeys(params)  # each parameter once, even if gradients of several backwards were set together
     ours = {param.hook_id for param in followed if param.full is param.sharded}
     for sharded, hook in torch_private.post_accumulate_hooks([param.sharded for param in followed], ours):
         hook(sharded)
 
 
-# ---- What earlier backwards have left of a unit's gradients, until a later one sums it all.
+# ---- Gradients of a unit from earlier backwards, which a later backward reduces.
 
 
 class EarlierGradients:
-    """Gradients that are neither on their way nor in ``.grad`` of a shard.  The methods alone write the attributes.
+    """Gradients that are neither in a reduction nor in ``.grad`` of a shard.  Only the methods write the attributes.
 
     Attributes:
-        held: of backwards without sync, per parameter, in the reduce dtype.
-        partial: sums over the shard axis that replicas have not been summed into.
-        stashed: of plain parameters that stay registered, taken away while a backward adds new ones.
-        unsynced: plain parameters whose gradients, which users see, are of this rank alone.
-        deferred_hooks: hooks of users that are to follow the accumulation of plain parameters' gradients, put off
-            until it is done, with the parameter that has them.
-        apart: of those that hold sums of ranks, too: what users see, and both parts of it.
+        held: unsynced gradients (``no_sync``) per parameter, in the reduce dtype.
+        partial: gradients that are reduced over the shard axis only.
+        stashed: ``.grad`` of plain parameters that stay registered, removed while a backward accumulates from zero.
+        unsynced: plain parameters whose ``.grad`` contains unsynced gradients of this rank.
+        deferred_hooks: post-accumulate-grad hooks of plain parameters that were removed until gradients are accumulated,
+            with the parameter that has them.
+        apart: for plain parameters whose ``.grad`` is the sum of a reduced and an unsynced part: both parts.
     """
 
     def __init__(self) -> None:
@@ -175,15 +179,15 @@ class EarlierGradients:
         self.apart: dict[ShardedParam, _Apart] = {}
 
     def hold(self, gradients: Gradients) -> None:
-        """Keep ``gradients`` for a later backward."""
+        """Accumulate unsynced ``gradients``, which a later backward reduces."""
         self.held = add_gradients(self.held, gradients)
 
     def keep_partial(self, sums: Gradients) -> None:
-        """Keep ``sums`` over the shard axis for a later backward; they hold what was kept before."""
+        """Store ``sums`` over the shard axis for a later backward; they include the sums stored before."""
         self.partial.update(sums)
 
     def take(self, params: Iterable[ShardedParam]) -> tuple[Gradients, Gradients]:
-        """Give up all that is held, and the partial sums of ``params`` and of what is held: return both."""
+        """Remove and return all unsynced gradients, and the partial sums of their parameters and of ``params``."""
         held, self.held = self.held, {}
         if not self.partial:
             return held, {}
@@ -191,29 +195,31 @@ class EarlierGradients:
         return held, {param: self.partial.pop(param) for param in list(self.partial) if param in wanted}
 
     def put_back(self, held: Gradients, partial: Gradients) -> None:
-        """Undo :meth:`take`."""
+        """Undo :meth:`take`, after a backward that raised."""
         self.held, self.partial = {**self.held, **held}, {**self.partial, **partial}
 
     def forget(self) -> None:
-        """Drop what no user can see."""
+        """Drop unsynced gradients and partial sums; ``.grad`` of plain parameters stays."""
         self.held, self.partial = {}, {}
 
     def stash(self, params: Sequence[ShardedParam], is_exact: bool, first: int | None = None) -> None:
-        """Take the gradients of plain ``params`` from where a backward is about to accumulate new ones.
+        """Stash ``.grad`` of plain ``params``, so that a backward accumulates from zero.
 
-        ``first``: number of the parameter whose new gradient is there already, since nobody saw backward begin.  What was
-        there before stays with it: the mean over ranks of a sum is that of its parts.
-        ``is_exact``: the sum that is to come divides by another number than that of ranks, so what is a sum already must
-        not go through it again.
-        Raises: StateError if somebody has changed a gradient that is both.
+        Args:
+            first: ordinal of the parameter whose new gradient was accumulated already, since no hook announced the backward.
+                Its earlier gradient stays in the sum: the mean over ranks of a sum is the sum of the means.
+            is_exact: the reduction divides by another number than the number of ranks, so an already reduced part must not be
+                reduced again.
+
+        Raises: StateError if user code has changed a gradient that is the sum of a reduced and an unsynced part.
         """
         changed: list[str] = []
         for param in params:
-            param.adopt_registered()  # what was put in its place since the forward has gradients of its own
+            param.adopt_registered()  # a parameter that user code has registered since the forward has its own ``.grad``
             if first is not None and param.ordinal == first:
                 self._keep_first(param, is_exact)
                 continue
-            # Autograd would run them on this backward's own gradient alone, or when it has been taken already.
+            # Autograd would run these hooks before the gradient is reduced and added to the earlier one.
             if found := torch_private.remove_later_hooks(param.sharded, param.hook_id):
                 self.deferred_hooks[param] = param.sharded, found
             gradient, param.sharded.grad = param.sharded.grad, None
@@ -225,13 +231,13 @@ class EarlierGradients:
             elif apart is not None and apart.is_as_shown(gradient):
                 self.stashed[param], self.held[param] = gradient.copy_(apart.synced), apart.held
             elif apart is not None and is_exact and gradient.any():
-                self.stashed[param], self.apart[param] = gradient, apart  # as it was, once that is shown
+                self.stashed[param], self.apart[param] = gradient, apart  # unstash restores it for the user to see
                 changed.append(param.fqn)
             else:
                 self.held[param] = gradient
         if changed:
             raise StateError(
-                f"the gradient of {changed[0]} holds what ranks have summed and what this rank has added since without "
+                f"the gradient of {changed[0]} is the sum of a reduced part and of what this rank has added since without "
                 "sync, and was changed: set_gradient_divide_factor would divide the first part twice. Change gradients "
                 "after a backward with sync, or set them to None"
             )
@@ -244,14 +250,14 @@ class EarlierGradients:
         torch_private.restore_hooks(param.sharded, found)
         if found or (is_exact and gradient is not None and gradient._version):
             raise StateError(
-                f"a backward began with the gradient of {param.fqn} before it came to an output of the replicated module, as "
-                "where that was not called itself or returns no tensor. Hooks that follow the accumulation have seen it "
-                "without those of other ranks, and one that is to be divided by another factor cannot be told from "
-                "earlier ones: call the module, and return the tensors that losses are made of"
+                f"a backward accumulated the gradient of {param.fqn} before it reached an output of the replicated module: the "
+                "module was not called itself, or returned no tensor. Post-accumulate-grad hooks have seen the unreduced "
+                "gradient, or set_gradient_divide_factor cannot separate it from earlier ones. Call the module, and return the "
+                "tensors that losses are computed from"
             )
 
     def unstash(self, params: Sequence[ShardedParam]) -> None:
-        """Put them back, with what a backward has added."""
+        """Restore stashed gradients and hooks, and add the gradients of this backward."""
         for param in [param for param in params if param in self.deferred_hooks] if self.deferred_hooks else ():
             torch_private.restore_hooks(*self.deferred_hooks.pop(param))
         for param in params:
@@ -263,17 +269,24 @@ class EarlierGradients:
                 self.unsynced.add(param)
             if synced is None or held is None:
                 gradient = synced if held is None else held
-                wanted = param.sharded.grad_dtype  # another one if the parameter was converted after its forward
+                wanted = param.sharded.grad_dtype  # it differs if the parameter was converted after its forward
                 param.sharded.grad = gradient if gradient is None or wanted is None else gradient.to(wanted)
             else:
                 alone = synced.clone()
-                param.sharded.grad = shown = synced.add_(held)  # in place, as autograd accumulates: users may hold it
+                param.sharded.grad = shown = synced.add_(held)  # in place like autograd, for references of user code
                 self.apart[param] = _Apart(shown, shown._version, alone, held)
 
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """A gradient that users see, and what it is the sum of: sums of all ranks, and this rank's own since."""
+    """A ``.grad`` that users see, and the two parts of its sum.
+
+    Attributes:
+        shown: the gradient.
+        version: its version counter when it was set.
+        synced: the part that is reduced over ranks.
+        held: the part that this rank has added since without sync.
+    """
 
     shown: torch.Tensor
     version: int

@@ -1,4 +1,4 @@
-"""Gradients on their way from the end of a unit's backward to ``.grad``."""
+"""The reductions of an engine: from the end of each unit's backward to ``.grad``."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, unit_in_words
 from shardwise.plan.schedule import UnitBucket
 
-# ---- Backwards in parts, as stages of pipelines run them: of the inputs first, of the weights later and by hand.
+# ---- Split backwards of pipeline schedules: of the inputs first, of the weights later, by calls of the schedule.
 
 
 def hold_assigned(units: Iterable[Unit]) -> None:
-    """Get ready for one more backward without sync, outside of forward and backward.
+    """Prepare for one more backward without sync; call it outside of forward and backward.
 
-    Gradients that somebody has computed apart and assigned to full parameters are held, so that sums are made in the order of
-    microbatches.  Units whose weights' gradients are computed apart are full before that backward begins: whoever
-    does so asks for their parameters first.
+    Gradients that a schedule has computed separately and assigned to full parameters are accumulated, so that sums follow the
+    order of microbatches.  Units whose weight gradients are computed separately are unsharded before that backward begins,
+    since the schedule reads their parameters first.
     """
     for unit in units:
         if unit.is_full and _has_assigned(unit) and (assigned := unit.take_gradients()):
@@ -48,23 +48,23 @@ def hold_assigned(units: Iterable[Unit]) -> None:
 
 
 def _has_assigned(unit: Unit) -> bool:
-    # Between steps a full parameter that stays shows the gradient of its shard, too: that one has been reduced.
+    # ``.grad`` of a kept full parameter may be that of its shard, which was reduced already.
     fulls = (param.full for param in unit.params)
     return any(full is not None and full.grad is not None and lies_as(full, full.grad) for full in fulls)
 
 
 def check_weights(unit: Unit) -> None:
-    """Raise StateError if gradients of the unit's weights are lost, because they were not there when backward began."""
+    """Raise StateError if gradients of the unit's weights are lost, since it was sharded when backward began."""
     if not unit.backward.has_lost_weights:
         return
     unit.backward.has_lost_weights = False
     raise StateError(
         f"{unit_in_words(unit.name)} was sharded when a backward of its inputs alone began, so the gradients of its weights "
-        "are lost. A schedule that computes them apart (zero bubbles) needs stages sharded with reshard_after_forward=False"
+        "are lost. A schedule that computes them separately (zero bubble) needs stages sharded with reshard_after_forward=False"
     )
 
 
-# ---- The buckets of a running backward: units bring gradients, and what is complete is sent in one order on every
+# ---- The buckets of a running backward: units add gradients, and complete buckets are launched in the same order on every
 # rank.
 
 T = TypeVar("T")
@@ -84,14 +84,15 @@ class _OpenBucket(Generic[T]):
 
 
 class OpenBuckets(Generic[T]):
-    """What units have brought to the buckets of one backward, by numbers of units.
+    """The contents of the buckets of one backward, by unit number.
 
-    A bucket is complete when backward has ended all units that it waits for, and is sent after those before it: ranks on which
-    units end in different orders send the same buckets in the same order.
+    A bucket is complete when backward has ended all units that it waits for.  It is launched after the buckets before it, so
+    ranks on which units end in different orders launch the same buckets in the same order.
 
     Attributes:
-        is_planned: it is known which units share.
-        ended: units that backward has ended.  unsent: buckets that are open, in their order.
+        is_planned: :meth:`plan` was called.
+        ended: numbers of units whose backward has ended.
+        unsent: open buckets, in the order of their launches.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class OpenBuckets(Generic[T]):
         self._of: dict[int, _OpenBucket[T]] = {}
 
     def plan(self, buckets: Sequence[UnitBucket]) -> None:
-        """Let the units of each of ``buckets`` share one."""
+        """Open ``buckets``, each for the units that share it."""
         self.is_planned = True
         for bucket in buckets:
             made = _OpenBucket[T]({*bucket.awaited} - self.ended, bucket.units)
@@ -109,7 +110,11 @@ class OpenBuckets(Generic[T]):
             self._of.update(dict.fromkeys(bucket.units, made))
 
     def bring(self, unit: int, brought: T) -> bool:
-        """Put ``brought`` into the bucket of ``unit``; False: it is in none, or too late, or comes again: it goes alone."""
+        """Add ``brought`` to the bucket of ``unit``.
+
+        Returns: False if the unit has no bucket, its bucket was launched, or it has added something before; then the caller
+        reduces ``brought`` separately.
+        """
         bucket = self._of.get(unit)
         if bucket is None or bucket.is_sent or unit in bucket.brought:
             return False
@@ -117,12 +122,12 @@ class OpenBuckets(Generic[T]):
         return True
 
     def beside(self, unit: int) -> T | None:
-        """Return something that is in the bucket of ``unit`` already."""
+        """Return one of the entries that are in the bucket of ``unit`` already, or None."""
         bucket = self._of.get(unit)
         return next(iter(bucket.brought.values()), None) if bucket is not None else None
 
     def end(self, unit: int) -> list[list[T]]:
-        """Note that backward has ended ``unit``; return what is to be sent now, bucket by bucket."""
+        """Record that the backward of ``unit`` has ended; return the contents of the buckets to launch now."""
         self.ended.add(unit)
         bucket = self._of.get(unit)
         if bucket is not None:
@@ -133,20 +138,20 @@ class OpenBuckets(Generic[T]):
         return [each for each in ready if each]
 
     def rest(self) -> list[list[T]]:
-        """Return what has not been sent: backward is over."""
+        """Return the contents of all open buckets, at the end of backward."""
         unsent, self.unsent = self.unsent, []
         return [brought for bucket in unsent if (brought := bucket.send())]
 
 
 @dataclass(slots=True)
 class _Launch:
-    """Reductions of a unit that have not been committed, and what they consumed.
+    """Uncommitted reductions of a unit, and the earlier gradients that they include.
 
     Attributes:
-        held, partial: gradients of earlier backwards that they took from the unit.
-        absorbed: deferred launches whose partial sums they took, and of which parameters.
+        held, partial: gradients of earlier backwards that were taken from the unit.
+        absorbed: pending launches of earlier backwards whose partial sums were taken, with the parameters of these sums.
         taken: parameters whose partial sums a later launch has taken from this one.
-        others: units whose gradients are in these reductions too: they have brought them to the same bucket, later.
+        others: other units whose gradients are in the same bucket.
     """
 
     unit: Unit
@@ -159,12 +164,12 @@ class _Launch:
 
     @property
     def params(self) -> frozenset[ShardedParam]:
-        """Whose gradients are on their way."""
+        """The parameters whose gradients are being reduced."""
         return frozenset([param for reduction in self.reductions for param in reduction.params])
 
     @property
     def whose(self) -> str:
-        """Whose gradients these are, for messages."""
+        """The units, for messages."""
         names = [f"'{unit.name}'" for unit in (self.unit, *self.others)]
         if len(names) == 1:
             return f"gradients of unit {names[0]}"
@@ -173,7 +178,7 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _InBucket:
-    """What a launch has put into a bucket, and the stream that has computed it; None where there are none."""
+    """The entry of a launch in a bucket, and the stream that computed its gradients; None without streams."""
 
     launch: _Launch
     brought: Brought
@@ -181,14 +186,14 @@ class _InBucket:
 
 
 class Reductions:
-    """The reductions of one engine: launched as units end, in flight, then committed together or deferred.
+    """The reductions of one engine: launched as units end, then committed together, or left pending for a later backward.
 
-    Nothing of a backward is visible before :meth:`commit`: one that raises leaves earlier microbatches as they were.
+    No ``.grad`` changes before :meth:`commit`, so a backward that raises does not change gradients of earlier microbatches.
 
     Attributes:
-        max_inputs: reduce-scatter inputs that may live at once.
-        is_followed: users have hooks that follow the accumulation of gradients of the last commit.
-        failed_hook: what a user's hook on a gradient raised in the last commit.
+        max_inputs: how many reduce-scatter inputs may be allocated at once.
+        is_followed: parameters of the last commit have post-accumulate-grad hooks of users.
+        failed_hook: the exception of a user's gradient hook in the last commit.
     """
 
     def __init__(self, exec_order: ExecOrderTracker, comm_ctx: CommContext) -> None:
@@ -198,37 +203,37 @@ class Reductions:
         self._in_flight: list[Reduction] = []
         self._launched: list[_Launch] = []
         self._deferred: list[_Launch] = []
-        self._terms: dict[Unit, ReductionTerms] = {}  # as they were last
+        self._terms: dict[Unit, ReductionTerms] = {}  # the last terms of each unit, reused while its policy is the same
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self.is_followed = False
         self.failed_hook: BaseException | None = None
         self._buckets = OpenBuckets[_InBucket]()
         self._layouts = BucketLayouts()
-        self._split: tuple[object, EarlyBuckets] | None = None  # of the unit that is alone, and what it follows from
-        self._early: _Launch | None = None  # of a unit whose backward still runs
+        self._split: tuple[object, EarlyBuckets] | None = None  # buckets of a single unit, and the key they depend on
+        self._early: _Launch | None = None  # the launch of a unit whose backward still runs
 
     @property
     def has_launched(self) -> bool:
-        """True when this backward has begun to reduce gradients."""
+        """True if this backward has launched reductions."""
         return bool(self._launched)
 
     @property
     def has_deferred(self) -> bool:
-        """True when gradients of earlier backwards wait for a last one."""
+        """True if reductions of earlier backwards are pending."""
         return bool(self._deferred)
 
     def have_come(self, unit: Unit, since_commit: bool) -> bool:
-        """Return True if something of ``unit`` was launched in this backward, or ``since_commit``."""
+        """Return True if reductions of ``unit`` were launched in this backward, or since the last commit."""
         since = [*self._deferred, *self._launched] if since_commit else self._launched
         return any(launch.unit is unit for launch in since)
 
     def hold(self, unit: Unit, gradients: Gradients) -> None:
-        """Keep ``gradients`` for a later backward of ``unit``, once this one has ended well."""
+        """Accumulate unsynced ``gradients`` of ``unit``; they count once this backward ends without an exception."""
         self._fresh_held.append((unit, gradients))
         self.skip(unit)
 
     def skip(self, unit: Unit) -> None:
-        """Send the buckets that have waited for ``unit``: it has ended without gradients that are reduced now."""
+        """Launch the buckets that waited for ``unit``, whose backward has ended."""
         number, buckets = self._exec_order.numbers.get(unit, -1), self._buckets
         if buckets.unsent:
             self._send(buckets.end(number))
@@ -236,7 +241,7 @@ class Reductions:
             buckets.ended.add(number)
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
-        """Reduce ``fresh`` and what earlier backwards have left.  Raises: DesyncError, TransportError."""
+        """Reduce ``fresh`` and the unit's gradients of earlier backwards.  Raises: DesyncError, TransportError."""
         in_flight = self._in_flight
         while in_flight and self._is_next_due(in_flight[0]):
             self._advance(in_flight.pop(0))
@@ -245,7 +250,7 @@ class Reductions:
         earlier = unit.earlier
         launch, self._early = self._early, None
         sent, held = (frozenset[ShardedParam](), earlier.held) if launch is None else (launch.params, launch.held)
-        # A set: in which order gradients that were held have come is each rank's own affair.
+        # A set, since the order in which unsynced gradients arrived may differ between ranks.
         params = frozenset((*held, *fresh, *sent)) if held or sent else frozenset(fresh)
         if params not in self._exec_order.agreed:
             self._exec_order.agree_on_gradients(unit, params)
@@ -278,7 +283,7 @@ class Reductions:
         if terms is None or terms.policy is not unit.policy or terms.hook is not unit.all_reduce_hook:
             terms = self._terms[unit] = ReductionTerms(unit.policy, self._comm_ctx.streams, unit.all_reduce_hook)
         ways = groups[0].bound_comm if len(groups) == 1 else None
-        if ways is not None and ways.reduce is not None:  # nearly always
+        if ways is not None and ways.reduce is not None:  # the usual case: one sharded group
             launch.reductions += launch_reductions(groups[0], gradients, terms, added, launch.held)
             return
         split = self._split_of(unit)
@@ -299,16 +304,16 @@ class Reductions:
 
     @property
     def has_early(self) -> bool:
-        """True while a unit has some of its gradients on their way and others not."""
+        """True while some gradients of a unit are being reduced and its backward still runs."""
         return self._early is not None
 
     def early_buckets(self, unit: Unit) -> EarlyBuckets | None:
-        """Return in which buckets gradients of ``unit`` may go before its backward has ended; None: in none."""
+        """Return the buckets of ``unit`` that may be reduced before its backward ends; None if there are none."""
         are_reduced_as_they_come = unit.policy.sync and not unit.policy.reduces_unused and not unit.earlier.partial
         return self._split_of(unit) if are_reduced_as_they_come and unit.is_full else None
 
     def launch_early(self, unit: Unit, early: EarlyBuckets) -> None:
-        """Reduce what has come whole.  Raises: as :meth:`launch`."""
+        """Reduce the buckets that are complete.  Raises: the same as :meth:`launch`."""
         if self._early is None:
             if self._exec_order.unsaid:
                 self._exec_order.compare_deviation()
@@ -353,14 +358,14 @@ class Reductions:
 
     @staticmethod
     def _may_share(unit: Unit) -> bool:
-        """Return True if one all-reduce is all that gradients of ``unit`` take now."""
+        """Return True if gradients of ``unit`` take one all-reduce and nothing else."""
         if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not unit.policy.syncs_replicas:
             return False
         comm = unit.groups[0].bound_comm
         return comm is not None and comm.reduce is None and shares(unit.groups[0])
 
     def _share(self, launch: _Launch, brought: Brought) -> None:
-        """Start the reduction of large gradients, and leave the others to a bucket; if there is none, start it too."""
+        """Reduce large gradients now and add the others to the unit's bucket; without a bucket, reduce them now, too."""
         buckets = self._buckets
         if not buckets.is_planned:
             buckets.plan(self._exec_order.buckets())
@@ -369,14 +374,15 @@ class Reductions:
             return
         number, stream = self._exec_order.numbers.get(launch.unit, -1), self._comm_ctx.streams.replicas.here()
         first = buckets.beside(number)
-        # On another stream than the first it may not be packed, nor its memory given back, without an order between both.
+        # A bucket is packed, and its memory freed, on the stream of its first entry.  Entries of another stream are not ordered
+        # with that, so they are reduced separately.
         if (first is not None and first.stream != stream) or not buckets.bring(
             number, _InBucket(launch, brought, stream)
         ):
             launch.reductions += self._layouts.launch([brought])
 
     def _send(self, ready: Iterable[list[_InBucket]]) -> None:
-        """Start the all-reduces of buckets that are complete."""
+        """Launch the all-reduces of complete buckets."""
         for bucket in ready:
             launch = bucket[0].launch
             launch.others += [each.launch.unit for each in bucket[1:]]
@@ -391,7 +397,7 @@ class Reductions:
             self._in_flight += reductions
 
     def _absorb(self, launch: _Launch, gradients: Gradients) -> Gradients:
-        """Return the partial sums to add to ``gradients``: the unit's, and those that deferred backwards have left."""
+        """Return the partial sums to add to ``gradients``: the unit's own, and those of pending launches."""
         added = launch.partial
         for earlier in self._deferred:
             if earlier.unit is launch.unit:
@@ -407,8 +413,8 @@ class Reductions:
         return added
 
     def _is_next_due(self, reduction: Reduction) -> bool:
-        # What another collective follows is not asked whether it has come: ranks that all leave a backward by an exception must
-        # have launched the same ones, or one waits for what the others never begin.
+        # A reduction that launches an all-reduce afterwards must not depend on whether its reduce-scatter happens to be done:
+        # if all ranks leave this backward by an exception, they must have launched the same collectives, or some would hang.
         if reduction.awaits_all_reduce:
             return len(self._in_flight) >= self.max_inputs
         if len(self._in_flight) >= self.max_inputs:
@@ -443,10 +449,10 @@ class Reductions:
         if listeners:
             end("wait for gradients", launch.unit.name)
 
-    # ---- the end of a backward: before, and after, the ranks may change what others read ----
+    # ---- the end of a backward; until then other ranks may read this rank's gradients ----
 
     def launch_rest(self) -> None:
-        """Send what units have brought to buckets that others, which bring nothing, have kept open."""
+        """Launch the open buckets: they wait for units that produced no gradient."""
         buckets = self._buckets
         if not buckets.is_planned:
             buckets.ended.clear()
@@ -455,20 +461,20 @@ class Reductions:
         self._send(buckets.rest())
 
     def wait_for_inputs(self) -> None:
-        """Wait until no rank reads this one's gradients."""
+        """Wait until no other rank reads gradients of this rank."""
         self.launch_rest()
         for reduction in self._in_flight:
             self._advance(reduction)
         self._in_flight.clear()
 
     def defer(self) -> None:
-        """Leave all to a later backward."""
+        """Leave all launched reductions pending; a later backward commits them."""
         self._keep_held()
         self._deferred += self._launched
         self._launched = []
 
     def wait(self) -> None:
-        """Wait for the ends of all, also of those deferred."""
+        """Wait for all reductions, pending ones of earlier backwards included."""
         self.launch_rest()
         for launch in (*self._deferred, *self._launched):
             for reduction in launch.reductions:
@@ -480,7 +486,7 @@ class Reductions:
             streams.host_waits_for_copies()
 
     def commit(self) -> list[ShardedParam]:
-        """Set the gradients of this backward and of deferred ones; return the parameters that have got any."""
+        """Set the gradients of this backward and of pending ones; return the parameters that received any."""
         launched = [*self._deferred, *self._launched]
         self._keep_held()
         self._deferred, self._launched = [], []
@@ -509,7 +515,7 @@ class Reductions:
     # ---- failure ----
 
     def cancel(self) -> None:
-        """Forget what was launched in a backward that raised, and give units back what it had taken."""
+        """Cancel the reductions of a backward that raised, and return to units the earlier gradients that it had taken."""
         self._fresh_held.clear()
         launched, self._launched = self._launched, []
         self._early = None
@@ -525,7 +531,7 @@ class Reductions:
             launch.unit.earlier.put_back(launch.held, launch.partial)
 
     def forget_deferred(self) -> None:
-        """Drop what earlier backwards have left to a last one."""
+        """Drop the pending reductions of earlier backwards."""
         if self._deferred:
             self._comm_ctx.streams.current_waits_for_results()
         self._deferred = []

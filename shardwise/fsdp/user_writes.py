@@ -1,7 +1,8 @@
-"""What users write to full parameters while those are registered: found, brought to the shards, or refused.
+"""Writes of user code to registered full parameters: detect them, copy them to the shards, or refuse them.
 
-What torch counts is found by version counters and addresses.  What it does not count (``.data``) shows in this rank's own
-rows, beside the shard that they were gathered from; on an accelerator the host waits for that, in the first forwards alone.
+Writes that torch counts are detected by version counters and addresses.  Writes that it does not count (``.data``) are detected
+by comparing this rank's rows of a full parameter with its shard.  On an accelerator the host waits for that comparison, so only
+the first forwards make it.
 """
 
 from __future__ import annotations
@@ -24,30 +25,29 @@ from shardwise.fsdp.param import ShardedParam, mark_full, mark_kept, may_be_writ
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.observe import unit_in_words
 
-# ---- A rank's own rows of a full parameter, beside what a gather makes of its shard: to see and bring back what was
-# written.
+# ---- A rank's own rows of a full parameter, compared with the result of a gather of its shard.
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """Rows of one rank.
+    """The rows of one rank in full parameters.
 
     Attributes:
-        rank: its place along the axis that parameters are cut over.
-        compression: in which gathers carry parameters; None: as they are.
+        rank: the rank's index along the shard axis.
+        compression: the compression of gathers; None: uncompressed.
     """
 
     rank: int
     compression: Compression | None
 
     def of(self, param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
-        """Return the window of ``full`` that this rank holds."""
+        """Return the window of ``full`` that is this rank's shard."""
         cut, whole = param.shard, torch_private.data_of(torch_private.local_of(full))
         rows = cut.rows(self.rank)
         return whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
 
     def are_as_gathered(self, param: ShardedParam, full: torch.Tensor) -> bool:
-        """Return True if nobody has written to them since they came."""
+        """Return True if this rank's rows of ``full`` equal its shard after a gather; NaN equals NaN."""
         rows = self.of(param, full)
         gathered = self._as_gathered(param, rows)
         return torch.equal(rows, gathered) or bool(
@@ -55,7 +55,10 @@ class OwnRows:
         )
 
     def bring_back(self, param: ShardedParam, full: torch.Tensor) -> None:
-        """Copy them to the shard, where they are not what was gathered."""
+        """Copy this rank's rows of ``full`` to the shard.
+
+        If a gather casts or compresses, only elements that differ from its result are copied: others would lose precision.
+        """
         local = param.local.detach()
         with torch.no_grad():
             rows = self.of(param, full)
@@ -65,7 +68,7 @@ class OwnRows:
             local.copy_(rows)
 
     def _as_gathered(self, param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
-        """Return the shard as a gather makes ``rows`` of it: in their dtype, and coded and decoded."""
+        """Return the shard after a gather: cast to the dtype of ``rows``, or compressed and decompressed."""
         local = param.local.detach().to(rows.device)
         if self.compression is None:
             return local.to(rows.dtype)
@@ -79,11 +82,11 @@ Written = list[tuple[ParamGroup, ShardedParam]]
 
 
 class UserWrites:
-    """What is known of writes to the full parameters of one unit, whose groups and name callers give.
+    """Detection of writes to the full parameters of one unit; callers pass its groups and name.
 
     Attributes:
-        num_compared: how often ranks have compared what their forwards have written.
-        is_looking: forwards are looked at: the first ones, which show what a module does, and all of one that writes so.
+        num_compared: how often ranks have compared the writes of their forwards.
+        is_looking: the end of a forward looks for uncounted writes: in the first forwards, and always if one was found.
     """
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ class UserWrites:
         self._num_looks = 0
 
     def look(self, groups: Sequence[ParamGroup]) -> None:
-        """After forward: find what it has written through ``.data``, in the first forwards and where it does so."""
+        """Look for writes through ``.data`` after a forward, and set ``is_touched`` of the parameters that have any."""
         for group in groups:
             _look_for_touched(group, self._num_looks < _MAX_LOOKS)
         self._num_looks += 1
@@ -101,7 +104,7 @@ class UserWrites:
 
     @staticmethod
     def find(groups: Sequence[ParamGroup]) -> Written:
-        """Return the parameters whose full form somebody has written to since it was registered; the same on every rank."""
+        """Return the parameters whose full form was written to since it was registered; the same on every rank."""
         found: Written = []
         for group in groups:
             packing = group.packing
@@ -115,19 +118,19 @@ class UserWrites:
                         and [*map(_VERSION, fulls)] == versions
                         and [*map(torch.Tensor.data_ptr, fulls)] == addresses
                     ):
-                        continue  # nothing can have been written: all are queried at once, since that is quick
+                        continue  # no write is possible; this check of all parameters at C speed is the usual case
                 _add_written(group, bucket, buffer.is_shared, found)
         return found
 
     @staticmethod
     def take(written: Written) -> None:
-        """Bring this rank's rows of what was written to the shards."""
+        """Copy this rank's rows of the written parameters to the shards."""
         for group, param in written:
             _bring_back(group, param)
 
     @staticmethod
     def keep(groups: Sequence[ParamGroup]) -> None:
-        """Note that full parameters are registered where user code can reach them."""
+        """Watch full parameters that stay registered between passes, where user code can write to them."""
         for group in groups:
             take = _taker(group)
             for bucket in () if group.packing is None else group.packing.buckets:
@@ -137,7 +140,7 @@ class UserWrites:
 
     @staticmethod
     def values(written: Written) -> list[str]:
-        """Return digests of what forward has written, where all ranks have the same parameters."""
+        """Return digests of written parameters, for a comparison between ranks."""
         return [
             f"{param.fqn} with digest {digest_of(torch_private.data_of(param.full)):x}"
             for _, param in written
@@ -146,25 +149,25 @@ class UserWrites:
 
     @staticmethod
     def check_copies(name: str, groups: Sequence[ParamGroup]) -> None:
-        """Raise StateError if full parameters are not what the shards of unit ``name`` are, as far as this rank can see."""
+        """Raise StateError if this rank's rows of the full parameters of unit ``name`` differ from its shards."""
         for group in groups:
             param = _differing(group)
             if param is not None:
                 raise StateError(
                     f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or another "
-                    "alias that torch does not count as a write, so the full parameter is not what the shard is. Call "
+                    "alias that torch does not count as a write, so the full parameter differs from the shard. Call "
                     "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
                 )
 
     @staticmethod
     def check_sub(name: str, params: Sequence[ShardedParam]) -> None:
-        """Raise StateError if somebody has written to what unit ``name`` keeps on a smaller mesh."""
+        """Raise StateError if the sub-sharded parameters of unit ``name`` were written to."""
         for param in params:
             if param.subsharded is not None and param.subsharded._version:
                 raise StateError(
                     f"{param.fqn} ({unit_in_words(name)}) was written to between forward and backward, when its form on the "
-                    "smaller mesh of reshard_after_forward was registered, which is not what is trained. Write to it after "
-                    "backward, or call reshard() on the module first"
+                    "smaller mesh of reshard_after_forward was registered, and optimizers do not train that form. Write to it "
+                    "after backward, or call reshard() on the module first"
                 )
 
 
@@ -182,7 +185,7 @@ def _add_written(group: ParamGroup, bucket: FlatBucket, is_shared: bool, found: 
         full = param.full
         if full is None or full is param.sharded:
             continue
-        if is_shared:  # what is written to it is written to the shard, unless it lies elsewhere now
+        if is_shared:  # writes go to the shard's own memory, unless ``.data`` was assigned to
             if full.data_ptr() != param.full_address:
                 found.append((group, param))
         elif (
@@ -221,7 +224,7 @@ def _bring_back(group: ParamGroup, param: ShardedParam) -> None:
     mark_full([param])
     param.full_version, param.count.gathered = full._version, param.version
     if full.data_ptr() != param.full_address and group.packing is not None:
-        # ``.data`` was assigned to: back to the memory that is gathered into.
+        # User code has assigned to ``.data``: point the parameter back to the memory that gathers fill.
         torch_private.set_data(full, group.packing.make_full(param, group.pool).detach())
         param.full_address = full.data_ptr()
     for bucket in group.main_buckets:
@@ -230,7 +233,7 @@ def _bring_back(group: ParamGroup, param: ShardedParam) -> None:
 
 
 def _taker(group: ParamGroup) -> Callable[[ShardedParam], None]:
-    """Return what an idle parameter calls when somebody has written to it; it does not hold the group."""
+    """Return the callback of a kept parameter for writes to it; its reference to the group is weak."""
     ref = weakref.ref(group)
 
     def take(param: ShardedParam) -> None:

@@ -105,5 +105,5 @@ def test_hooks_that_would_see_a_gradient_of_this_rank_alone_are_refused() -> Non
     seen: list[torch.Tensor] = []
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
-    with pytest.raises(StateError, match="before it came to an output of the replicated module"):
+    with pytest.raises(StateError, match="before it reached an output of the replicated module"):
         _step(net, batch(1), "later")
