@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import on_ranks
-from helpers.snippets import EXAMPLES_OF_CLIENTS, PAGES_OF_CLIENTS, ROOT, main_of_example, python_of, read, run_page
+from helpers.snippets import (
+    EXAMPLES_OF_CLIENTS,
+    PAGES_OF_CLIENTS,
+    RECIPES_OF_CLIENTS,
+    ROOT,
+    main_of_example,
+    python_of,
+    read,
+    run_page,
+)
 
 from shardwise.testing import WorkerPool
 
@@ -26,7 +35,7 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_examples_learn(tmp_path: Path) -> None:
-    for name in sorted({example.stem for example in EXAMPLES} - {*EXAMPLES_OF_CLIENTS}):
+    for name in sorted({example.stem for example in EXAMPLES} - {*EXAMPLES_OF_CLIENTS, *RECIPES_OF_CLIENTS}):
         folder = {"folder": str(tmp_path / name)} if name in ("resume", "zero2") else {}
         losses = main_of_example(name)(**folder, steps=10, width=16)
         assert losses[-1] < losses[0], f"{name}: {losses}"

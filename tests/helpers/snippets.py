@@ -20,7 +20,9 @@ from shardwise import fully_shard, set_default_transport
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-EXAMPLES_OF_CLIENTS = ("qlora", "with_accelerate", "with_lightning")  # need packages that `make clients` alone installs
+# Examples that need packages which `make clients` alone installs; the second ones take more than steps and width.
+EXAMPLES_OF_CLIENTS = ("qlora", "with_accelerate", "with_lightning")
+RECIPES_OF_CLIENTS = ("stateful_loader", "with_ray", "with_trainer")
 PAGES_OF_CLIENTS = (ROOT / "docs" / "tutorials" / "lora.md",)  # the same for pages
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
 
