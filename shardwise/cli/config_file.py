@@ -17,7 +17,7 @@ _NOT_IN_FILES = ("help", "config", "print_config")
 
 
 def config_words(path: Path, options: Sequence[argparse.Action], given: Mapping[str, Any]) -> list[str]:
-    """Return the words for the options in the file ``path``, without those in ``given``, which the command line has.
+    """Return the words for the options in the file ``path``; ``given``: the options of the command line, which come later.
 
     Raises: ConfigError that names the file, and the key if one is wrong.
     """
@@ -30,9 +30,9 @@ def config_words(path: Path, options: Sequence[argparse.Action], given: Mapping[
         if name in words:
             raise ConfigError(f"{path}: {name} is given twice, also as {name.replace('-', '_')}.")
         words[name] = _word(path, name, known[name], value)
-    is_resumed = "resume" in given  # --resume names the folder
-    left_out = {name for name in words if known[name].dest in given or (is_resumed and name == "out")}
-    return [word for name, word in words.items() if word and name not in left_out]
+    if "resume" in given:  # it names the folder
+        words.pop("out", None)
+    return [word for word in words.values() if word]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise import ConfigError, DesyncError, StepMeter, fully_shard, trace
+from shardwise import ConfigError, DesyncError, StepMeter, fully_shard, torch_private, trace
 from shardwise.loop import meter as module
 
 ROWS, WIDTH, TOKENS = 8, 16, 8.0
@@ -101,6 +101,7 @@ def test_operations_are_counted_once_as_torchs_counter_counts_them_in_one_proces
     with mock.patch.object(module.time, "perf_counter", clock.perf_counter):
         for _ in range(2):
             with meter.step():
+                assert not torch_private.has_dispatch_mode(), "tensors would take another way"
                 model(torch.ones(ROWS, WIDTH)).sum().backward()
                 clock.now += 0.5
         found = meter.figures()

@@ -176,11 +176,10 @@ def test_torchruns_restarts_resume_the_run_that_they_have_begun(text: Path, tmp_
     run, marker, script = tmp_path / "run", tmp_path / "killed", tmp_path / "rank.py"
     script.write_text(
         "import os, pathlib, signal, sys, threading, time, types\n"
-        "for name in ('tensorboard', 'report'):\n"  # what takes longer to import than the run lasts
-        "    module = {'tensorboard': 'torch.utils.tensorboard', 'report': 'shardwise.recipes.report'}[name]\n"
-        "    writer = type('Writer', (), {'__init__': lambda *_, **__: None, '__enter__': lambda self: self,\n"
-        "        '__exit__': lambda *_: None, 'add_scalar': lambda *_: None, 'flush': lambda _: None})\n"
-        "    sys.modules[module] = types.SimpleNamespace(SummaryWriter=writer, draw_report=lambda *_: None)\n"
+        # TensorBoard takes longer to import than the run lasts.
+        "writer = type('Writer', (), {'__init__': lambda *_, **__: None, '__enter__': lambda self: self,\n"
+        "    '__exit__': lambda *_: None, 'add_scalar': lambda *_: None, 'flush': lambda _: None})\n"
+        "sys.modules['torch.utils.tensorboard'] = types.SimpleNamespace(SummaryWriter=writer)\n"
         "from shardwise.cli.main import main\n"
         f"run, marker = pathlib.Path({str(run)!r}), pathlib.Path({str(marker)!r})\n"
         "def kill():\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise import Choices, ConfigError, plan
@@ -91,6 +91,7 @@ def test_sizes_are_read_in_powers_of_1024(size: str, num_bytes: int) -> None:
     assert _request("--min-unit-bytes", size).config.min_unit_bytes == num_bytes
 
 
+@example(2**40 + 1)
 @given(st.integers(0, 2**50) | st.integers(0, 2**20).map(lambda number: number * 2**19))
 def test_a_printed_size_is_read_back(num_bytes: int) -> None:
     assert train.read_num_bytes(format_size(num_bytes)) == num_bytes
