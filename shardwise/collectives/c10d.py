@@ -1,6 +1,6 @@
-"""Any backend through torch.distributed: one packed buffer per collective.
+"""The communicator for any backend of torch.distributed: one packed buffer per collective.
 
-Collectives are looked up on ``torch.distributed`` at every call, so tools and tests may wrap them.
+Every call looks the collective up on ``torch.distributed``, so that tools and tests may wrap it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shardwise.consistency.process_groups import FIRST, await_collective, outlas
 from shardwise.observe import EVERYBODY, now, remember, thread
 
 # pyright: reportDeprecated=false
-# torch renamed the collectives in 2.13; older versions have the old names alone.
+# torch renamed the collectives in 2.13; older versions have the old names only.
 
 
-# torch's own functions spend a part of their time on what cannot be here: other classes of tensors, strangers to the group,
-# collectives that are put off.  Who has replaced them, to count or to change collectives, is asked.
+# torch's functions spend part of their time on cases that do not occur here: tensor subclasses, ranks outside of the group,
+# coalesced collectives.  So call the process group directly, unless a tool has replaced the function.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -79,12 +79,15 @@ def reduce_scatter_single(
 def all_to_all_rows(
     received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Launch: row r of ``sent`` goes to rank r, whose row comes to ``received``; both (ranks, bytes) and contiguous."""
+    """Launch an all-to-all: row r of ``sent`` goes to rank r, row r of ``received`` comes from rank r.
+
+    Both are contiguous and of shape (ranks, bytes).
+    """
     return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
 
 class Launched:
-    """A collective of ``group`` on the host whose end runs once: wait for the work, ``end(result)``, give ``buffer`` back."""
+    """A collective of ``group`` on the host; ``wait`` waits for ``work``, calls ``end(result)``, releases ``buffer``; once."""
 
     __slots__ = ("_buffer", "_end", "_group", "_result", "_work")
     holds_input = True
@@ -111,7 +114,7 @@ class Launched:
         if work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
             try:
-                work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a user's own collective has its own work
+                work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a custom collective's own Work class
             except RuntimeError as error:
                 self._outlast(work, error)
         end(self._result)
@@ -119,11 +122,11 @@ class Launched:
             self._buffer.release()
 
     def cancel(self) -> None:
-        # The backend may still write to the buffers: they must live until it is done, whatever it says.
+        # The backend may still write to the buffers, so they must live until its work is done.
         end, self._end = self._end, None
         if end is None or self._work is None:
             return
-        with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffers are lost with it
+        with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffer is never released to the pool
             try:
                 self._work.wait(FIRST) if type(self._work) is dist.Work else self._work.wait()
             except RuntimeError as error:
@@ -132,7 +135,7 @@ class Launched:
                 self._buffer.release()
 
     def _outlast(self, work: dist.Work, error: RuntimeError) -> None:
-        """Wait on after a first wait that has ended by ``error``.  Raises: RuntimeError that names the other ranks."""
+        """Continue to wait after a first wait that raised ``error``.  Raises: RuntimeError that names the other ranks."""
         try:
             if type(work) is not dist.Work:
                 raise error
@@ -143,10 +146,14 @@ class Launched:
 
 
 class StreamWork:
-    """A collective enqueued on a side stream: what waits for it is ordered after that stream.
+    """A collective enqueued on a side stream; ``wait`` orders the current stream after it.
 
-    ``end`` delivers and gives buffers back.  ``forget`` gives them back alone.  ``fetch``: the side stream that has allocated
-    ``keeps``, which this stream reads, and may use its memory again only after that.
+    Args:
+        stream: the side stream.
+        end: delivers the result and releases buffers.
+        forget: releases buffers only, after a cancel.
+        keeps: tensors that the collective uses, kept alive until the wait.
+        fetch: the side stream that has allocated ``keeps``; it must not reuse that memory before ``stream`` has read it.
     """
 
     __slots__ = ("_end", "_fetch", "_forget", "_keeps", "_mark", "_stream")
@@ -168,7 +175,7 @@ class StreamWork:
         self._fetch = fetch
 
     def is_done(self) -> bool:
-        # Asking the device would let memory be free at other times on every rank, and the plan be wrong.
+        # A query of the device would free memory at different times on each rank, and memory plans would be wrong.
         return self._end is None
 
     def wait(self) -> None:
@@ -191,7 +198,7 @@ class StreamWork:
 
 
 class InPlaceStreamWork:
-    """An all-reduce enqueued on a side stream: there is nothing to deliver, and nothing to give back."""
+    """An in-place all-reduce enqueued on a side stream; it has no result to deliver and no buffer to release."""
 
     __slots__ = ("_stream",)
     holds_input = False
@@ -209,20 +216,27 @@ class InPlaceStreamWork:
 
 
 def fetch_alone(fetch: SideStream, ends: GatherEnds) -> Handle:
-    """Bring full parameters from the host to a rank that has all of them there, beside other work."""
+    """Copy offloaded parameters to the device on stream ``fetch``, for a rank that has all shards."""
     with fetch.run():
         shard = ends.shard()
 
     def end() -> None:
         ends.deliver(shard)
-        fetch.wait_current()  # it allocated what the current stream has read
+        fetch.wait_current()  # before ``fetch`` reuses memory that it allocated and the current stream has read
 
     return StreamWork(fetch, end, lambda: None, None)
 
 
 class C10dCommunicator:
-    """A process group, its stream and the pool of its buffers.  ``fetch``: the side stream on which shards come from the
-    host, if that is where they live."""
+    """Collectives of a process group.
+
+    Args:
+        group: the process group.
+        stream: the stream of its collectives.
+        pool: the pool of packed buffers.
+        custom: replacements of the collectives.
+        fetch: the side stream that copies offloaded shards from the host; None if shards are not offloaded.
+    """
 
     def __init__(
         self,
@@ -250,9 +264,9 @@ class C10dCommunicator:
         return self._rank
 
     def all_gather(self, ends: GatherEnds) -> Handle:
-        """Gather sections into one packed buffer, which ``wait`` hands to ``ends.deliver``.
+        """All-gather sections into one packed buffer, which ``wait`` passes to ``ends.deliver``.
 
-        The side stream does not wait for the current stream: whoever has changed the shards orders it after the change.
+        The side stream does not wait for the current stream; the engine orders it after writes to shards.
         """
         if self.stream.is_concurrent:
             return self._all_gather_on_stream(ends)
@@ -276,11 +290,12 @@ class C10dCommunicator:
             packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
             work = self._start_gather(packed, shard, async_op=False)
             if work is not None:
-                work.wait()  # the side stream does, not the host
+                work.wait()  # the side stream waits, not the host
 
         def end() -> None:
             ends.deliver(packed)
-            # The side stream allocated it and the current stream has read it: the side stream's next user must come after that.
+            # The side stream allocated ``packed`` and the current stream has read it; order later uses of that memory by the
+            # side stream after this read.
             stream.wait_current()
             forget()
 
@@ -296,8 +311,11 @@ class C10dCommunicator:
         return self.custom.all_gather(packed, shard, self.group, async_op=async_op)
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Fill one packed buffer, reduce it, and hand this rank's section to ``ends.deliver``: on a stream at once, on the
-        host when it is waited for.  The buffer stays in use until then, in either case."""
+        """Fill one packed buffer, reduce-scatter it, and pass this rank's section to ``ends.deliver``.
+
+        The section is delivered on a stream at once, on the host in ``wait``.  The buffer is in use until ``wait`` in either
+        case.
+        """
         custom, dtype = self.custom, ends.dtype
         if custom.reduce_scatter is None and not custom.allocates_from_group:
             buffer = self.pool.acquire(ends.section_numel * self._size * dtype.itemsize)
@@ -329,13 +347,13 @@ class C10dCommunicator:
         with stream.run():
             output, work = self._start_scatter(ends, by, packed, async_op=False)
             if work is not None:
-                work.wait()  # the side stream does, not the host
+                work.wait()  # the side stream waits, not the host
             if by.after is not None:
                 output.div_(by.after)
             ends.deliver(output)
 
         def end() -> None:
-            # The current stream allocated it and has come after the side stream that read it: its next user does.
+            # The current stream allocated ``packed`` and waits for the side stream that read it, so it may reuse the memory.
             if buffer is not None:
                 buffer.release()
 
@@ -356,7 +374,7 @@ class C10dCommunicator:
         return output, custom(output, packed, self.group, by.op, async_op=async_op)
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
-        """Reduce ``tensor`` over the group, in place; on a stream, after what the current stream has been given."""
+        """All-reduce ``tensor`` in place; on a stream, after the work that is enqueued on the current stream."""
         if self.stream.is_concurrent:
             self.stream.wait_current()
             with self.stream.run():
@@ -378,7 +396,7 @@ class C10dCommunicator:
         return Launched(work, end, summed, None, self.group)
 
     def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
-        """Reduce ``tensor`` over the group, in place, on the current stream; on the host it is waited for."""
+        """All-reduce ``tensor`` in place on the current stream; on the host, wait for the result."""
         by = resolve_scale(scale, self._size)
         if by.before is not None:
             tensor.div_(by.before)
@@ -404,7 +422,7 @@ class C10dCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How a backend carries out a scale: divide by ``before`` (None: do not), reduce by ``op``, divide by ``after``."""
+    """The steps of a scaled reduction: divide by ``before`` (None: do not), reduce by ``op``, divide by ``after``."""
 
     before: float | None
     op: Any
@@ -412,7 +430,7 @@ class Arithmetic:
 
 
 def resolve_scale(scale: Scale, size: int) -> Arithmetic:
-    """Return what carries out ``scale`` on a group of ``size`` ranks."""
+    """Return the arithmetic of ``scale`` for a group of ``size`` ranks."""
     divisor = float(size) if scale.divisor is None else scale.divisor
     if scale.split:
         before = 1.0

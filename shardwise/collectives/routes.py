@@ -1,4 +1,4 @@
-"""Links: ways between the ranks of a group that beat its backend's collectives."""
+"""Links, transports that are faster than a backend's collectives, and the choice between both for each collective."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardwise.errors import ConfigError, DesyncError
 from shardwise.layout import Bucket
 from shardwise.observe import hearers, note, now, remember, tell, thread
 
-# ---- Parts of sections: packing them, and summing them so that every transport gets the same bits.
+# ---- Shards in sections: pack them, and sum them in an order that gives the same bits over every transport.
 
 
 def section_parts(layout: Bucket, section: torch.Tensor, rank: int, first: int = 0) -> list[torch.Tensor]:
-    """Return the windows of ``rank``'s parts in its section, from tensor number ``first`` on.
+    """Return the windows of ``rank``'s shards in its section, from tensor number ``first`` on.
 
-    ``section``: 1-D; it starts where tensor ``first`` does.
+    ``section``: 1-D; its first element is that of tensor ``first``.
     """
     base = section.storage_offset() - (layout.offsets[first] if first < len(layout.offsets) else 0)
     return [
@@ -34,7 +34,7 @@ def section_parts(layout: Bucket, section: torch.Tensor, rank: int, first: int =
 
 
 def pack_parts(layout: Bucket, parts: Sequence[torch.Tensor], section: torch.Tensor, rank: int, first: int = 0) -> None:
-    """Copy ``parts`` (all those of ``rank``) from number ``first`` on into ``section``, as :func:`section_parts` cuts it."""
+    """Copy ``parts``, the shards of ``rank``, from number ``first`` on into the windows of :func:`section_parts`."""
     chosen = parts[first:]
     if not chosen:
         return
@@ -48,27 +48,27 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def have_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape and dtype are equal to the bit; nans are, too."""
+    """Return True if two tensors of one shape and dtype are equal bit by bit, so that NaN equals the same NaN."""
     bits = _BITS.get(left.element_size())
     return torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits))
 
 
 def can_sum_in_parts(scale: Scale, size: int) -> bool:
-    """True if :func:`sum_sections` can carry out ``scale``: gradients are not divided before the sum."""
+    """Return True if :func:`sum_sections` supports ``scale``: it does not divide before the sum."""
     return resolve_scale(scale, size).before is None
 
 
 def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale, rank: int, out: torch.Tensor) -> None:
-    """Sum what every rank has for ``rank`` into ``out``: always in rank order, so any transport gives the same bits.
+    """Sum all ranks' sections for ``rank`` into ``out``, in rank order, so that every transport gives the same bits.
 
     Args:
-        layout: of a section.
-        sections: of every rank for this one, in rank order: 1-D, ``layout.section_numel`` elements.
-        scale: how the sum becomes a mean.
-        out: 1-D, ``layout.section_numel`` elements, may be one of ``sections``; padding is left undefined.
+        layout: the layout of a section.
+        sections: the sections in rank order, each 1-D with ``layout.section_numel`` elements.
+        scale: the divisor of the sum.
+        out: 1-D, ``layout.section_numel`` elements; it may be one of ``sections``.  Padding stays undefined.
     """
     divisor = float(len(sections)) if scale.divisor is None else scale.divisor
-    # One tensor after the other, so that sum and division find it in the cache.
+    # Sum and divide tensor by tensor, so that the division finds the sum in the cache.
     for start, numel in _extents(layout, rank):
         target = out.narrow(0, start, numel)
         terms = [target if section is out else section.narrow(0, start, numel) for section in sections]
@@ -76,7 +76,7 @@ def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale,
 
 
 def add_up(terms: Sequence[torch.Tensor], divisor: float, out: torch.Tensor) -> None:
-    """Sum two or more ``terms`` in their order and divide by ``divisor``; ``out`` may be one of them."""
+    """Sum two or more ``terms`` in their order and divide by ``divisor``; ``out`` may be one of the terms."""
     total = out
     if any(term is out for term in terms[2:]):
         total = torch.empty_like(out)  # the first sum must not overwrite a later term
@@ -106,7 +106,7 @@ _default: list[Transport] = ["auto"]  # one entry, set by set_default_transport 
 
 
 def check_transport(transport: str, name: str = "transport") -> Transport:
-    """Return ``transport``.  Raises: ConfigError, about the argument ``name``, if there is none of that name."""
+    """Return ``transport``.  Raises: ConfigError that names the argument ``name`` if there is no such transport."""
     for known in TRANSPORTS:
         if transport == known:
             return known
@@ -114,12 +114,12 @@ def check_transport(transport: str, name: str = "transport") -> Transport:
 
 
 def set_default_transport(transport: Transport) -> None:
-    """Say how ranks exchange CPU tensors where a model does not say it (:meth:`FSDPModule.set_transport`).
+    """Set the transport of CPU tensors for models without their own (:meth:`FSDPModule.set_transport`).
 
     Args:
         transport: "auto": shared memory if all ranks of a group are processes of one host, else "gloo".  "gloo": messages
-            over the network, parts sent from and received in place.  "collective": the backend's own collectives.  The ranks
-            of a group use what all of them allow.  Models that have run keep theirs.
+            over the network, sent and received in place.  "collective": the backend's own collectives.  The ranks of a group
+            use a transport that all of them allow.  Models that have run a forward keep theirs.
 
     Raises: ConfigError for another name.
     """
@@ -127,29 +127,29 @@ def set_default_transport(transport: Transport) -> None:
 
 
 def default_transport() -> Transport:
-    """Return what :func:`set_default_transport` was given last, "auto" at first."""
+    """Return the transport that :func:`set_default_transport` has set; "auto" at first."""
     return _default[0]
 
 
 @dataclass(frozen=True, slots=True)
 class ByBackend:
-    """Another way to sum a tensor in place: ``launch()``, on all ranks if one ``is_wanted`` on any of them."""
+    """The backend's all-reduce, as the alternative to a link's: all ranks ``launch`` it if it ``is_wanted`` on any rank."""
 
     is_wanted: bool
     launch: Callable[[], Handle]
 
 
 class InPlaceSums(Protocol):
-    """How tensors are summed in place by a link, in passes, but without opening it: nobody waits for the others to begin."""
+    """In-place sums of a link.  They need a pass but not an open link, so no rank waits for others to begin the pass."""
 
     def takes(self, tensor: torch.Tensor, scale: Scale) -> bool:
-        """True if ``tensor`` goes by the link; the same on every rank."""
+        """Return True if the link sums ``tensor``; the same on every rank."""
         ...
 
     def all_reduce(
         self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None, by_backend: ByBackend
     ) -> Handle:
-        """Launch; ``wait``, or the end of the pass, ends it."""
+        """Launch the sum; it is complete after ``wait``, or at the end of the pass."""
         ...
 
     def end(self) -> None:
@@ -158,52 +158,52 @@ class InPlaceSums(Protocol):
 
 
 class Link(Protocol):
-    """A fast way between the ranks of one group.
+    """A transport between the ranks of one group that is faster than its backend.
 
-    It is used in passes: from :meth:`open` to :meth:`close` nobody changes a shard, so peers may read it at any time.
+    It is used in passes: from :meth:`open` to :meth:`close` no shard changes, so peers may read shards at any time.
     """
 
     name: str
-    compares_contents: bool  # ranks that come with other parameters hear of it by the link
+    compares_contents: bool  # the link detects that ranks send different parameters
 
     @property
     def sums(self) -> InPlaceSums | None:
-        """How tensors are summed in place; None: by the backend."""
+        """The link's in-place sums; None: the backend sums."""
         ...
 
     def open(self, kind: PassKind, wants_collectives: bool) -> bool:
         """Enter a pass with all ranks of the group; return True unless some rank wants the backend's collectives.
 
-        Raises: TransportError if a rank does not come, has left by an exception, or comes to another kind of pass.
+        Raises: TransportError if a rank does not arrive, has raised an exception, or enters another kind of pass.
         """
         ...
 
     def close(self) -> None:
-        """Leave the pass; returns when no rank reads this rank's shards any more."""
+        """Leave the pass; return when no rank reads this rank's shards any more."""
         ...
 
     def abort(self) -> None:
-        """Leave the pass without the others and let them know, as far as the link can."""
+        """Leave the pass after a failure on this rank, and notify the other ranks if the link can."""
         ...
 
     def takes_gather(self, ends: GatherEnds) -> bool:
-        """True if this all-gather goes by the link; the same on every rank."""
+        """Return True if the link does this all-gather; the same on every rank."""
         ...
 
     def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
-        """True if this reduce-scatter goes by the link; the same on every rank."""
+        """Return True if the link does this reduce-scatter; the same on every rank."""
         ...
 
     def all_gather(self, ends: GatherEnds) -> Handle:
-        """Launch; ``wait`` delivers."""
+        """Launch the all-gather; ``wait`` delivers the result."""
         ...
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Launch; ``wait`` delivers."""
+        """Launch the reduce-scatter; ``wait`` delivers the result."""
         ...
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
-        """Return the pooled bytes that the all-gather of a bucket stages, and whether they are its full parameters too."""
+        """Return the pooled bytes that the all-gather of a bucket stages, and whether they include its full parameters."""
         ...
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
@@ -211,11 +211,11 @@ class Link(Protocol):
         ...
 
 
-# ---- Where links come from: a device's transports register here, and nothing that every device needs imports them.
+# ---- Providers of links.  The transports of a device register here, so that modules for all devices need not import them.
 
 
 class LinkedBucket(Protocol):
-    """Shards of one dtype in one section, as links see them: attributes of ``fsdp/flat_buffer.py::FlatBucket``."""
+    """The part of ``fsdp/flat_buffer.py::FlatBucket`` that links use: shards of one dtype in one section."""
 
     number: int | None
     place: object | None
@@ -225,12 +225,12 @@ class LinkedBucket(Protocol):
     travels: bool
 
     def move_to_shared_memory(self) -> None:
-        """Move the section to memory of :attr:`LinkProvider.take_shareable`; ``place`` stays None where there is none."""
+        """Move the section to memory of :attr:`LinkProvider.take_shareable`; ``place`` stays None if there is none."""
         ...
 
 
 class LinkedGroup(Protocol):
-    """A parameter group, as links see it."""
+    """The part of a parameter group that links use."""
 
     @property
     def main_buckets(self) -> Sequence[LinkedBucket]:
@@ -244,7 +244,13 @@ class LinkedGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkUsers:
-    """The parameter groups that use a link, in the order of the units: they gather, reduce to shards, or sum in place."""
+    """The parameter groups that use a link, in the order of the units.
+
+    Attributes:
+        gathers: groups that all-gather by it.
+        reduces: groups that reduce-scatter by it.
+        sums: groups that all-reduce by it.
+    """
 
     gathers: list[LinkedGroup] = field(default_factory=list[LinkedGroup])
     reduces: list[LinkedGroup] = field(default_factory=list[LinkedGroup])
@@ -252,14 +258,14 @@ class LinkUsers:
 
 
 class LinkSource(Protocol):
-    """Makes the link of one process group, and makes it again when the sizes of shards have changed."""
+    """Makes the link of one process group, and a new one when the sizes of shards have changed."""
 
     def prepare(self) -> Link | None:
-        """Return the link for the next pass, None if the ranks have none.  Collective when it makes one."""
+        """Return the link for the next pass, None if there is none.  It is a collective if it makes a link."""
         ...
 
     def is_for(self, users: LinkUsers, transport: Transport) -> bool:
-        """True if the source was made for just these."""
+        """Return True if the source was made for exactly ``users`` and ``transport``."""
         ...
 
 
@@ -268,8 +274,8 @@ class LinkProvider:
     """The transports of one kind of device.
 
     Attributes:
-        can_link: ``can_link(group, devices)`` is True if the ranks of ``group`` may find a link for tensors on ``devices``.
-        take_shareable: ``take_shareable(num_bytes)`` returns zeros that peers can read, and where they lie, if there are any.
+        can_link: ``can_link(group, devices)`` returns True if ``group`` may have a link for tensors on ``devices``.
+        take_shareable: ``take_shareable(num_bytes)`` returns zeros that peers can read and their location, or None.
         make: ``make(group, users, transport, pool, timeout_s)`` returns the source of the group's links.
     """
 
@@ -282,12 +288,11 @@ link_providers: list[LinkProvider] = []  # filled when shardwise is imported (co
 
 
 def provider_of(group: dist.ProcessGroup, devices: Collection[torch.device]) -> LinkProvider | None:
-    """Return what makes links of ``group`` for tensors on ``devices``, if anything does."""
+    """Return the provider of links of ``group`` for tensors on ``devices``, or None."""
     return next((each for each in link_providers if each.can_link(group, devices)), None)
 
 
-# ---- The communicator that units talk to: in a pass, the group's link where it serves; the backend's collectives
-# elsewhere.
+# ---- The communicator of units: in a pass it uses the group's link if that takes the collective, else the backend.
 
 
 @dataclass(slots=True)
@@ -295,23 +300,23 @@ class _Entry:
     prepare: Callable[[], Link | None]
     link: Link | None = None
     is_prepared: bool = False
-    has_no_link: bool = False  # in this pass
+    has_no_link: bool = False  # the ranks have no link in this pass
     is_open: bool = False
     is_agreed: bool = False
     has_sums: bool = False
 
 
 class PassTracker:
-    """The passes of one engine: a forward or a backward, from the outermost begin to its end; nobody changes shards in one.
+    """Tracks the passes of one engine, each a forward or a backward from its outermost begin to its end.  Shards do not change.
 
-    A link is opened by the first collective that could use it: a rank that runs a forward without collectives, as
-    replicas may, waits for nobody.
+    The first collective that can use a link opens it, so a rank that runs a forward without collectives (replicas) waits for
+    no other rank.
 
     Attributes:
-        number: one that no other pass of this engine has; None outside of any.
-        known_links: by name of their group, the links that the last passes had, for planning.
-        entries: by name of their group, how ranks find a link before each pass.
-        tell: what to call with the reason when ranks find no way to talk.
+        number: a number that no other pass of this engine has; None outside of any.
+        known_links: group name -> the link of the last pass, for planning.
+        entries: group name -> the state of the group's link.
+        tell: is called with the reason when ranks disagree about a link.
     """
 
     def __init__(self) -> None:
@@ -324,15 +329,15 @@ class PassTracker:
         self.tell: Callable[[str], None] = lambda _: None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
-        """Let ``prepare`` say, before each pass, by which link the ranks of ``group`` talk; None: by none."""
+        """Let ``prepare`` return the link of ``group`` before each pass; None: no link."""
         old = self.entries.get(group.group_name)
         self.entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
 
     def link(self, group: dist.ProcessGroup, takes: Callable[[Link], bool]) -> Link | None:
-        """Return the link to use for the next collective of ``group``; None: use the backend's own.
+        """Return the link to use for the next collective of ``group``; None: use the backend.
 
-        ``takes(link)`` says, alike on every rank, whether the collective is one for the link: if none is, in a whole pass,
-        the link stays closed.
+        ``takes(link)`` returns, the same on every rank, whether the link takes the collective.  The link stays closed in a
+        pass in which it takes none.
         """
         entry = self.entries.get(group.group_name)
         if entry is None or not self._depth:
@@ -347,7 +352,7 @@ class PassTracker:
         return entry.link if entry.is_agreed else None
 
     def sums(self, group: dist.ProcessGroup, tensor: torch.Tensor, scale: Scale) -> InPlaceSums | None:
-        """Return what sums ``tensor`` over ``group`` in place; None: the backend.  It waits for nobody, opens nothing."""
+        """Return the link's in-place sums if they take ``tensor``, else None; this does not open the link."""
         entry = self.entries.get(group.group_name)
         if entry is None or not self._depth:
             return None
@@ -362,12 +367,12 @@ class PassTracker:
         try:
             entry.link = self.known_links[group.group_name] = entry.prepare()
         except DesyncError as error:
-            self.tell(str(error))  # ranks of other groups wait for this one, too
+            self.tell(str(error))  # ranks of other groups may wait for this rank
             raise
         entry.is_prepared, entry.has_no_link = True, entry.link is None
 
     def begin(self, kind: PassKind) -> None:
-        """Enter a pass, or one inside another."""
+        """Enter a pass, possibly inside another one."""
         if not self._depth:
             self._kind = kind
             self._count += 1
@@ -375,7 +380,7 @@ class PassTracker:
         self._depth += 1
 
     def end(self) -> None:
-        """Leave it; the outermost end waits until no peer reads this rank's shards."""
+        """Leave a pass; the outermost end waits until no peer reads this rank's shards."""
         if self._depth == 1:
             for entry in self.entries.values():
                 entry.is_prepared = entry.has_no_link = False
@@ -403,7 +408,7 @@ class PassTracker:
 
 
 class LeftOut:
-    """A collective that a fault has left out on this rank alone: what should have come is zeros."""
+    """A collective that an injected fault omits on this rank only; its result is zeros."""
 
     holds_input = False
 
@@ -426,10 +431,10 @@ class LeftOut:
 
 
 class RoutedCommunicator:
-    """One group of ranks along a mesh axis, with all the ways between them.
+    """The communicator of one group of ranks along a mesh axis, over its link or its backend.
 
-    The way of a collective depends on its sizes and on what the ranks agreed on when the pass began: it is the same on
-    every rank.
+    The choice depends on the sizes of a collective and on the agreement of the ranks at the begin of the pass, so it is the
+    same on every rank.
     """
 
     def __init__(self, packed: C10dCommunicator, pass_tracker: PassTracker) -> None:
@@ -447,11 +452,11 @@ class RoutedCommunicator:
 
     @property
     def planned_link(self) -> Link | None:
-        """The link that collectives are expected to use."""
+        """The link that collectives are expected to use, for planning."""
         return self._pass_tracker.known_links.get(self._name)
 
     def all_gather(self, ends: GatherEnds) -> Handle:
-        """Gather by the link or through one packed buffer."""
+        """Launch an all-gather by the link, or by the backend through one packed buffer."""
         remember((now(), thread(), "", 0, "all-gather", ""))
         if hearers and tell("all-gather", "", ends):
             return LeftOut(ends, self.size)
@@ -463,7 +468,7 @@ class RoutedCommunicator:
         return self.packed.all_gather(ends)
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Reduce by the link or through one packed buffer."""
+        """Launch a reduce-scatter by the link, or by the backend through one packed buffer."""
         remember((now(), thread(), "", 0, "reduction", ends.label))
         if hearers and tell("reduction", ends.label, ends):
             return LeftOut(ends)
@@ -475,7 +480,7 @@ class RoutedCommunicator:
         return self.packed.reduce_scatter(ends, scale)
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
-        """Reduce in place, by the link or by the backend."""
+        """Launch an in-place all-reduce by the link or by the backend."""
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
         sums = self._pass_tracker.sums(self.packed.group, tensor, scale)
@@ -496,9 +501,9 @@ _ORIGINALS = {name: getattr(sys.modules["torch.distributed.distributed_c10d"], n
 
 
 def collectives_are_watched() -> bool:
-    """True if something on this rank counts or replaces collectives: a dispatch mode, or a wrapper around torch's functions.
+    """Return True if a tool on this rank counts or replaces collectives: a dispatch mode, or wrappers of torch's functions.
 
-    Such tools know torch's collectives alone, so they are what a watched step uses.
+    Such tools see torch's collectives only, so a watched step uses these.
     """
     if torch_private.has_dispatch_mode():
         return True

@@ -1,4 +1,4 @@
-"""What a step has done so far, what the plan says comes next, and where this rank is for the others to know."""
+"""The execution order of a step, compared with the plan of an earlier one and with the other ranks."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ _IN_WORDS = {
 
 
 class ExecOrderTracker:
-    """The execution order of the running step beside the plan that was made from an earlier one.
+    """The execution order of the running step, and the plan that was made from an earlier step.
 
     Attributes:
-        plan: the prediction made from the last step's order; None until a step has shown one.
-        budget: how far ahead of their use units may be unsharded.
-        log: what units have done last; its instruments hear every event.
-        mismatch_check: where ranks compare plans and say where they are when a collective fails; None without other ranks.
-        agreed: which parameters' gradients may be reduced together: the ranks have agreed on each of these sets.
-        numbers: of units, in plans.
-        gathers: forward needs other ranks.  Else one may go forward, or backward without sync, alone: ranks compare where
-            gradients are reduced.
-        unsaid: how this rank has left the plan since, and has not told the others.
+        plan: the prediction of the step; None until a step has shown its order.
+        budget: the limit on prefetched units.
+        log: the recent operations of units; its instruments receive every event.
+        mismatch_check: compares plans between ranks, and exchanges positions when a collective fails; None on a single rank.
+        agreed: sets of parameters whose gradients may be reduced together; the ranks have agreed on each set.
+        numbers: the number of each unit in plans.
+        gathers: forward takes collectives.  If not, a rank may run a forward, or a backward without sync, alone, so ranks
+            compare their order only when gradients are reduced.
+        unsaid: how this rank has deviated from the plan, if it was not compared with the other ranks yet; else "".
     """
 
     def __init__(self) -> None:
@@ -80,15 +80,17 @@ class ExecOrderTracker:
         self.gathers = True
         self.unsaid = ""
         self._agreed_buckets: set[tuple[tuple[int, ...], ...]] = set()
-        self._prefetches: list[list[Unit]] = []  # as in the plan
+        self._prefetches: list[list[Unit]] = []  # for each entry of the plan, the units to prefetch
         self._entries: list[OrderEntry] = []
         self._follows_plan = False
         self._planned_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]] = self.budget, ()
         self._left_order = ""
-        self._aside: tuple[list[OrderEntry], bool, str, str] | None = None  # the step that an evaluation has come into
+        self._aside: tuple[list[OrderEntry], bool, str, str] | None = (
+            None  # the step that an evaluation has interrupted
+        )
 
     def adopt(self, units: Sequence[Unit]) -> None:
-        """Write down what ``units`` do from here on; ``units[i]`` is number i."""
+        """Track ``units`` from now on; ``units[i]`` is number i."""
         self._units = units
         self.numbers = {unit: number for number, unit in enumerate(units)}
         self.gathers = any(group.is_collective for unit in units for group in unit.groups)
@@ -99,12 +101,12 @@ class ExecOrderTracker:
     # ---- events ----
 
     def position(self, note: str = "") -> Position:
-        """Return where this rank is, for the others to read."""
+        """Return the position of this rank, for messages on other ranks; ``note`` says what it waits for."""
         recent = tuple(f"{_IN_WORDS[op]} {unit_in_words(unit)}" for op, unit in self.log.recent)
         return Position(self.log.num_calls, recent, note or self._left_order)
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Return ``error`` with the position of every rank, as far as they can be known."""
+        """Return ``error`` with the position of every rank that can be reached."""
         if self.mismatch_check is None or isinstance(error, DesyncError):
             return error
         return self.mismatch_check.explain(error, self.position(f"waiting for {where}"))
@@ -112,30 +114,30 @@ class ExecOrderTracker:
     # ---- order ----
 
     def begin(self, aside: bool = False) -> None:
-        """Start a step; ``aside``: an evaluation that may be this rank's alone, after which the step before goes on."""
+        """Start a step; ``aside``: an evaluation, possibly on this rank only, after which the interrupted step continues."""
         self._aside = (self._entries, self._follows_plan, self.unsaid, self._left_order) if aside else None
         self._entries = []
         self._follows_plan = self.plan is not None
         self.unsaid = ""
 
     def go_on(self) -> None:
-        """Come back to the step that an evaluation has come into."""
+        """Return to the step that an evaluation has interrupted."""
         if self._aside is not None:
             self._entries, self._follows_plan, self.unsaid, self._left_order = self._aside
             self._aside = None
 
     def forget(self) -> None:
-        """Drop the order of a step that has failed."""
+        """Drop the order of a failed step."""
         self._aside = None
         self._entries = []
         self._follows_plan = False
         self.unsaid = ""
 
     def record(self, unit: Unit, event: StepEvent) -> Sequence[Unit]:
-        """Write down that ``unit`` reaches ``event``, before anything is done about it.
+        """Record that ``unit`` reaches ``event``, before the engine acts on it.
 
-        Returns: the units that the plan wants unsharded right after.
-        Raises: DesyncError if this leaves the plan and other ranks do not leave it so.
+        Returns: the units to prefetch right after.
+        Raises: DesyncError if this deviates from the plan and other ranks do not deviate in the same way.
         """
         number = self.numbers.get(unit)
         if number is None:
@@ -169,15 +171,15 @@ class ExecOrderTracker:
         return ()
 
     def compare_deviation(self) -> None:
-        """Let the ranks compare how they have left the plan.  Raises: DesyncError if other ranks do not leave it so."""
+        """Compare this rank's deviation from the plan with the other ranks.  Raises: DesyncError if they differ."""
         unsaid, self.unsaid = self.unsaid, ""
         if self.mismatch_check is not None:
             self.mismatch_check.check_deviation(unsaid, self.position())
 
     def agree_on_gradients(self, unit: Unit, params: frozenset[ShardedParam]) -> None:
-        """Let the ranks compare what they are about to reduce, unless the way there compares it in every message.
+        """Compare the parameters of a reduction between ranks, unless the transport compares them in every message.
 
-        The first time that is all that can be trained, so that most runs never come here again.
+        The first call compares the trainable parameters of all units, so that most runs compare only once.
 
         Raises: DesyncError on every rank if ranks differ.
         """
@@ -193,16 +195,13 @@ class ExecOrderTracker:
         self.agreed.add(params)
 
     def compare_parameters(self) -> None:
-        """Let the ranks compare what they have to train.
-
-        Raises: DesyncError on every rank if ranks differ.
-        """
+        """Compare the parameters of all units between ranks.  Raises: DesyncError on every rank if ranks differ."""
         if self.mismatch_check is not None:
             facts = [_fact_of(param) for each in self._units for param in each.params]
             self.mismatch_check.check_facts("parameters", facts, self.position())
 
     def buckets(self) -> tuple[UnitBucket, ...]:
-        """Return which units' gradients are reduced together in this backward: as planned, or after the forward that has run.
+        """Return the buckets of units in this backward: those of the plan, or formed from the order of the last forward.
 
         Raises: DesyncError on every rank if ranks differ.
         """
@@ -220,21 +219,21 @@ class ExecOrderTracker:
         return buckets
 
     def _agree_on_buckets(self, key: tuple[tuple[int, ...], ...]) -> None:
-        if len(self._agreed_buckets) >= _MOST_BUCKETS:  # of a model that goes ever new ways
+        if len(self._agreed_buckets) >= _MOST_BUCKETS:  # a model whose execution order keeps changing
             self._agreed_buckets.clear()
         self._agreed_buckets.add(key)
 
     def _shown(self, buckets: Sequence[UnitBucket]) -> list[str]:
-        """Return the buckets of several units, the same text on every rank."""
+        """Return one text per bucket of several units, for the comparison between ranks."""
         names = [[f"'{self._units[unit].name}'" for unit in bucket.units] for bucket in buckets]
         return [f"one reduction of units {', '.join(each)}" for each in names if len(each) > 1]
 
     def has_planned_forward(self) -> bool:
-        """True if the entries so far are the forward part of the plan."""
+        """Return True if the entries so far are the forward part of the plan."""
         return self.plan is not None and self.plan.order.forward == tuple(self._entries)
 
     def replan(self) -> None:
-        """Plan the next step from the order of this one, unless the plan is that already.
+        """Plan the next step from the order of this one, unless the present plan was made from the same order.
 
         Raises: DesyncError if ranks would plan different collectives.
         """
@@ -258,7 +257,7 @@ class ExecOrderTracker:
         self._prefetches = [[self._units[number] for number in numbers] for numbers in plan.prefetches]
 
     def facts(self) -> tuple[UnitFacts, ...]:
-        """Return what planning needs to know of every unit."""
+        """Return the inputs of planning, one per unit."""
         return tuple(self._facts_of(unit) for unit in self._units)
 
     def _facts_of(self, unit: Unit) -> UnitFacts:
@@ -293,7 +292,7 @@ def _tell_computation(track: str, unit: str, event: StepEvent) -> None:
 
 
 def _fact_of(param: ShardedParam) -> str:
-    """Return what must be the same on all ranks of a parameter whose gradient is reduced."""
+    """Return the properties of a parameter that must be the same on all ranks, for the reduction of its gradient."""
     kind = "" if param.sharded.requires_grad else ", frozen"
     return f"{param.fqn} of shape {tuple(param.sharded.shape)}, {param.dtype}{kind}"
 
@@ -305,27 +304,26 @@ def _numbers_of(refs: list[weakref.ref[Unit]] | None, numbers: dict[Unit, int]) 
     return tuple(numbers[unit] for unit in units if unit in numbers)
 
 
-# ---- Have all ranks written the same to parameters in forward?  Asked of the first forwards in which a module does
-# so.
-# Every rank takes its own rows of what it has written to a full parameter.  Where ranks have not written the same, those of
-# others are lost without a word.  Nobody waits in forward: digests are posted there, and read when the gradients of the next
-# backward have come, for which every rank has left that forward behind.
+# ---- Check that all ranks write the same values to parameters in forward, in the first forwards that write any.
+# Every rank copies its own rows of a written full parameter to its shard.  If ranks write different values, the shards silently
+# become a mixture of them.  The check does not wait in forward: ranks post digests there, and read them when the gradients of
+# the next backward are reduced, since then every rank has finished that forward.
 
 _MAX_COMPARED = 2  # forwards per unit
 
 
 class WrittenAlike:
-    """What this rank has posted.
+    """The digests that this rank has posted and not compared yet.
 
     Attributes:
-        posted: places, each of one unit in one forward, and the digests that were left there.
+        posted: keys, each for one unit in one forward, and the posted digests.
     """
 
     def __init__(self) -> None:
         self.posted: list[tuple[str, list[str]]] = []
 
     def post(self, unit: Unit, written: Written, place: str, mismatch_check: MismatchCheck | None) -> None:
-        """Leave what a forward has written to the full parameters of ``unit`` for the other ranks to read."""
+        """Post digests of what a forward has written to the full parameters of ``unit``, for the other ranks."""
         if mismatch_check is not None and unit.writes.num_compared < _MAX_COMPARED:
             values = unit.writes.values(written)
             if values:
@@ -334,17 +332,17 @@ class WrittenAlike:
                 self.posted.append((place, values))
 
     def check(self, exec_order: ExecOrderTracker) -> None:
-        """Raise DesyncError if another rank has written something else."""
+        """Raise DesyncError if another rank has written other values."""
         posted, self.posted = self.posted, []
         for place, values in posted:
             assert exec_order.mismatch_check is not None
             exec_order.mismatch_check.check_writes(place, values, exec_order.position())
 
 
-# ---- Conversions of shards that forwards have gathered: what has other values after them, on any rank.
-# On one process a conversion puts other memory in place, which leaves what a graph holds as it is.  Here backward gathers
-# shards anew: values that a conversion has rounded, or that were written to it through ``.data``, which torch does not count,
-# are not those that the graph was made with.
+# ---- Conversions of gathered shards to another dtype or device: find those that change values on any rank.
+# On one process a conversion allocates new memory, and tensors that a graph has saved do not change.  Here backward gathers the
+# shards again, so values that a conversion has rounded, or that were written through ``.data`` (which torch does not count),
+# are not those of the forward.
 
 
 def _has_bits(local: torch.Tensor) -> bool:
@@ -352,11 +350,11 @@ def _has_bits(local: torch.Tensor) -> bool:
 
 
 class Converted:
-    """What was converted since shards were last put together.
+    """The parameters that were converted since shards were last packed.
 
     Attributes:
         before: dtypes and digests of the shards before the first conversion.
-        awaits_backward: a forward had built a graph then of which no backward had come.
+        awaits_backward: at that time a forward had built a graph whose backward had not run.
     """
 
     def __init__(self) -> None:
@@ -364,10 +362,10 @@ class Converted:
         self.awaits_backward = False
 
     def note(self, params: Iterable[ShardedParam], awaits_backward: bool) -> None:
-        """Remember what ``params`` are: they are about to be converted.
+        """Store dtypes and digests of ``params``, which are about to be converted.
 
-        Those that nobody gathers stay in the graph.  What was replaced is named where its gradient comes.  Tensors of users'
-        classes need have no bits to look at: they count as written.
+        Parameters that are not gathered are in the graph themselves, as on one process.  A replaced parameter raises in
+        backward.  Tensor subclasses may have no readable bits, so they count as written.
         """
         self.awaits_backward = awaits_backward
         for param in params:
@@ -376,11 +374,12 @@ class Converted:
                 self.before[param] = param.local.dtype, digest_of(param.local)
 
     def settle(self, exec_order: ExecOrderTracker, is_backward: bool) -> None:
-        """Tell what has kept its values on all ranks from what is to count as written.
+        """Mark the converted parameters that have the same values on all ranks; the others count as written.
 
-        Ranks ask each other about what is cut over them alone: of the rest each has all, and one may run a forward alone.
+        Only sharded parameters are compared between ranks: of others every rank has all values, and one rank may run a forward
+        alone.
 
-        Raises: StateError on every rank where a backward begins that needs what was; DesyncError unless all ranks convert.
+        Raises: StateError on every rank if a backward needs the old values; DesyncError unless all ranks convert.
         """
         before, self.before = self.before, {}
         changed = {param.fqn for param, was in before.items() if was != (param.local.dtype, digest_of(param.local))}
@@ -394,6 +393,6 @@ class Converted:
             elif is_backward and self.awaits_backward and param.local.dtype is dtype:
                 raise StateError(
                     f"{param.fqn} was converted between a forward and its backward, and has other values now: written to "
-                    "through .data, or rounded. Backward wants those of the forward, which are gone. Convert parameters, "
+                    "through .data, or rounded. Backward needs the values of the forward, which are lost. Convert parameters, "
                     "and write to them, before forward or after backward"
                 )

@@ -1,4 +1,4 @@
-"""The hooks that tie modules to an engine: one call each.  The only file that registers hooks on modules and outputs."""
+"""The hooks that connect modules to an engine.  No other file registers hooks on modules and outputs."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ from shardwise.fsdp.unit import is_in_backward
 from shardwise.observe import listeners, log_for_torch, logger
 from shardwise.torch_private import beside_transforms, innermost_transform, is_profiling
 
-# ---- Ends of steps that somebody asks for: ``finalize_backward``, and stages of pipelines after their last
-# microbatch.
+# ---- Explicit ends of a step: ``finalize_backward``, and pipeline stages after their last microbatch.
 
 
 def set_manual(engine: Engine, is_manual: bool) -> None:
-    """Let :func:`complete` set gradients, or the end of every backward.
+    """Let :func:`complete` set gradients (True), or the end of every backward (False).
 
-    Raises: StateError if that would change while gradients of a backward are on their way.
+    Raises: StateError if that changes while gradients of a backward are not set.
     """
     engine.manual.set_on(is_manual, engine.watch.is_running or is_in_backward(), engine.reductions.has_deferred)
 
 
 def end_step(engine: Engine) -> None:
-    """Reduce what backwards without sync have left, and set gradients.
+    """Reduce unsynced gradients and set ``.grad``.
 
-    Gradients count that backwards have accumulated, and those that somebody has assigned to full parameters.
+    They include gradients that a pipeline schedule has assigned to full parameters.
 
     Raises: StateError in a backward, or if some of the weights' gradients are lost.
     """
@@ -65,7 +64,7 @@ def end_step(engine: Engine) -> None:
 
 
 def launch_rest(engine: Engine) -> object | None:
-    """Reduce what backwards have left; return what :func:`complete` takes, None if no backward has come.
+    """Launch the reductions of unsynced gradients; return a token for :func:`complete`, None if there was no backward.
 
     Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
     """
@@ -101,7 +100,7 @@ def _reduce_rest(engine: Engine) -> None:
 
 
 def complete(engine: Engine, completion: object) -> None:
-    """Wait for reductions and set gradients.  Raises: StateError if ``completion`` has been forgotten."""
+    """Wait for reductions and set gradients.  Raises: StateError if ``completion`` was invalidated."""
     engine.manual.check_completion(completion)
     engine.stash_gradients()
     try:
@@ -113,7 +112,7 @@ def complete(engine: Engine, completion: object) -> None:
     engine.run_hooks(params)
 
 
-# ---- Refuses sharded parameters as ``inputs`` of a backward: shards are not in the autograd graph.
+# ---- Refuse sharded parameters as ``inputs`` of a backward: shards are not in the autograd graph.
 
 _UNUSED = "appears to not have been used in the graph"
 
@@ -161,8 +160,7 @@ def _not_in_graph(names: Sequence[str]) -> StateError:
     )
 
 
-# ---- Transfers as records of torch's profiler, whichever way they go: its own records know torch's collectives
-# alone.
+# ---- Records of transfers in torch's profiler, which itself records torch's collectives but not those of links.
 
 _NAMES = {
     "unshard": "all_gather",
@@ -183,14 +181,14 @@ class _OpenRecord:
 
 
 class _Records:
-    """Hears of spans while a profiler is on: each that moves bytes is a ``record_function`` of its thread."""
+    """A span listener that makes a ``record_function`` of every transfer while a profiler is on."""
 
     def __init__(self) -> None:
         self._open = threading.local()
 
     def begin(self, track: str, what: str, subject: str) -> None:
         if not torch_private.is_profiling():
-            listeners.remove(self)  # nobody looks any more: transfers cost nothing again
+            listeners.remove(self)  # the profiler is off, so transfers shall have no overhead
             return
         if what in _NAMES:
             record = torch.profiler.record_function(f"shardwise::{_NAMES[what]} {subject or 'root'}")
@@ -200,7 +198,7 @@ class _Records:
     def end(self, what: str, subject: str, num_bytes: int) -> None:
         stack = self._stack()
         if (what, subject) not in [each.span for each in stack]:
-            return  # it had begun before the profiler
+            return  # the span began before the profiler
         while stack:
             last = stack.pop()
             last.record.__exit__(None, None, None)
@@ -217,7 +215,7 @@ _records = _Records()
 
 
 def record_transfers() -> None:
-    """Show transfers to the profiler that is on, until it is off."""
+    """Record transfers until the running profiler is off."""
     if _records not in listeners:
         listeners.append(_records)
 
@@ -226,7 +224,7 @@ def record_transfers() -> None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``value``: tensors, lists, tuples, named tuples, sets, mappings, dataclasses, nested at will."""
+    """Yield the tensors in ``value``: tensors, lists, tuples, named tuples, sets, mappings, dataclasses, in any nesting."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -244,9 +242,9 @@ _MOST_LOOKED_AT = 1000
 
 
 def tensors_behind(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that attributes of ``value``, an object of any class, hold, and of what these hold in turn.
+    """Yield the tensors in the attributes of ``value``, an object of any class, recursively.
 
-    Nothing callable is looked into, nor more than a thousand things.
+    Callables are skipped, and the search ends after a thousand objects.
     """
     todo, seen = [value], set[int]()
     while todo and len(seen) < _MOST_LOOKED_AT:
@@ -309,8 +307,8 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _NO_RANGE = nullcontext()
 _warnings = logging.getLogger("shardwise")
-_checked: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # that hold no full forms, by their ids
-_warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # whose optimizers have stepped without any gradient
+_checked: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # id -> an optimizer that has no full parameters
+_warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines with a warning about steps without any gradient
 
 
 _WHY_NO_GRAPH = (
@@ -320,7 +318,7 @@ _WHY_NO_GRAPH = (
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which torch.compile leaves out of its graphs from here on; elsewhere it runs as it is."""
+    """Return ``function`` after excluding it from the graphs of torch.compile; it does not change otherwise."""
     torch_private.skip_frames(function, _WHY_NO_GRAPH)
     return function
 
@@ -328,7 +326,8 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
     """Log that ``what`` begins for ``unit``; return a context that a profiler shows as one range.
 
-    What ``torch.func`` transforms is what the module computes, not what is gathered for it.
+    Inside a ``torch.func`` transform the context suspends it: the transform applies to the module's computation, not to the
+    gathers for it.
     """
     if logs:
         log_for_torch(what, unit)
@@ -341,7 +340,7 @@ def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
 
 
 class Hooks:
-    """The hooks of one attachment; they have no state of their own.  ``attachment``: of the modules they are for."""
+    """The hooks on the modules of one attachment; their state is in the attachment."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
@@ -354,7 +353,7 @@ class Hooks:
             module.register_forward_hook(self.after_forward, prepend=False, always_call=True)
 
     def listen(self) -> None:
-        """Hear of gradients of plain parameters before the first forward, too: parts of a module may be called without it."""
+        """Hook gradients of plain parameters before the first forward, since user code may call only parts of the module."""
         unit, attachment_ref = self._unit, weakref.ref(self._attachment)
 
         def on_first_gradient() -> None:
@@ -368,23 +367,26 @@ class Hooks:
                 unit.backward.on_gradients = on_first_gradient
 
     def install_state_dict_hooks(self) -> None:
-        """Let state dicts be taken from, and loaded into, the shards: on every module that holds a parameter of the unit."""
+        """Make every module that owns a parameter of the unit save and load its state dict from and into the shards."""
         holders = {id(module): module for param in self._unit.params if (module := param.module()) is not None}
         for module in holders.values():
             self.reshard_for_state_dict(module)
 
     def reshard_for_state_dict(self, module: nn.Module) -> None:
-        """Give full parameters back before ``module``'s state dict is taken or loaded."""
+        """Reshard the unit before the state dict of ``module`` is taken or loaded."""
         module.register_state_dict_pre_hook(self.before_state_dict)
         module.register_load_state_dict_pre_hook(self.before_state_dict)
 
     def before_state_dict(self, *_: Any) -> None:
-        """State-dict hook, for both ways."""
+        """Reshard the unit: the pre-hook of ``state_dict`` and ``load_state_dict``."""
         self._unit.reshard()
 
     @dynamo_disabled
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Pre-forward hook: full parameters, inputs on the device and in the compute dtype."""
+        """Pre-forward hook: wait for full parameters, move inputs to the device and cast them to the compute dtype.
+
+        It runs once per module and step, so it enters contexts only if a log, a profiler or a transform needs one.
+        """
         attachment, unit = self._attachment, self._unit
         host = unit.host_ref()
         engine = host if isinstance(host, Engine) and attachment.is_root is not None else None
@@ -408,7 +410,7 @@ class Hooks:
         if attachment.is_root:
             needs_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
             attachment.before = torch_private.num_nodes_made(), needs_gradient
-        # Where counting gradients does not tell the end of the unit's backward, the gradients of its inputs must.
+        # If the count of gradients cannot show the end of the unit's backward, hooks on its inputs must.
         backward = unit.backward
         is_counted = backward.counts and not (backward.ended_late or backward.has_frozen or unit.policy.reduces_unused)
         is_watched = not is_counted and torch.is_grad_enabled() and self._has_boundary()
@@ -417,7 +419,7 @@ class Hooks:
 
     @dynamo_disabled
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Forward hook, also run when forward has raised."""
+        """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
         attachment, unit, builds_graph = self._attachment, self._unit, torch.is_grad_enabled()
         engine = unit.host_ref()
         through = attachment.passes.pop() if attachment.passes else None
@@ -443,8 +445,8 @@ class Hooks:
         return output if dtype is None else cast_floating(output, dtype)
 
     def _look_for_nested_backwards(self, engine: Engine, output: Any) -> None:
-        # Another number of nodes is another graph, as where checkpoints were switched on.  Those whose inputs need no gradient
-        # make nodes, too, which are not part of it.
+        # Search the graph only if it changed, which the number of its nodes shows (checkpoints were switched on, for example).
+        # Checkpoints whose inputs need no gradient make nodes outside of the graph, so compare that fact, too.
         attachment = self._attachment
         num_before, needs_gradient = attachment.before
         found = torch_private.num_nodes_made() - num_before, needs_gradient
@@ -460,12 +462,10 @@ class Hooks:
         for tensor in found:
             if not tensor.requires_grad:
                 continue
-            _ = (
-                tensor.grad_fn
-            )  # brings the history of a view up to date: where it is not, torch's register_hook crashes
+            _ = tensor.grad_fn  # regenerates the grad_fn of a view that is out of date: register_hook would crash
             tensor.register_hook(pre_backward)
-            # An in-place op on a view puts a new history in place of the view's and would lose the hook above; the
-            # history of the tensor under it stays.
+            # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
+            # stays.
             base = torch_private.base_of_view(tensor)
             if base is not None and base.grad_fn is not None:
                 base.grad_fn.register_prehook(pre_backward)
@@ -473,7 +473,7 @@ class Hooks:
     def _watch_inputs(self, args: Args, kwargs: Kwargs) -> Pass:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
         through = self._pass_of_forward()
-        # A module whose inputs need no gradient has no end that could be seen: the unit then ends with the whole backward.
+        # If no input needs a gradient, expect one that never arrives: the unit ends with the whole backward.
         through.expect(max(1, len(watched)))
 
         def on_gradient(_: torch.Tensor) -> None:
@@ -485,14 +485,14 @@ class Hooks:
         return through
 
     def _has_boundary(self) -> bool:
-        # A recomputed module of several has been counted when it ran first.
+        # In a unit of several modules, a recomputed one was counted in its first forward.
         return len(self._unit.modules) == 1 or not is_in_backward()
 
     def _pass_of_forward(self) -> Pass:
-        """Return what the module that starts its forward counts in: one pass for all modules of the unit.
+        """Return the pass of the module that starts its forward; all modules of a unit share one pass.
 
-        Backward leaves a unit of several modules when it has left all of them: resharding at the inputs of the last one
-        would take the parameters from those before it.
+        The backward of a unit of several modules ends when it has left all of them: resharding at the inputs of the last
+        module would free parameters that the modules before it still read.
         """
         unit = self._unit
         is_first = unit.holders == 1 and len(unit.awaited) == len(unit.modules)
@@ -503,7 +503,7 @@ class Hooks:
 
     @dynamo_disabled
     def before_backward(self, through: Pass | None, num_packs: int, *_: object) -> None:
-        """Runs when the first gradient of an output is known; ``num_packs``: the unit's in the forward that made it."""
+        """Pre-backward hook, at the first gradient of an output; ``num_packs``: that of the unit at the output's forward."""
         engine = self._unit.host_ref()
         if isinstance(engine, Engine):
             if engine.logs or innermost_transform() is not None or is_profiling():
@@ -514,7 +514,7 @@ class Hooks:
 
     @dynamo_disabled
     def inputs_done(self, through: Pass) -> None:
-        """Runs when the gradients of all inputs of one forward are known."""
+        """Post-backward hook, when all inputs of one forward have their gradients."""
         engine = self._unit.host_ref()
         if isinstance(engine, Engine):
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
@@ -529,7 +529,7 @@ _watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers al
 
 
 def watch_optimizers() -> None:
-    """Let all optimizers step on shards as they are, and count their steps as writes; refuse shards as inputs of backwards."""
+    """Install global optimizer hooks that reshard units and count steps as writes; refuse shards as inputs of backwards."""
     if not _watches:
         check_backward_inputs()
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
@@ -537,9 +537,9 @@ def watch_optimizers() -> None:
 
 
 def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step, let what has been written to full parameters that stay registered go to the shards, and free those.
+    """Reshard units before the optimizer steps on their shards, so that writes to full parameters are copied first.
 
-    They would be older than the shards after the step, and gathered again in any case.
+    Full parameters would be stale after the step, and gathered again in any case.
 
     Raises: StateError if gradients of these parameters wait for ``finalize_backward``.
     """
@@ -565,7 +565,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def leave_interrupted(engine: Engine | None) -> None:
-    """End a forward that an interrupt has ended unseen: its units are sharded again."""
+    """Reset ``engine`` if an interrupt has ended its forward without running the forward hooks."""
     if engine is not None and engine.forwards and engine.forwards.were_left:
         engine.reset()
 
@@ -583,7 +583,7 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
-    """Warn of a step that changes nothing where nobody would see why: the shards are in no graph, so they get no gradient."""
+    """Warn of an optimizer step on parameters without any gradient, after a forward whose backward did not run."""
     params = [param for unit in engine.units for param in unit.params if id(param.sharded) in stepped]
     trained = [param for param in params if param.sharded.requires_grad]
     engine.awaits_backward = False
@@ -591,7 +591,7 @@ def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
         _warned.add(engine)
         _warnings.warning(
             "an optimizer steps on %s and %d other sharded parameters, none of which has a gradient, although a forward has "
-            "built a graph and no backward has come to it. backward(inputs=...) and torch.autograd.grad do not find sharded "
+            "built a graph and no backward has used it. backward(inputs=...) and torch.autograd.grad do not find sharded "
             "parameters in the graph: call backward() without inputs",
             trained[0].fqn,
             len(trained) - 1,
@@ -599,7 +599,7 @@ def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
 
 
 def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """After a step, count it as a write to shards: torch's multi-tensor and fused steps do not."""
+    """Bump the version counters of shards after a step: torch's multi-tensor and fused steps do not."""
     written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if written:
         torch.autograd.graph.increment_version(written)
@@ -621,12 +621,12 @@ def has_nested_backward(outputs: Iterable[torch.Tensor]) -> bool:
 
 
 def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Before a forward, overwrite the buffers of ``module`` with those of the group's first rank, as DDP does.
+    """Broadcast the buffers of the group's first rank before each forward of ``module``, as DDP does.
 
-    Not after one without gradients or without sync, whatever the mode of this one is: the first forward of an evaluation sees
-    the first rank's, those after it wait for nobody.
+    A forward that follows one without gradients or without sync does not broadcast.  So the first forward of an evaluation
+    uses the first rank's buffers, and later ones need no other rank.
     """
-    calm = weakref.WeakSet[nn.Module]()  # modules, copies too, whose last forward was none of training
+    calm = weakref.WeakSet[nn.Module]()  # modules, copies included, whose last forward had no gradients or no sync
 
     def before_forward(module: nn.Module, _: Any) -> None:
         if module not in calm:
@@ -647,7 +647,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) -> None:
-    """Let method ``name`` of ``module`` run between the forward hooks, as ``forward`` does."""
+    """Replace method ``name`` of ``module`` by one that runs the forward hooks around it."""
     original: Callable[..., Any] = getattr(module, name)
     module_ref, hooks = weakref.ref(module), Hooks(attachment)
 

@@ -1,4 +1,4 @@
-"""Roots: at the first forward the module that runs it owns the engine of all units below it."""
+"""Roots: the module that runs the first forward becomes the root, and owns the engine of all units below it."""
 
 from __future__ import annotations
 
@@ -43,59 +43,59 @@ from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import compress_paths
 from shardwise.plan.schedule import PrefetchBudget
 
-# ---- Parameters that a unit takes from the unit of an outer module, which was sharded first.
+# ---- The registry of all units: a new unit may take parameters from the unit of an outer module that was sharded first.
 
-# Nothing leads from an inner module to the units of those around it.
-# In the order in which they were made, which is the same on all ranks.
+# It is global, since an inner module has no reference to the units of outer modules.  The order is that of creation, which is
+# the same on all ranks.
 _units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
 _unit_of: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
-    """Let units that are made later find the parameters of ``unit``."""
+    """Add ``unit`` to the registry, so that later units find its parameters."""
     _units[unit] = None
     for param in unit.params:
         _unit_of[param] = weakref.ref(unit)
 
 
 def all_units() -> list[Unit]:
-    """Return the units of all models that are alive."""
+    """Return the units of all living models."""
     return list(_units)
 
 
 def unit_of(param: ShardedParam) -> Unit | None:
-    """Return the unit that manages ``param``, None if it is gone."""
+    """Return the unit that manages ``param``, None if that was deleted."""
     ref = _unit_of.get(param)
     return None if ref is None else ref()
 
 
 def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
-    """Return what units manage, by place: the id of a module's dict of parameters, and a name."""
+    """Return all managed parameters by registration: the id of a module's dict of parameters, and a name."""
     params = (param for unit in all_units() for param in unit.params)
     return {_place(registration): param for param in params for registration in param.registrations}
 
 
 def owner_in(places: dict[tuple[int, str], ShardedParam], registrations: Sequence[Registration]) -> ShardedParam | None:
-    """Return what is registered in the first of ``registrations``, None if no unit manages it."""
+    """Return the managed parameter at the first of ``registrations``, None if no unit manages one there."""
     return places.get(_place(registrations[0]))
 
 
 def is_used_elsewhere(param: ShardedParam, registrations: Iterable[Registration]) -> bool:
-    """True if ``param`` is registered in other places than ``registrations``: then it stays with its unit."""
+    """Return True if ``param`` has registrations other than ``registrations``; then it stays with its unit."""
     return not {_place(registration) for registration in param.registrations} <= {
         _place(registration) for registration in registrations
     }
 
 
 def axes_of_plan(param: ShardedParam) -> MeshAxes | None:
-    """Return the mesh that ``param`` is sharded on; None: it stayed a plain tensor, or its unit is gone."""
+    """Return the mesh that ``param`` is sharded on; None if it is a plain tensor, or its unit was deleted."""
     owner = unit_of(param)
     group = next((each for each in owner.groups if param in each.members), None) if owner is not None else None
     return None if group is None or group.keeps_plain else group.axes
 
 
 def fits(param: ShardedParam, old: MeshAxes | None, axes: MeshAxes, dim: int, device: torch.device) -> bool:
-    """True if ``param``, sharded on ``old``, is what a unit on ``axes`` would make, cut over ``dim``, on ``device``."""
+    """Return True if ``param``, sharded on ``old``, has the layout that a unit makes with ``axes``, ``dim`` and ``device``."""
     if old is None or param.local.device != device or param.shard.dim != dim % max(len(param.shard.shape), 1):
         return False
     return (old.mesh, old.shard_mesh_dim, old.replicate_mesh_dim, old.dims) == (
@@ -107,21 +107,21 @@ def fits(param: ShardedParam, old: MeshAxes | None, axes: MeshAxes, dim: int, de
 
 
 def leave(params: Sequence[ShardedParam]) -> None:
-    """Take ``params`` out of their units."""
+    """Remove ``params`` from their units."""
     owners = {id(owner): owner for param in params if (owner := unit_of(param)) is not None}
     for owner in owners.values():
         owner.release([param for param in params if unit_of(param) is owner])
 
 
 def whole(param: ShardedParam) -> nn.Parameter:
-    """Return the parameter that ``param`` was made from, as far as it can be told; a collective unless it is plain."""
+    """Return the unsharded parameter with the values of ``param``; a collective, unless ``param`` is a plain tensor."""
     sharded = param.sharded
     if not isinstance(sharded, DTensor):
         return sharded
     if param.inner_spec is not None:
         raise ConfigError(
-            f"{param.fqn} is parallel over tensors and was sharded with an outer module, on another mesh or dim than is asked "
-            "for now. Shard inner modules before the outer one"
+            f"{param.fqn} is tensor-parallel and was sharded with an outer module, on another mesh or dim than this call asks "
+            "for. Shard inner modules before the outer one"
         )
     if sharded.device.type == "meta":
         tensor = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
@@ -135,26 +135,26 @@ def _place(registration: Registration) -> tuple[int, str]:
     return id(registration.parameters), registration.name
 
 
-# ---- Give an engine what it talks through: communicators, links and memory for every group of its units.
+# ---- Engines, with communicators, links and buffer pools for every group of their units.
 
 
 def new_engine(units: list[Unit]) -> Engine:
+    """Return an engine for ``units``.  Collective.  Raises: DesyncError if ranks have other parameters or compression."""
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
     wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
     engine = Engine(CommContext.on(device, wanted[0] if wanted else default_transport()))
     engine.adopt(units)
     engine.exec_order.mismatch_check = mismatch_check = _mismatch_check(units, device)
     if mismatch_check is not None:
-        # Not the execution order: it has the units, which would hold themselves.
+        # The lambda refers to ``mismatch_check``, not to ``exec_order``: that has the units, which would be a reference cycle.
         engine.comm_ctx.pass_tracker.tell = lambda reason: mismatch_check.tell(Position(0, (), reason))
-        engine.exec_order.log.track.name = (
-            mismatch_check.topic
-        )  # a count of this process alone may be another on other ranks
+        # A name that all ranks share; the track's own number counts the engines of this process only.
+        engine.exec_order.log.track.name = mismatch_check.topic
     limit_reductions(engine)
     bind_units(engine)
     if mismatch_check is not None and device.type != "cpu":
         watch_device(device)
-        engine.exec_order.compare_parameters()  # a kernel that gathers other sizes than its peers never ends
+        engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
     policies = _policies(units)
     if mismatch_check is not None and policies:
         mismatch_check.check_facts("compression policies", policies, engine.exec_order.position())
@@ -171,25 +171,25 @@ def _policies(units: Sequence[Unit]) -> list[str]:
 
 
 def limit_reductions(engine: Engine) -> None:
-    """Let as many inputs of reductions live at once as the most generous unit asks for."""
+    """Set the number of reduce-scatter inputs that may be allocated at once to the maximum of the units' settings."""
     engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
     limit_gathers(engine)
 
 
 def limit_gathers(engine: Engine) -> None:
-    """Let gathers start ahead as far as the root asks for; what is in memory then depends on how many reductions live."""
+    """Set the prefetch budget from the root's setting and from the number of reduce-scatter inputs, which take memory too."""
     num_bytes = engine.units[0].ahead_bytes if engine.units else None
     engine.exec_order.budget = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
 
 
 def use_transport(engine: Engine, transport: Transport) -> None:
-    """Let the engine's groups talk over ``transport`` from now on."""
+    """Use ``transport`` for the engine's groups from now on."""
     engine.comm_ctx.transport = transport
     bind_units(engine)
 
 
 def share_streams(engines: Sequence[Engine]) -> None:
-    """Let all engines use the first one's streams and memory."""
+    """Let all engines use the streams and the buffer pool of the first."""
     for engine in engines[1:]:
         engine.comm_ctx.streams, engine.comm_ctx.pool = engines[0].comm_ctx.streams, engines[0].comm_ctx.pool
         bind_units(engine)
@@ -213,7 +213,7 @@ def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | 
 
 
 def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
-    """Return how ``group`` talks, on the streams and with the memory of ``comm_ctx``, as its settings say."""
+    """Return the communicators of ``group`` for its settings, on the streams and buffer pool of ``comm_ctx``."""
     axes, streams = group.axes, comm_ctx.streams
 
     def over(
@@ -246,7 +246,7 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
 
 
 def bind_units(engine: Engine) -> None:
-    """Give every group of the engine's units its communicators and its memory (again, after a setting has changed)."""
+    """Bind every group of the engine's units to its communicators and the pool; call it again after a setting changed."""
     users: dict[tuple[dist.ProcessGroup, LinkProvider], LinkUsers] = {}
     comm_ctx = engine.comm_ctx
     for group in (group for unit in engine.units for group in unit.groups):
@@ -270,7 +270,7 @@ def bind_units(engine: Engine) -> None:
 
 
 def _linked(group: ParamGroup, way: RoutedCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
-    """Return the process group of ``way`` and what makes its links, if its ranks may find one for ``group``."""
+    """Return the process group of ``way`` and the provider of its links; None if ``group`` cannot use a link there."""
     if way is None or isinstance(way, CompressedCommunicator):
         return None
     provider = provider_of(way.packed.group, (group.device, group.place.storage_device))
@@ -278,7 +278,7 @@ def _linked(group: ParamGroup, way: RoutedCommunicator | None) -> tuple[dist.Pro
 
 
 def may_share_memory(group: ParamGroup) -> bool:
-    """Return True if ranks of this host could read the shards of ``group`` where they lie."""
+    """Return True if ranks of this host may read the shards of ``group`` in shared memory."""
     dim = group.axes.shard_mesh_dim
     if dim is None or not group.is_collective or default_transport() != "auto":
         return False
@@ -286,15 +286,15 @@ def may_share_memory(group: ParamGroup) -> bool:
     return group.gather_coding is None and provider_of(group.axes.mesh.get_group(dim), devices) is not None
 
 
-# ---- Optimizers that were made before the parameters were sharded.
+# ---- Optimizers that were built before the parameters were sharded.
 
 
 def check_optimizers(params: Iterable[ShardedParam]) -> None:
-    """Raise StateError if an optimizer still holds parameters from before they were sharded: it would train nothing."""
+    """Raise StateError if an optimizer has pre-sharding parameters: its steps would not train the model."""
     alive = {id(original): param for param in params if (original := param.original()) is not None}
     if not alive or not _held_by_optimizer(alive):
         return
-    gc.collect()  # an optimizer that nobody can reach any more is no mistake
+    gc.collect()  # an unreachable optimizer is no error
     alive = {key: param for key, param in alive.items() if param.original() is not None}
     held = _held_by_optimizer(alive)
     if held:
@@ -321,15 +321,15 @@ def _held_by_optimizer(alive: dict[int, ShardedParam]) -> list[str]:
     return held
 
 
-# ---- What a sharded module carries.
+# ---- The attachment of a sharded module.
 
 ATTACHMENT = "_shardwise_attachment"
 SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward broadcasts the first rank's buffers
-PENDING = "shardwise: attachments to complete"  # among the memo of a deep copy: pairs of an attachment and its copy
+PENDING = "shardwise: attachments to complete"  # key in the memo of a deep copy: pairs of an attachment and its copy
 
 
 class Pass:
-    """One pass through a unit's modules: backward has left it when all its inputs have their gradients."""
+    """One pass through a unit's modules; backward has left it when all its inputs have their gradients."""
 
     __slots__ = ("_backward", "_expected", "_missing")
 
@@ -338,13 +338,13 @@ class Pass:
         self._expected = self._missing = 0
 
     def expect(self, count: int) -> None:
-        """Wait for ``count`` more gradients."""
+        """Expect ``count`` more gradients."""
         self._expected += count
 
     def passed(self) -> bool:
         """Count one gradient of the running backward; return True if it was the last."""
         backward = torch_private.graph_task_id()
-        if backward != self._backward:  # a graph that is kept may run backward again
+        if backward != self._backward:  # with retain_graph=True a graph may run backward again
             self._backward, self._missing = backward, self._expected
         self._missing -= 1
         return not self._missing
@@ -353,18 +353,20 @@ class Pass:
 class Attachment:
     """The unit of a module, and its engine if it is a root.
 
-    Ownership runs module -> attachment -> (engine ->) unit; every way back is weak.
+    Ownership runs module -> attachment -> (engine ->) unit; every reference back is weak.
 
     Attributes:
-        unit: the parameters.
-        engine: owned here by a root's attachment; None until the first forward, and for non-roots.
+        unit: the unit.
+        engine: the engine of a root; None until the first forward, and for other modules.
         is_root: None until the first forward of the root.
         forward_methods: names of methods that are treated like ``forward``.
-        looked_at: nodes of the graph that a root's last forward made that was searched for reentrant checkpoints, and whether
-            an input of it needed a gradient; None: no forward was searched.
-        before: how many nodes this thread had made before a root's running forward; the same of its inputs.
-        ignored: the places of parameters that are left to the user: a module's dict of them, and a name.
-        shared_pass: that the modules of a unit share.  passes: of the forwards that have begun.
+        looked_at: number of graph nodes of the last forward that was searched for reentrant checkpoints, and whether one of
+            its inputs needed a gradient; None: no forward was searched.
+        before: number of graph nodes that this thread had made before the running forward of a root, and whether one of its
+            inputs needs a gradient.
+        ignored: the registrations of ignored parameters: a module's dict of parameters, and a name.
+        shared_pass: the pass that the modules of a unit share.
+        passes: the passes of forwards that have begun; None for one whose inputs have no hooks.
         is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
     """
 
@@ -381,7 +383,7 @@ class Attachment:
         self.is_materialized = False
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
-        """Return one with an empty unit, which is filled in when the outermost copy is done."""
+        """Return an attachment with an empty unit, which is filled in when the outermost copy is done."""
         result = Attachment(Unit([], self.unit.precision, self.unit.policy))
         result.is_materialized = self.is_materialized
         memo[id(self)] = result
@@ -396,24 +398,24 @@ def is_managed_by_torch(module: nn.Module) -> bool:
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
-    """Return what an API has attached to ``module``, None if none was applied."""
+    """Return the attachment of ``module``, None if it is not sharded."""
     return module.__dict__.get(ATTACHMENT)
 
 
-# ---- Finds tensors of models from the meta device that have memory by now, but still no values.
+# ---- Find tensors that were moved from the meta device but have no values yet.
 
-# Bytes that new memory is filled with: NaN in floating-point tensors, an implausible number in others.
+# Fill bytes of new memory: NaN in floating-point tensors, an implausible number in others.
 _FILL_FLOATING, _FILL = 0xFF, 0xA5
-_NUM_FIRST = 8  # elements that are compared to detect random numbers of one seed; few, so that uneven shards have them
+_NUM_FIRST = 8  # elements that are compared to detect equal seeds; few, since uneven shards may be small
 _MOST_SHOWN = 8
 
 
 def materializing(
     convert: Callable[[torch.Tensor], torch.Tensor], attachment: Attachment | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return ``convert``, made to mark tensors that it moves from meta to a device as having no values.
+    """Return ``convert`` with a mark: tensors that it moves from meta to a device are filled with bytes that mean "no values".
 
-    ``attachment``: that of the module whose tensors are converted.
+    ``attachment``: the attachment of the module whose tensors are converted.
     """
 
     def convert_and_fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -431,17 +433,17 @@ def materializing(
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Return True if ``tensor`` came from meta and nothing has been written to it since, on this rank."""
+    """Return True if ``tensor`` was moved from meta and was not written to since, on this rank."""
     local = torch_private.local_of(tensor).detach()
     if local.is_meta or not local.numel() or type(local) not in (torch.Tensor, nn.Parameter):
         return False
     found = local.reshape(-1)
-    is_first = bool((found[:1].view(torch.uint8) == _fill_of(local)).all())  # enough for most tensors
+    is_first = bool((found[:1].view(torch.uint8) == _fill_of(local)).all())  # one element decides for most tensors
     return is_first and bool((found.view(torch.uint8) == _fill_of(local)).all())
 
 
 def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:
-    """Return the names of parameters, unless ``buffers_only``, and buffers of ``module`` without values on this rank."""
+    """Return the names of parameters (unless ``buffers_only``) and buffers of ``module`` that have no values on this rank."""
     found = [*module.named_buffers()] if buffers_only else [*module.named_parameters(), *module.named_buffers()]
     return [name for name, tensor in found if is_unwritten(tensor)]
 
@@ -451,16 +453,17 @@ def check_values(
 ) -> None:
     """Check before the first forward that a model from meta has values, and that shards differ between ranks.
 
-    Shards that each rank has initialized with the same seed hold the same random numbers.  Collective, if
-    ``mismatch_check`` is not None.  Raises: StateError on every rank.
+    If every rank has initialized its shard with the same seed, all shards have the same random numbers.  Collective, unless
+    ``mismatch_check`` is None.  Raises: StateError on every rank.
     """
     if not any(each.is_materialized for each in attachments):
         return
-    told = [json.dumps(["", name]) for name in unwritten_in(root)]
+    local = [json.dumps(["", name]) for name in unwritten_in(root)]
     for group in (group for each in attachments for group in each.unit.groups):
         starts_here = [(param.fqn, _start_of(param)) for param in group.params]
-        told += [json.dumps([name, start, group.axes.shard_rank]) for name, start in starts_here if start is not None]
-    found = map(json.loads, sorted(told if mismatch_check is None else mismatch_check.union("values", told, position)))
+        local += [json.dumps([name, start, group.axes.shard_rank]) for name, start in starts_here if start is not None]
+    every = local if mismatch_check is None else mismatch_check.union("values", local, position)
+    found = map(json.loads, sorted(every))
     unwritten: list[str] = []
     starts: dict[str, list[int]] = defaultdict(list)
     for name, value, *_ in found:
@@ -469,26 +472,26 @@ def check_values(
             starts[name].append(value)
     if unwritten:
         raise StateError(
-            f"{_few(unwritten)} have no values: nothing has written to them since to_empty() gave them memory. Call "
-            "shardwise.init_parameters(model, init_fn) with a function that gives values to all parameters and buffers, or "
+            f"{_few(unwritten)} have no values: they were not written to after to_empty() allocated them. Call "
+            "shardwise.init_parameters(model, init_fn) with a function that initializes all parameters and buffers, or "
             "load them; build buffers that are computed in __init__ under torch.device('cpu') instead of on meta"
         )
     for each in attachments:
         each.is_materialized = False
-    # In the order of the modules: what is drawn first is alike, and shards of other sizes end that for what follows.
+    # With equal seeds the shards that were initialized first are equal; after shards of unequal sizes, random numbers differ.
     several = [name for name, _ in root.named_parameters() if len(starts[name]) > 1]
     alike = [name for name in several if len(set(starts[name])) == 1]
     if alike and (alike[0] == several[0] or 2 * len(alike) > len(several)):
         raise StateError(
             f"the shards of {_few(alike)} begin with the same values on all ranks: every rank has initialized its "
             "shard with the same seed. Call shardwise.init_parameters(model) instead of to_empty() and reset_parameters(): it "
-            "gives parameters the values that one process would. If the values are right (copies of one expert), call forward "
+            "initializes parameters as one process would. If the values are right (copies of one expert), call forward "
             "again: this is checked only once"
         )
 
 
 def _start_of(param: ShardedParam) -> int | None:
-    """Return a digest of the first values of a shard; None if these are all the same number, or it is no shard."""
+    """Return a digest of the first elements of a shard; None if they are all equal, or the parameter is not sharded."""
     local = torch_private.local_of(param.sharded).detach()
     is_plain = type(local) in (torch.Tensor, nn.Parameter)
     if param.shard.is_whole or not local.numel() or local.shape != param.shard_shape or not is_plain:
@@ -508,24 +511,23 @@ def _few(names: Iterable[str]) -> str:
     )
 
 
-# ---- What user code has done to a model beside its engine: found at forwards and backwards, before it trains
-# something else.
-# None of it shows in the units.  A parameter that was added to the module tree would be trained on each rank by itself; one of
-# before it was sharded, which a list or a closure has kept, takes gradients that no optimizer sees; what is assigned to
-# ``.data`` of a DTensor goes nowhere.
+# ---- Checks of changes to the model by user code that bypass the engine.  Without them training would go wrong silently.
+# Each rank would train its own copy of a parameter that was added to the module tree; a pre-sharding parameter that a list or
+# closure references would receive gradients that no optimizer uses; an assignment to ``.data`` of a DTensor has no effect.
 
 _VALUES = dict.values
 _SHOWN = 4  # names that an error lists
 
 
 class ModificationChecks:
-    """Watches the module tree of one root, the storages of its shards, and the parameters that these were made from.
+    """Watches the module tree of one root, the storages of its shards, and the pre-sharding parameters.
 
     Attributes:
-        originals: those of the last that somebody keeps: names and weak references.
+        originals: names of, and weak references to, pre-sharding parameters that user code references.
 
     Args:
-        root: the module.  attachments: of the units in its tree.
+        root: the module.
+        attachments: the attachments in its tree.
     """
 
     def __init__(self, root: nn.Module, attachments: Iterable[Attachment]) -> None:
@@ -540,13 +542,13 @@ class ModificationChecks:
     # ---- before a forward ----
 
     def check(self) -> None:
-        """Look at the tree and at the shards: microseconds where nothing has changed.
+        """Check the tree and the shards; it takes microseconds if nothing has changed.
 
-        Raises: StateError that names parameters no unit has, or shards whose ``.data`` was assigned to.
+        Raises: StateError that names parameters without a unit, or shards whose ``.data`` was assigned to.
         """
         if self._size() != self._num_params or [*chain.from_iterable(map(_VALUES, self._children))] != self._modules:
             root = self._root()
-            assert root is not None  # it runs a forward
+            assert root is not None  # its forward is running
             _check_tree(root)
             self._note_tree(root)
         sharded = [param.sharded for param in self._wrapped]
@@ -563,7 +565,7 @@ class ModificationChecks:
         self._children = [children for module in modules if (children := torch_private.children_of(module))]
         self._modules = [*chain.from_iterable(map(_VALUES, self._children))]
         self._tables = [torch_private.parameters_of(module) for module in modules]
-        self._tables += self._children  # a first child of a module that had none adds a table, not an entry
+        self._tables += self._children  # counts children, too, except a first child of a module that had none
         self._num_params = self._size()
 
     def _note_shards(self) -> None:
@@ -590,7 +592,7 @@ class ModificationChecks:
     # ---- after a backward ----
 
     def check_originals(self) -> None:
-        """Raise StateError if a gradient has come to a parameter of before it was sharded."""
+        """Raise StateError if a pre-sharding parameter has received a gradient."""
         if self.originals:
             self.originals = [(fqn, original) for fqn, original in self.originals if original() is not None]
             used = [
@@ -598,9 +600,9 @@ class ModificationChecks:
             ]
             if used:
                 raise StateError(
-                    f"forward has used {_shown(used)} as it was before it was sharded: the gradient went there, where no step "
-                    "of an optimizer on the sharded model comes. Something has kept the parameter (a list, a closure, "
-                    "functools.partial): read it from its module in forward"
+                    f"forward has used {_shown(used)} as it was before it was sharded: the gradient went to the old parameter, "
+                    "which an optimizer on the sharded model does not step. A list, a closure or functools.partial still "
+                    "references the old parameter: read it from its module in forward"
                 )
 
 
@@ -608,7 +610,7 @@ def _refuse_assigned(names: list[str]) -> None:
     if names:
         raise StateError(
             f".data of {_shown(names)} was assigned to, which changes nothing: torch's DTensors compute with the local tensor "
-            "they were made of. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
+            "that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
             "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
         )
 
@@ -636,7 +638,7 @@ def _refuse_shared(root: nn.Module, known: Container[int]) -> None:
 
 
 def _check_tree(root: nn.Module) -> None:
-    """Raise StateError if a parameter that is trained belongs to no unit, or one of a unit has left its module."""
+    """Raise StateError if a trainable parameter belongs to no unit, or a parameter of a unit was removed from its module."""
     attachments = {id(each): each for module in root.modules() if (each := attachment_of(module)) is not None}
     params = [param for each in attachments.values() for param in each.unit.params]
     known = {id(form) for param in params for form in (param.sharded, param.full, param.subsharded)}
@@ -662,24 +664,24 @@ def _check_tree(root: nn.Module) -> None:
         _refuse_shared(root, known)
         raise StateError(
             f"{_shown(strangers)} was added to the module tree after its units were made and belongs to none of them: every "
-            "rank would train its own, on its own part of the batch. Add parameters before fully_shard (or replicate), shard "
-            "the new module before the next forward, or freeze it (requires_grad_(False)); ignored_params leaves parameters to "
-            "you"
+            "rank would train its own copy on its part of the batch. Add parameters before fully_shard (or replicate), shard "
+            "the new module before the next forward, or freeze it (requires_grad_(False)); pass parameters that you train "
+            "yourself as ignored_params"
         )
 
 
 def live_engine(attachment: Attachment) -> Engine:
-    """Return the engine of ``attachment``'s root: at the first forward the module that runs it becomes the root.
+    """Return the engine of the root of ``attachment``; at the first forward its module becomes the root.
 
-    Raises: RuntimeError if an inner unit has been a root before, or the root unit has several modules, or parameters
-        are still on meta or not where the offload policy wants them.
+    Raises: StateError if an inner unit was a root before, if the root unit has several modules, or if parameters are still on
+        meta or not on the device of the offload policy.
     """
     engine = engine_of(attachment.unit)
     return _become_root(attachment) if engine is None or attachment.is_root is None else engine
 
 
 def provisional_engine(attachment: Attachment) -> Engine:
-    """Return an engine for calls before the first forward (``unshard``); the root takes its units over later."""
+    """Return an engine for calls before the first forward (``unshard``); the root's engine replaces it later."""
     engine = engine_of(attachment.unit)
     if engine is None:
         engine = attachment.engine = new_engine([attachment.unit])
@@ -687,7 +689,7 @@ def provisional_engine(attachment: Attachment) -> Engine:
 
 
 def copy_settings(old: Attachment, new: Attachment) -> None:
-    """Let the engine of a copied module go on by the rules that the user gave the old one's; nothing of a step is copied."""
+    """Copy the user's settings from the engine of ``old`` to that of ``new``; the state of a step is not copied."""
     if old.engine is not None and (old.engine.manual.is_on or not old.engine.is_last_backward):
         engine = provisional_engine(new)
         engine.is_last_backward = old.engine.is_last_backward
@@ -735,7 +737,10 @@ def _become_root(attachment: Attachment) -> Engine:
 
 
 def _give_to_readers(module: nn.Module, unit: Unit) -> None:
-    """Unshard units together with the unit of a module that reads their parameters without calling their modules."""
+    """Unshard units together with a module that reads their parameters without calling their modules.
+
+    ``nn.MultiheadAttention`` does so: it passes the weight of ``out_proj`` to a function.
+    """
     own = attachment_of(module)
     unit = unit if own is None else own.unit
     read = attachment_of(module.out_proj) if isinstance(module, nn.MultiheadAttention) else None
@@ -788,7 +793,7 @@ def _check_materialized(attachments: Sequence[Attachment]) -> None:
     on_meta = [p.fqn for each in attachments for p in each.unit.params if p.sharded.device.type == "meta"]
     if on_meta:
         raise StateError(
-            "Call shardwise.init_parameters(model), which gives parameters memory and values, or to_empty() and load a "
+            "Call shardwise.init_parameters(model), which allocates and initializes parameters, or to_empty() and load a "
             "checkpoint. FSDP parameters should be materialized from meta device before training, but the following were still "
             f"on meta device: {on_meta}"
         )
