@@ -44,12 +44,12 @@ def saved(name: str, folder: str, **arguments: Any) -> None:
     """Save the model of an example after training, as its optimizer had it last."""
     kept: list[Any] = []
 
-    class Kept(torch.optim.AdamW):
+    class Kept(torch.optim.SGD):
         def __init__(self, params: Any, **options: Any) -> None:
             kept[:] = [list(params)]
             super().__init__(kept[0], **options)
 
-    with mock.patch.object(torch.optim, "AdamW", Kept):
+    with mock.patch.object(torch.optim, "SGD", Kept):
         losses_of(name, **arguments)
     params = torch.nn.ParameterList(kept[0])
     save(folder, {"model": params}, step=1)
