@@ -20,7 +20,8 @@ LEAVES = "leaves"  # the files beside the folders, which every package may impor
 COMMAND = "cli"  # what ``python -m`` runs is a part of it
 FRONT = "shardwise"  # the public names: what users import, and the packages that are users too
 PURPOSES = {
-    LEAVES: "What every package may import: events, errors, torch's private names, what one host needs, files in folders that other users may have made.",
+    LEAVES: "What every package may import: events, errors, torch's private names, what one host needs, "
+    "files in folders that other users may have made.",
     FRONT: "The public names, nothing else.",
 }
 

@@ -96,7 +96,7 @@ def test_one_file_of_another_tool_is_loaded_into_shards(tmp_path: Path) -> None:
         for param in whole.parameters():
             param.copy_(param.bfloat16())
     assert differences(model, whole) == []
-    with pytest.raises(CheckpointError, match="hold one model"):
+    with pytest.raises(CheckpointError, match="contain one model"):
         load(path, {"model": model, "other": {}})
     dist.barrier()
     if dist.get_rank() == 0:
