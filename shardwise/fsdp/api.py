@@ -35,14 +35,14 @@ from shardwise.fsdp.roots import Attachment, attachment_of, is_managed_by_torch,
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import UnitRow, UnitTable, compress_paths
 
-# ---- Say which units a model has.
+# ---- Describe the units of a model.
 
 
 def describe_units(model: nn.Module) -> UnitTable:
-    """Return the units of ``model``, however they were made, with their sizes; ``str()`` of it is a table.
+    """Return the units of ``model`` with their sizes; ``str()`` of the result is a table.
 
-    Needs no forward and no communication; every rank gets the same table.  Tied parameters count in the unit that owns
-    them; beside tensor parallelism bytes and elements are those of the local part, which is what data parallelism gathers.
+    It needs no forward and no communication; every rank gets the same table.  Tied parameters count in the unit that owns
+    them.  With tensor parallelism, bytes and elements are those of the local part, which data parallelism gathers.
 
     Raises: ConfigError if ``model`` contains no unit.
 
@@ -81,13 +81,13 @@ def _row(unit: Unit, name: str) -> UnitRow:
     return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)
 
 
-# ---- Meshes as the APIs take them, checked and turned into axes.
+# ---- Check the meshes that the APIs take, and assign the roles of their axes.
 
 logger = logging.getLogger("shardwise")
 
 
 def default_mesh(dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return the 1-D mesh of all ranks; without a process group, make one (of one rank if no launcher set it up)."""
+    """Return the 1-D mesh of all ranks; initialize the process group if needed (of one rank without a launcher)."""
     if not dist.is_initialized():
         _join_or_stand_alone()
     return init_device_mesh(torch_private.accelerator_type(), (dist.get_world_size(),), mesh_dim_names=dim_names)
@@ -113,9 +113,9 @@ def check_mesh(mesh: object) -> None:
 
 
 def axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
-    """Return the roles of the axes of ``mesh``: 1-D shards, 2-D is (replicate, shard), named ones as ``dims`` says.
+    """Return the roles of the axes of ``mesh``: 1-D is (shard,), 2-D is (replicate, shard), ``dims`` names others.
 
-    Raises: ValueError, AssertionError with torch's words for meshes that do not fit.
+    Raises: ConfigError, UsageError with torch's messages for a mesh that does not fit.
     """
     check_mesh(mesh)
     if dims is not None:
@@ -227,24 +227,25 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` that no earlier call on a submodule has sharded.
 
-    Call it on each block and on the root, in any order before the first forward; bottom-up costs least, because what an
-    outer module has sharded already has to move.  Every call makes one unit: its parameters are all-gathered
-    together before forward and backward, and its gradients are reduced together.  Parameters become DTensors cut along
-    dim 0 like ``torch.chunk``; while a unit computes they are ordinary tensors.
+    Call it on each block and on the root, in any order before the first forward; bottom-up is cheapest, because
+    parameters that an outer module has sharded already must move.  Every call makes one unit: its parameters are
+    all-gathered together before forward and backward, and its gradients are reduced together.  Parameters become DTensors
+    that are sharded along dim 0 like ``torch.chunk``; while a unit computes they are ordinary tensors.
 
     Args:
         module: the module, or several that form one unit.
         mesh: 1-D: shard over it.  2-D with names: replicate over the first axis, shard over the second (HSDP).  None: all
             ranks; without a process group a group of one rank is made.
-        reshard_after_forward: True: give full parameters back after forward and gather them again in backward.  False:
-            keep them.  An int: keep shards over that many ranks.  None: True, but False for the root.
+        reshard_after_forward: True: free full parameters after forward and gather them again in backward.  False: keep
+            them.  An int: keep shards over that many ranks.  None: True, but False for the root.
         shard_placement_fn: maps a parameter to None, a ``Shard(dim)``, or a :class:`ShardPlacementResult` on another mesh.
         mp_policy: dtypes of compute, reduction and output.
         offload_policy: None or ``OffloadPolicy()``: nothing is offloaded.
             ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
         ignored_params: parameters that are neither sharded nor moved.
         dp_mesh_dims: names the data-parallel axes of ``mesh`` when that is a full SPMD mesh with DTensor parameters on it.
-        compression: what of the unit travels in fewer bits; between replicas alone on a mesh that has them.  None: nothing.
+        compression: compression of the unit's parameters and gradients; with replicas, of gradients between replicas.
+            None: no compression.
         sync_module_states: broadcast parameters and buffers of the first rank of the mesh before sharding; other ranks may
             have them on meta.  If False, all ranks must have the same values, which the first forward checks.
 
@@ -284,7 +285,7 @@ def fully_shard(
 
 
 def modules_in(given: object, api: str) -> list[nn.Module]:
-    """Return what was given to ``api``, a module or several, as a list.
+    """Return the argument of ``api``, a module or several, as a list.
 
     Raises: ConfigError if it is anything else.
     """
@@ -307,7 +308,7 @@ def modules_in(given: object, api: str) -> list[nn.Module]:
 
 
 def check_modules(modules: Sequence[nn.Module], api: str) -> None:
-    """Raise unless every module can be given to ``api``."""
+    """Raise ConfigError or UsageError if ``api`` cannot take one of ``modules``."""
     for module in modules:
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if is_container and type(module).forward is nn.Module.forward:
@@ -335,7 +336,7 @@ def check_compression(policy: object, axes: MeshAxes, api: str) -> None:
     if policy is not None and policy.gather is not None and axes.replicate_mesh_dim is not None:
         raise ConfigError(
             f"{api}: CompressionPolicy(gather={policy.gather!r}) on a mesh with replicas, between which parameters are not "
-            "gathered; leave gather=None: reduce is for what goes between replicas"
+            "gathered; leave gather=None: reduce compresses the gradients between replicas"
         )
 
 
@@ -349,7 +350,7 @@ fully_shard.state = _state  # pyright: ignore[reportFunctionMemberAccess]
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat ``module.method_name`` like ``forward``: unshard before it, reshard after it.
 
-    Does nothing if ``module`` is not sharded.  Raises: ValueError if it has no such method.
+    It does nothing if ``module`` is not sharded.  Raises: ValueError if it has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -373,7 +374,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     share_streams(engines)
 
 
-# ---- ``replicate``: data parallelism with whole parameters on every rank (DDP), by the engine that shards.
+# ---- ``replicate``: data parallelism with full parameters on every rank (DDP), by the same engine.
 
 OLDER_ARGUMENTS = frozenset(
     {
@@ -387,7 +388,7 @@ OLDER_ARGUMENTS = frozenset(
 
 
 class ReplicateModule(FSDPModule):
-    """Mixed into the class of every module that ``replicate`` was called on; the methods of :class:`FSDPModule`."""
+    """The mixin of every module that ``replicate`` was called on, with the methods of :class:`FSDPModule`."""
 
 
 @overload
@@ -432,30 +433,30 @@ def replicate(
     compression: CompressionPolicy | None = None,
     **ddp: Any,
 ) -> ReplicateModule | list[ReplicateModule]:
-    """Average gradients over ranks that all hold the whole parameters.
+    """Average gradients over ranks that all have the full parameters.
 
     Parameters and gradients become DTensors with ``Replicate()`` on a 1-D mesh; every call makes one unit.  Small gradients of
-    neighbouring units are all-reduced together, and those of one unit for the whole model in buckets while backward runs.
-    Called the older way, with any argument of ``DistributedDataParallel`` (``device_ids``, ``process_group``, ...) or
-    ``ignored_modules``, it behaves as that: parameters stay plain tensors, and parameters and buffers are made equal to
-    rank 0's.  Otherwise ranks begin with what each has: values that differ are a DesyncError in the first averaged backward.
+    neighbouring units are all-reduced together; a single unit for the whole model is all-reduced in buckets during backward.
+    With any argument of ``DistributedDataParallel`` (``device_ids``, ``process_group``, ...) or ``ignored_modules``, the older
+    call, it behaves like that class: parameters stay plain tensors, and parameters and buffers are broadcast from rank 0.
+    Otherwise nothing is broadcast, and values that differ between ranks raise DesyncError in the first averaged backward.
 
     Args:
         module: the module, or several that form one unit.
-        ignored_modules: modules whose parameters are left alone (older way).
+        ignored_modules: modules whose parameters are ignored (older call).
         mesh: the 1-D mesh of replicas; None: all ranks, its axis called "replicate".
         mp_policy, offload_policy, ignored_params: as for :func:`shardwise.fully_shard`.
         dp_mesh_dims: names the replicate axes of a full SPMD mesh; shard axes are refused.
-        compression: how gradients travel in fewer bits; ``gather`` must be None.
-        ddp: the older way's ``process_group``, ``device_mesh``, ``device_ids``, ``device_id``, ``init_sync``,
-            ``forward_sync_buffers`` and ``broadcast_buffers``, which mean what they mean to ``DistributedDataParallel``; its
-            tuning arguments (bucket sizes, ``static_graph``, ``find_unused_parameters``, ``gradient_as_bucket_view``) have
-            nothing to tune here and are taken as they are.
+        compression: compression of gradients; ``gather`` must be None.
+        ddp: arguments of the older call: ``process_group``, ``device_mesh``, ``device_ids``, ``device_id``, ``init_sync``,
+            ``forward_sync_buffers`` and ``broadcast_buffers`` have the same meaning as for ``DistributedDataParallel``; its
+            tuning arguments (bucket sizes, ``static_graph``, ``find_unused_parameters``, ``gradient_as_bucket_view``) are
+            accepted and have no effect.
 
     Returns: ``module``, its class mixed with :class:`ReplicateModule`.
 
     Raises: RuntimeError for a module that ``fully_shard`` manages, or a ``device_id`` of a wrong type; TypeError for an
-        argument that neither way has; ValueError for a mesh that is not 1-D, and for DDP's ``mixed_precision``.
+        argument that neither call has; ValueError for a mesh that is not 1-D, and for DDP's ``mixed_precision``.
 
     Example:
         >>> from shardwise import replicate
@@ -507,8 +508,8 @@ def _check_older(ddp: dict[str, Any]) -> None:
     if unknown:
         raise ArgumentTypeError(
             f"replicate() has no argument {', '.join(unknown)}.{did_you_mean(unknown[0], known)} It takes "
-            "mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims and compression, or, called the older "
-            "way, ignored_modules and what DistributedDataParallel takes"
+            "mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims and compression, or, in the older call, "
+            "ignored_modules and the arguments of DistributedDataParallel"
         )
     if ddp.get("mixed_precision") is not None:
         raise ConfigError(
@@ -518,13 +519,13 @@ def _check_older(ddp: dict[str, Any]) -> None:
 
 
 def _shares_buffers(ddp: dict[str, Any]) -> bool:
-    """True if buffers are made equal before forwards: ``broadcast_buffers`` is the older name, None the default of both."""
+    """Return True if buffers are broadcast before forwards: ``broadcast_buffers`` is the older name, None means the default."""
     newer, older = ddp.get("forward_sync_buffers"), ddp.get("broadcast_buffers")
     return older is not False if newer is None else bool(newer)
 
 
 def _start_tensors(modules: list[nn.Module], ddp: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the plain tensors that DDP makes equal at the start: buffers, unless the older name says no."""
+    """Return the plain tensors that DDP broadcasts at the start: parameters, and buffers unless ``broadcast_buffers=False``."""
     found: list[torch.Tensor] = [param for each in modules for param in each.parameters()]
     if _shares_buffers(ddp) or ddp.get("forward_sync_buffers") is not None:
         found += [buffer for each in modules for buffer in each.buffers()]
@@ -549,9 +550,9 @@ def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:
 replicate.state = _state  # pyright: ignore[reportFunctionMemberAccess]
 
 
-# ---- ``use_in``: code that calls torch's FSDP2 by name calls shardwise instead.
+# ---- ``use_in``: make code that calls torch's FSDP2 by name call shardwise.
 
-# Classes need no replacement: torch's policies and meshes are understood, and ``isinstance`` of its FSDPModule is true.
+# Classes need no replacement: shardwise accepts torch's policies and meshes, and modules are instances of its FSDPModule.
 _OURS: dict[str, Callable[..., Any]] = {
     each.__name__: each for each in (fully_shard, replicate, register_fsdp_forward_method, share_comm_ctx)
 }
@@ -560,12 +561,12 @@ _PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_wi
 
 
 class use_in:
-    """Replace torch's ``fully_shard`` and its companions in the namespaces of ``modules`` by those of shardwise.
+    """Replace torch's ``fully_shard`` and related functions in the namespaces of ``modules`` by those of shardwise.
 
-    For code that calls ``fully_shard`` itself: a trainer's module that has imported the name, or ``torch.distributed.fsdp``
-    for code that imports it when it runs (accelerate, Lightning, transformers), also from the older path
-    ``torch.distributed._composable.fsdp``.  A warning names modules that have already imported torch's function by name.
-    Only these namespaces change, from the call on, or within ``with``; call it before the model is sharded, on every rank.
+    It is for code that calls ``fully_shard`` itself: pass a trainer's module that has imported the name, or
+    ``torch.distributed.fsdp`` for code that imports it at run time (accelerate, Lightning, transformers), also from the older
+    path ``torch.distributed._composable.fsdp``.  A warning names modules that have already imported torch's function by name.
+    Only these namespaces change, from the call on or inside ``with``; call it before the model is sharded, on every rank.
 
     Attributes:
         replaced: pairs of a module and a name, in the order of replacement.
@@ -606,16 +607,16 @@ class use_in:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put torch's names back."""
+        """Restore torch's functions."""
         while self.replaced:
             module, name = self.replaced.pop()
             setattr(module, name, self._before.pop())
 
 
 def _at_older_paths(module: ModuleType) -> list[ModuleType]:
-    """Return the modules in which torch has the names of ``module`` as well.
+    """Return torch's other modules that have the names of ``module``.
 
-    They are imported here: if they were imported later, they would copy the replaced names and keep them for ever.
+    They are imported here: a later import would copy the replaced names, and ``__exit__`` would not restore them.
     """
     found: list[ModuleType] = []
     for name in _OLDER_PATHS if module.__name__ == "torch.distributed.fsdp" else ():

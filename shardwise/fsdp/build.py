@@ -1,4 +1,4 @@
-"""Turn modules into a unit: find its parameters, shard them, hook the modules."""
+"""Make a unit of modules: find their parameters, shard them, hook the modules.  Deep copies of sharded modules."""
 
 from __future__ import annotations
 
@@ -52,16 +52,15 @@ from shardwise.layout import ChunkShard
 from shardwise.observe import note
 from shardwise.plan.schedule import UnitPolicy
 
-# ---- ``full_tensor()`` of a sharded parameter inside a loss: its gradient is reduced with those of the parameter's
-# unit.
-# DTensor assumes that a gathered tensor has the same gradient on all ranks, so each rank's shard would get the gradient of that
-# rank's batch alone.  Losses that take a head's weight (fused cross entropies, contrastive heads) gather it this way.
+# ---- ``full_tensor()`` of a sharded parameter inside a loss: its gradient is reduced with those of the parameter's unit.
+# DTensor assumes that a gathered tensor has the same gradient on all ranks, so each rank's shard would receive the gradient of
+# that rank's batch only.  Losses that take a head's weight (fused cross entropies, contrastive heads) gather it this way.
 
 _WHY_NO_GRAPH = (
     "shardwise reduces the gradient of a gathered parameter, which a compiled graph cannot: call full_tensor() outside of the "
     "function that is compiled with fullgraph=True, and pass it the result"
 )
-_NUM_NEAR = 16  # nodes of the graph that are searched; casts, views and products of weights have fewer
+_NUM_NEAR = 16  # the search visits at most this many graph nodes; casts, views and products of weights have fewer
 
 
 def watch_gathers() -> None:
@@ -80,7 +79,7 @@ class _AsFull(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient, full = gradients[0], ctx.full
-        if full is not None:  # beside tensor parallelism
+        if full is not None:  # with tensor parallelism
             mesh = full.device_mesh
             gradient = DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
             gradient = gradient.redistribute(placements=full.placements)
@@ -105,7 +104,7 @@ class _Averaged(torch.autograd.Function):
 def _gather(sharded: DTensor, gather: Any) -> DTensor | None:
     """Return the result of ``gather`` as a function of the unsharded parameter, or of the shards behind ``sharded``.
 
-    None: ``sharded`` is neither a sharded parameter nor computed from one.
+    Return None if ``sharded`` is neither a sharded parameter nor computed from one.
     """
     if torch.compiler.is_compiling():
         if any(
@@ -133,7 +132,7 @@ def _managed(tensor: torch.Tensor) -> tuple[Unit, ShardedParam] | None:
 
 
 def _comes_from_shards(tensor: torch.Tensor) -> bool:
-    """Return True if ``tensor`` was computed, in few steps, from a sharded parameter, as ``weight.bfloat16()`` is."""
+    """Return True if ``tensor`` was computed from a sharded parameter in few operations, like ``weight.bfloat16()``."""
     nodes: list[Any] = [tensor.grad_fn]
     for _ in range(_NUM_NEAR):
         if not nodes:
@@ -148,7 +147,7 @@ def _comes_from_shards(tensor: torch.Tensor) -> bool:
 
 
 def _full_form(unit: Unit, param: ShardedParam) -> torch.Tensor:
-    """Return the unsharded parameter of ``param``, whose gradient ``unit`` reduces; the first time an all-gather makes it."""
+    """Return the unsharded parameter of ``param``, whose gradient ``unit`` reduces; the first call all-gathers it."""
     attachment = attachment_of(unit.modules[0])
     assert attachment is not None
     provisional_engine(attachment)
@@ -161,14 +160,14 @@ def _full_form(unit: Unit, param: ShardedParam) -> torch.Tensor:
     return param.full
 
 
-# ---- Deep copies: a copied module gets units of its own, over copies of the shards.
+# ---- Deep copies: a copied module gets its own units, with copies of the shards.
 
 
 def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any]) -> nn.Module:
     """Return a deep copy of a sharded module, for ``copy.deepcopy``.
 
-    Full parameters are given back first.  Gradients are not copied, as ``nn.Parameter`` does not copy its own: neither those
-    that are set nor those that earlier backwards hold back.  What the user has set (sync, prefetching, ends of steps) is.
+    The module is resharded first.  Gradients are not copied, since ``nn.Parameter`` does not copy them either; this includes
+    unsynced gradients.  The user's settings (sync, prefetching, ends of steps) are copied.
     """
     for member in (attachment.unit, *attachment.unit.tied_units):
         member.reshard()
@@ -176,7 +175,7 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     pending: list[tuple[Attachment, Attachment]] = memo.setdefault(PENDING, [])
     result = object.__new__(type(module))
     memo[id(module)] = result
-    # torch copies gradients of DTensors with them, unlike those of other parameters.
+    # torch copies the gradients of DTensors, unlike those of other parameters, so remove them meanwhile.
     owners = (attachment.unit, *attachment.unit.tied_units)
     apart = [(each.sharded, each.sharded.grad) for owner in owners for each in owner.params]
     for sharded, _ in apart:
@@ -188,7 +187,7 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
         for sharded, gradient in apart:
             sharded.grad = gradient
     if is_outermost:
-        # Only now every module that may share a parameter has been copied.
+        # Only now all modules that may share a parameter are copied.
         del memo[PENDING]
         for old, new in pending:
             _complete(old, new, memo)
@@ -200,7 +199,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     unit.adopt_modules([memo[id(module)] for module in source.modules if id(module) in memo])
     unit.uses_default_reshard = source.uses_default_reshard
     if old.is_root and source.uses_default_reshard:
-        unit.policy = source.policy  # a root that has run keeps its parameters after forward; so does its copy
+        unit.policy = source.policy  # a root that has run does not reshard after forward; neither does its copy
     unit.max_reductions = source.max_reductions
     unit.transport = source.transport
     unit.ahead_bytes = source.ahead_bytes
@@ -284,16 +283,16 @@ _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedD
 
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
-# Ties between modules that are sharded by separate calls show in nothing but the identity of the original parameter, so
-# who has sharded it must be remembered from one call to the next, for as long as someone holds the original.
+# Modules that are sharded by separate calls may be tied, which only the identity of the original parameter shows.  So this maps
+# original parameters to sharded ones, for as long as user code references the original.
 _sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Parameters that stay what they are, by id: a weak reference to them would keep torch from swapping their contents.
+# Parameters that stay plain tensors, by id: torch could not swap their contents if there were weak references to them.
 _managed_plain: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What an API asks for: the arguments of ``fully_shard``, checked.
+    """The checked arguments of an API (``fully_shard``, ``replicate``).
 
     Attributes:
         keeps_plain: parameters stay plain tensors.
@@ -313,8 +312,17 @@ class Preset:
 
 @dataclass(slots=True)
 class _FoundParam:
-    """A parameter and the places where it is registered; ``owned``: what the unit of an outer module has made of it,
-    and on which mesh; ``values``: what to shard instead of its own values."""
+    """A parameter and its registrations.
+
+    Attributes:
+        param: the parameter.
+        fqn: its path from the module that is sharded.
+        module: the module of its first registration.
+        registrations: all places where it is registered.
+        owned: its sharded parameter, if the unit of an outer module manages it.
+        owned_on: the mesh of ``owned``.
+        values: the values to shard instead of its own; None: its own.
+    """
 
     param: nn.Parameter
     fqn: str
@@ -376,7 +384,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
 
 
 def _manager_of(param: nn.Parameter) -> ShardedParam | None:
-    """Return what an earlier call has made of ``param``, None if it is in no unit."""
+    """Return the sharded parameter that an earlier call has made of ``param``, None if it is in no unit."""
     owner = _sharded_from.get(param)
     if owner is not None:
         return owner()
@@ -406,7 +414,7 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_wrappers(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> None:
-    """Raise ConfigError for one of torch's wrappers that reduce gradients, if any of its parameters is not ignored."""
+    """Raise ConfigError if a wrapper of torch that reduces gradients has a parameter that is not ignored."""
     for path, module in managed:
         kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _WRAPPERS), None)
         if kind is not None and any(id(param) not in ignored for param in module.parameters()):
@@ -443,18 +451,18 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
     for item in found:
         if is_lazy(item.param):
             raise ConfigError(
-                f"{item.fqn} has no shape yet, as all parameters of lazy modules before their first forward. Run one forward "
-                "of the plain model, on every rank with the same random seed, and shard it then"
+                f"{item.fqn} has no shape yet: it belongs to a lazy module before its first forward. Run one forward of the "
+                "plain model, on every rank with the same random seed, and shard it then"
             )
         if isinstance(item.module, torch.jit.ScriptModule):
             raise ConfigError(
-                f"{item.fqn} belongs to a module of torch.jit.script or trace, which reads its parameters where no other can "
-                "be put. Shard the plain module (and compile it with torch.compile), or name its parameters in ignored_params"
+                f"{item.fqn} belongs to a module of torch.jit.script or trace, whose parameters cannot be replaced. Shard the "
+                "plain module (and compile it with torch.compile), or name its parameters in ignored_params"
             )
 
 
 def _find_owned(found: Iterable[_FoundParam]) -> None:
-    """Note which parameters belong to the unit of an outer module already."""
+    """Set ``owned`` of the parameters that the unit of an outer module manages already."""
     candidates = [item for item in found if isinstance(item.param, DTensor) or id(item.param) in _managed_plain]
     if candidates:
         places = managed_by_registration()
@@ -488,7 +496,7 @@ def _move_parameter(item: _FoundParam, device: torch.device) -> None:
 
 
 def _register_tied(tied: ShardedParam, item: _FoundParam, unit: Unit) -> bool:
-    """Register the parameter that another unit owns at the places of ``item``; False if that unit is gone."""
+    """Register the parameter that another unit owns at the places of ``item``; return False if that unit was deleted."""
     owner = unit_of(tied)
     if owner is None:
         return False
@@ -540,13 +548,16 @@ def _sync_params(found: Sequence[tuple[_FoundParam, MeshAxes]]) -> None:
 def _resolve_placement(
     item: _FoundParam, preset: Preset, infos: dict[int, tuple[object, MeshAxes]]
 ) -> tuple[MeshAxes, Shard | None]:
-    """Return the mesh and the dim of a parameter; ``infos``: by id, objects given for meshes, kept alive, and what they say."""
+    """Return the mesh and the shard dim of a parameter.
+
+    ``infos``: a cache from ids of mesh infos to the infos, which keeps them alive, and their axes.
+    """
     wanted: object = preset.placement_fn(item.param) if preset.placement_fn is not None else None
     if wanted is None:
         return preset.axes, None
     if isinstance(wanted, Shard):
         return preset.axes, wanted
-    # Ours or torch's: what it holds is what counts.
+    # The result may be shardwise's or torch's class, so read its attributes.
     info, placement = getattr(wanted, "mesh_info", None), getattr(wanted, "placement", None)
     axes = infos[id(info)][1] if id(info) in infos else axes_from(info)
     if axes is None or not (placement is None or isinstance(placement, Shard)):
@@ -572,7 +583,7 @@ def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
 
 
 def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Copy what users have set on ``source`` to ``target``: gradient hooks, and attributes that are not this package's."""
+    """Copy the user's gradient hooks and attributes from ``source`` to ``target``."""
     torch_private.share_hooks(source, target)
     attributes = torch_private.attributes_of(source).items()
     torch_private.give_attributes({k: v for k, v in attributes if not k.startswith("shardwise_")}, target)
@@ -624,7 +635,7 @@ def _check_not_run(params: Iterable[ShardedParam]) -> None:
 
 
 def _take_over(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
-    """Return the parameter that an outer unit has given up, cut as this unit wants it; a collective if that is otherwise."""
+    """Return the parameter that an outer unit has released, in the layout of this unit; a collective if that differs."""
     old = item.owned
     assert old is not None
     storage = torch.device("cpu") if isinstance(preset.offload, CPUOffloadPolicy) else axes.device

@@ -1,4 +1,4 @@
-"""Clip gradients that lie on different meshes, or on none, by their total norm."""
+"""Clip gradients on different meshes, or on none, by their total norm; gradients that are averaged to their owners."""
 
 from __future__ import annotations
 
@@ -15,37 +15,41 @@ from shardwise import torch_private
 from shardwise.collectives.owned import sum_of
 from shardwise.errors import ConfigError, StateError
 
-# ---- Gradients that were averaged to their owners: what ``.grad`` is then, on owners and on everybody else.
-# After it each rank holds the average of its own elements and nothing of the rest.  A plain tensor there would let a norm,
-# or a test for infinite values, see one rank's part and say something else on every rank, and a gradient that is missing
-# on the others would be passed over.  So every rank gets a tensor of the parameter's shape that computes what is right
-# element by element, and refuses what would need all ranks.
+# ---- ``.grad`` after gradients were averaged to their owners.
+# Each rank has the average of its own elements only.  With a plain tensor in ``.grad``, a norm or a test for infinite values
+# would use one rank's part and differ between ranks, and code would skip a parameter whose gradient is missing.  So every rank
+# has a tensor of the parameter's shape that supports elementwise operations and refuses those that need all ranks.
 
 # pyright: reportIncompatibleMethodOverride=false
 
 
 class GradientOwner(Protocol):
-    """The optimizer that averaged gradients, over whose ranks they lie."""
+    """The optimizer that averaged gradients, over whose ranks they are partitioned."""
 
     def sum_over_ranks(self, value: torch.Tensor, is_max: bool = False) -> torch.Tensor:
         """Return the sum (or maximum) of ``value`` over the ranks, the same bits on each.  Collective."""
         ...
 
     def report_failure(self, text: str) -> None:
-        """Tell ranks that wait for this one alone (in Join) why it will not come."""
+        """Report a failure to ranks that wait for this rank only (in Join)."""
         ...
 
 
 class OwnedGradient(torch.Tensor):
-    """The average of a parameter's gradients over ranks, of which this rank holds ``parts``.
+    """The average of a parameter's gradients over ranks, of which this rank has ``parts``.
 
-    Where this rank owns the whole parameter it is a tensor like others, with memory of its own: it is read, saved,
-    pickled and copied.  Elsewhere it has no memory.  In-place operations with numbers (``mul_(0.5)``, ``clamp_(-1, 1)``,
-    ``clip_grad_value_``) change the parts, on every rank its own.  ``GradScaler`` may unscale it: what it finds is agreed
-    on by all ranks.  Norms, sums and the like raise StateError on every rank; see :func:`shardwise.clip_grad_norm_`.
+    On a rank that owns the whole parameter it is an ordinary tensor: code may read, save, pickle and copy it.  On other ranks
+    it has no memory.  In-place operations with numbers (``mul_(0.5)``, ``clamp_(-1, 1)``, ``clip_grad_value_``) change the
+    parts of every rank.  ``GradScaler`` may unscale it, and all ranks agree on infinite values.  Norms, sums and the like
+    raise StateError on every rank; see :func:`shardwise.clip_grad_norm_`.
 
-    A backward over it does not touch the average: the new gradient waits in ``fresh`` to be averaged and added.
-    ``is_spent``: a step in backward has used it; it is there to be read.  ``is_sent``: its average is on its way.
+    Attributes:
+        parts: this rank's elements.
+        fresh: the gradient of a later backward, which is not averaged and added yet; None if there is none.
+        is_whole: this rank owns the whole parameter.
+        is_spent: a step in backward has used the gradient, which may only be read now.
+        is_sent: its average is being computed.
+        owner_ref: weak reference to the optimizer that averaged it.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -57,7 +61,7 @@ class OwnedGradient(torch.Tensor):
 
     @property
     def owner(self) -> GradientOwner:
-        """The optimizer that averaged it.  Raises: StateError if that is gone."""
+        """The optimizer that averaged it.  Raises: StateError if that was deleted."""
         owner = self.owner_ref()
         if owner is None:
             raise StateError("the optimizer that averaged this gradient is gone; keep it as long as its gradients")
@@ -94,9 +98,8 @@ class OwnedGradient(torch.Tensor):
         elif torch_private.is_accumulation(func) and isinstance(first, OwnedGradient):
             first.fresh = others[0] if first.fresh is None else first.fresh + others[0]
             return first
-        if (
-            torch_private.graph_task_id() != -1
-        ):  # this backward ends here; in Join others may wait for what it would send
+        # The error below ends a running backward, and in Join other ranks may wait for messages that it would send.
+        if torch_private.graph_task_id() != -1:
             for owner in (each.owner_ref() for each in (*gradients, *others) if isinstance(each, OwnedGradient)):
                 if owner is not None:
                     owner.report_failure(
@@ -124,7 +127,7 @@ class OwnedGradient(torch.Tensor):
         return self.parts
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> OwnedGradient:
-        """Return the gradient whose parts are those of this one, each through ``change``."""
+        """Return a copy of the gradient with ``change`` applied to each part."""
         if self.fresh is not None:
             refuse("a copy")
         found = make_owned(self, [change(part) for part in self.parts], self.is_whole, self.owner_ref, dtype)
@@ -132,11 +135,11 @@ class OwnedGradient(torch.Tensor):
         return found
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array on the same memory.  Raises: StateError where this rank has not all of them."""
+        """Return the values as an array on the same memory.  Raises: StateError unless this rank owns all of them."""
         return _readable(self).numpy(force=force)
 
     def tolist(self) -> Any:
-        """Return the values as lists.  Raises: StateError where this rank has not all of them."""
+        """Return the values as lists.  Raises: StateError unless this rank owns all of them."""
         return _readable(self).tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -158,7 +161,7 @@ def make_owned(
     owner_ref: Callable[[], GradientOwner | None],
     dtype: torch.dtype,
 ) -> OwnedGradient:
-    """Return the averaged gradient of ``param``; ``parts`` are this rank's: one of the parameter's shape if it is whole."""
+    """Return the averaged gradient of ``param`` with ``parts`` of this rank; if ``is_whole``, one part of its shape."""
     if is_whole:
         found = parts[0].as_subclass(OwnedGradient)
     else:
@@ -169,12 +172,12 @@ def make_owned(
 
 
 def refuse(what: str) -> NoReturn:
-    """Raises: StateError."""
+    """Raise StateError about operation ``what``."""
     raise StateError(
-        f"{what}: gradients have been averaged to their owners, so this rank has only a part of them, and other ranks "
-        "would find something else. To clip by the norm of all, or to know it, call optimizer.clip_grad_norm_(max_norm) "
+        f"{what}: gradients have been averaged to their owners, so this rank has only a part of them, and the result would "
+        "differ between ranks. To clip by the total norm, or to measure it, call optimizer.clip_grad_norm_(max_norm) "
         "of the ZeroRedundancyOptimizer or shardwise.clip_grad_norm_(parameters, max_norm), on every rank; "
-        "before the next backward that is not to be added up, call zero_grad()"
+        "before a backward that should not accumulate, call zero_grad()"
     )
 
 
@@ -188,7 +191,7 @@ def _parts(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _unscale(
     func: Any, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
-    """Unscale what this rank holds; whether anything is not finite is agreed on, or ranks would not step together."""
+    """Unscale this rank's parts; all ranks agree on whether a value is not finite, so that all or none of them step."""
     parts = _parts(gradients)
     if parts:
         func(parts, found_inf, inverse_scale)
@@ -210,11 +213,12 @@ _COMPARISONS = (torch.equal, torch.isclose, torch.allclose, torch.Tensor.equal, 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this rank holds of a gradient.
+    """This rank's part of a gradient.
 
     Attributes:
-        place: the ranks over which it lies; None: every rank has the same.
-        num_shards: into how many different parts it is cut there; the other ranks have copies.
+        local: the local tensor.
+        place: the ranks that have parts of it; None: every rank has the whole gradient.
+        num_shards: the number of different parts; further ranks have copies of them.
     """
 
     local: torch.Tensor
@@ -224,9 +228,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The norm that gradients may have: of order ``norm_type``, at most ``max_norm``.
+    """The limit on the total norm of gradients: order ``norm_type``, at most ``max_norm``.
 
-    Raises: ConfigError unless there is a norm of this order.
+    Raises: ConfigError for a negative limit, or an order that is not positive.
     """
 
     max_norm: float
@@ -241,11 +245,11 @@ class Limit:
 
     @property
     def is_max(self) -> bool:
-        """True for the largest absolute value, whose parts are compared and not added up."""
+        """True for the maximum norm, for which parts are combined by maximum instead of sum."""
         return math.isinf(self.norm_type)
 
     def power(self, tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return the ``norm_type``-th power of the norm of all ``tensors``; of the largest value itself.  0-dim, wide."""
+        """Return the ``norm_type``-th power of the norm of all ``tensors``, or their maximum; 0-dim, float64 if possible."""
         wide = torch.float32 if device.type == "mps" else torch.float64
         total = torch.zeros((), device=device, dtype=wide)
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -260,13 +264,14 @@ class Limit:
         return total
 
     def plus(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Return the power of the norm of two sets of tensors together."""
+        """Return the power of the norm of the union of two sets of tensors."""
         return torch.maximum(left, right) if self.is_max else left + right
 
     def hold(self, power: torch.Tensor, tensors: Sequence[torch.Tensor], dtypes: Iterable[torch.dtype]) -> torch.Tensor:
-        """Scale ``tensors`` in place as their norm asks for, whose power is ``power`` over all ranks; return that norm.
+        """Scale ``tensors`` in place to the limit; return their norm before, from its ``power`` over all ranks.
 
-        It is float32 unless one of the gradients' ``dtypes`` is wider.  Raises: RuntimeError, nothing scaled, as asked.
+        The norm is float32 unless one of the gradients' ``dtypes`` is wider.  Raises: StateError, with nothing scaled, if
+        ``error_if_nonfinite`` and the norm is not finite.
         """
         norm = power if self.is_max else power ** (1.0 / self.norm_type)
         norm = norm if {torch.float64, torch.complex128} & set(dtypes) else norm.float()
@@ -293,13 +298,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``, and return the norm before.
 
-    Takes DTensors on any meshes beside plain parameters (which must have equal gradients on all ranks), and gradients that
+    It takes DTensors on any meshes, plain parameters (which must have equal gradients on all ranks), and gradients that
     ``ZeroRedundancyOptimizer.reduce_gradients()`` has averaged to their owners.  If the meshes together span all ranks, or
-    there is one 1-D mesh, or all gradients lie with owners, one all-reduce of one number is all the communication.
+    there is one 1-D mesh, or all gradients have owners, the only communication is one all-reduce of one number.
 
     Args:
-        parameters: those whose ``.grad`` counts; ones without a gradient are passed over.
-        max_norm: the largest total norm to leave.
+        parameters: parameters whose ``.grad`` counts; those without a gradient are skipped.
+        max_norm: the largest total norm after clipping.
         norm_type: p of the p-norm, positive; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise RuntimeError, the gradients unchanged, if the norm is nan or infinite.
 
@@ -322,7 +327,7 @@ def clip_grad_norm_(
 
 
 def clip_parts(parts: Sequence[Part], owned: Sequence[OwnedGradient], limit: Limit) -> torch.Tensor:
-    """Do what :func:`clip_grad_norm_` does for gradients in parts and gradients with owners."""
+    """Do the same as :func:`clip_grad_norm_` for parts of gradients and for gradients with owners."""
     tensors = [part.local for part in parts] + [part for gradient in owned for part in gradient.usable_parts()]
     if not parts and not owned:
         return torch.tensor(0.0, device=torch.get_default_device())
@@ -341,7 +346,7 @@ def _by_owner(owned: Iterable[OwnedGradient]) -> list[tuple[GradientOwner, list[
 
 
 def part_of(gradient: torch.Tensor) -> Part:
-    """Return what this rank holds of a plain gradient or a DTensor.  Raises: ConfigError for partial sums."""
+    """Return this rank's part of a plain gradient or a DTensor.  Raises: ConfigError for partial sums."""
     if not isinstance(gradient, DTensor):
         return Part(gradient.detach())
     if any(isinstance(placement, Partial) for placement in gradient.placements):
@@ -359,7 +364,7 @@ def _power_over_ranks(parts: Sequence[Part], limit: Limit, device: torch.device)
     num_ranks = math.prod(group.size() for group in groups)
     by_share: dict[float, list[torch.Tensor]] = {}
     for part in parts:
-        # Every copy of a shard adds its part of one: then one sum over all ranks counts each shard once.
+        # Scale each copy of a shard by one over the number of copies, so that a sum over all ranks counts each shard once.
         by_share.setdefault(1.0 if limit.is_max else part.num_shards / num_ranks, []).append(part.local)
     total = limit.power([], device)
     for share, tensors in by_share.items():
@@ -370,7 +375,7 @@ def _power_over_ranks(parts: Sequence[Part], limit: Limit, device: torch.device)
 
 
 def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """Return the groups whose all-reduces, one after another, sum over all ranks that hold a part."""
+    """Return the groups whose all-reduces, one after the other, sum over all ranks that have a part."""
     if not places:
         return []
     world = dist.group.WORLD
@@ -382,8 +387,8 @@ def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGr
     if not ranks <= set(_ranks(largest)):
         shapes = [tuple(place.shape) if isinstance(place, DeviceMesh) else (place.size(),) for place in places]
         raise ConfigError(
-            f"gradients lie on meshes {shapes} of which none contains the others; clip the parameters of each mesh by "
-            "themselves"
+            f"gradients lie on meshes {shapes} of which none contains the others; clip the parameters of each mesh "
+            "separately"
         )
     return _axes(largest)
 

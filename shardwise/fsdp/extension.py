@@ -1,7 +1,7 @@
-"""Parameters that say themselves what is gathered and what becomes of it.
+"""All-gather extensions: tensor subclasses that define their own inputs and outputs of the all-gather.
 
-A shard (the local tensor) with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` hands out the tensors to gather and
-builds the full parameter from the results, as quantised weights do.  Source: the all-gather extensions of torch's FSDP2.
+A shard (the local tensor) with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` returns the tensors to gather and
+builds the full parameter from the results; quantised weights do so.  Source: the all-gather extensions of torch's FSDP2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALIGNMENT = 16  # bytes, of every input in the packed section
 
 @dataclass(slots=True, eq=False)
 class _Output:
-    """One gathered tensor: its storage stays, the memory under it comes and goes."""
+    """One gathered tensor; its storage object stays, and the memory under it is allocated and freed."""
 
     tensor: torch.Tensor
     buffer: PooledBuffer | None = None
@@ -46,7 +46,7 @@ class _Extended:
 
 
 def has_extension(param: ShardedParam) -> bool:
-    """True if the shard brings both extension methods.  Raises: LayoutError if it has one of the two."""
+    """Return True if the shard has both extension methods.  Raises: LayoutError if it has only one."""
     local = torch_private.local_of(param.sharded)
     before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
     if before != after:
@@ -58,14 +58,14 @@ def has_extension(param: ShardedParam) -> bool:
 
 
 def _shard_mesh(axes: MeshAxes) -> DeviceMesh:
-    """Return the mesh of the ranks among which a parameter is cut: this rank alone where parameters stay whole."""
+    """Return the mesh over which parameters are sharded; a mesh of this rank only if they are not."""
     if axes.shard_mesh_dim is None:
         return mesh_of_one(axes.mesh.device_type)
     return axes.mesh if axes.mesh.ndim == 1 else axes.mesh[(axes.mesh.mesh_dim_names or ())[axes.shard_mesh_dim]]
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """True for tensor subclasses whose bytes cannot be addressed through the tensor itself."""
+    """Return True for tensor subclasses, whose bytes cannot be addressed through the tensor itself."""
     return type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
@@ -73,7 +73,7 @@ class ExtensionParams:
     """The parameters of a group that have extensions.
 
     Attributes:
-        params: these, in the group's order.
+        params: the parameters, in the group's order.
     """
 
     def __init__(self, axes: MeshAxes, precision: MixedPrecisionPolicy, device: torch.device) -> None:
@@ -86,17 +86,17 @@ class ExtensionParams:
 
     @staticmethod
     def wants(param: ShardedParam) -> bool:
-        """True if ``param`` is to be kept out of flat memory."""
+        """Return True if ``param`` cannot be in flat memory."""
         return has_extension(param) or is_wrapper(torch_private.local_of(param.sharded))
 
     def is_current(self, params: Sequence[ShardedParam]) -> bool:
-        """True while the same parameters have extensions (they may be patched on after ``fully_shard``)."""
+        """Return True if the number of parameters with extensions is unchanged; they may be patched on at any time."""
         return sum(hasattr(torch_private.local_of(p.sharded), "fsdp_pre_all_gather") for p in params) == sum(
             hasattr(torch_private.local_of(entry.param.sharded), "fsdp_pre_all_gather") for entry in self._entries
         )
 
     def adopt(self, params: list[ShardedParam]) -> None:
-        """Manage ``params`` from here on."""
+        """Manage ``params`` from now on."""
         self._entries = [_Extended(param) for param in params]
         self.params = params
         for param in params:
@@ -104,7 +104,7 @@ class ExtensionParams:
             param.is_hooked = False
 
     def gather(self, plain: GatherEnds | None, comm: Communicator | None, pool: BufferPool) -> Handle | None:
-        """Launch one all-gather of the plain shards and the extensions' inputs, without ``comm`` a copy."""
+        """Launch one all-gather of the plain shards and the extensions' inputs; if ``comm`` is None, copy them."""
         ends = _MixedEnds(self, plain, pool)
         if comm is None:
             ends.deliver(ends.shard())
@@ -112,7 +112,7 @@ class ExtensionParams:
         return comm.all_gather(ends)
 
     def inputs_of(self, param: ShardedParam) -> tuple[list[torch.Tensor], Any]:
-        """Return the tensors of ``param`` to gather, on the device, and what its class wants back with the results."""
+        """Return the tensors of ``param`` to gather, on the device, and the metadata for ``fsdp_post_all_gather``."""
         local = torch_private.local_of(param.sharded)
         if not hasattr(local, "fsdp_pre_all_gather"):
             return [local], None
@@ -180,7 +180,7 @@ class ExtensionParams:
         return [output.tensor for output in entry.outputs]
 
     def drop(self, keeps_memory: bool = False) -> None:
-        """Give the memory of the gathered tensors back, unless ``keeps_memory``."""
+        """Free the memory of the gathered tensors, unless ``keeps_memory``."""
         if keeps_memory:
             return
         for entry in self._entries:
@@ -211,12 +211,12 @@ class _MixedEnds:
         self._plain_bytes = 0
 
     def buckets(self) -> Sequence[BucketEnds]:
-        """Extensions' results are taken out of one packed buffer."""
+        """Return no buckets: extensions need one packed buffer."""
         return ()
 
     def shard(self) -> torch.Tensor:
         parts: list[torch.Tensor] = []
-        # Here, and not before: what makes the inputs runs where they are gathered.
+        # Make the inputs here and not earlier, so that their kernels run on the stream of the all-gather.
         found = [self._owner.inputs_of(entry.param) for entry in self._owner.entries]
         self._inputs, self._metadata = [tensors for tensors, _ in found], [extra for _, extra in found]
         if self._plain is not None:
@@ -242,7 +242,7 @@ class _MixedEnds:
             for tensor, output in zip(tensors, outputs, strict=True):
                 num_bytes = tensor.numel() * tensor.element_size()
                 raw = output.view(-1).view(torch.uint8).view(sections.shape[0], num_bytes)
-                with torch_private.same_version(output):  # refilled, not changed, as far as autograd is concerned
+                with torch_private.same_version(output):  # autograd must not count a refill as a write
                     raw.copy_(sections[:, start : start + num_bytes])
                 start += align(num_bytes, _ALIGNMENT)
             self._owner.complete(entry, outputs, metadata)
@@ -255,9 +255,10 @@ class _MixedEnds:
 
 
 def _filled_up(tensor: torch.Tensor, param: ShardedParam) -> torch.Tensor:
-    """Return ``tensor`` with as many rows as on the rank with most, if it has one for each of this rank's: all send alike.
+    """Return ``tensor`` padded to the rows of the largest shard, so that all ranks send the same size.
 
-    A class that is told the mesh alone cannot do so itself; what comes out is cut to the shape of the parameter.
+    A tensor whose rows are not those of the shard is returned as it is.  A class whose ``fsdp_pre_all_gather`` receives only
+    the mesh cannot pad by itself; :meth:`ExtensionParams.complete` cuts the result to the shape of the parameter.
     """
     shard, shape = param.shard, tensor.shape
     if not shard.has_padding or shard.dim != 0 or shape[:1] != param.shard_shape[:1] or shape[0] == shard.chunk:

@@ -1,4 +1,4 @@
-"""``sync_module_states``: broadcast parameters and buffers of a unit from the first rank of its mesh before sharding."""
+"""Initial values: check that all ranks have the same, and ``sync_module_states``, which broadcasts those of the first rank."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from shardwise.errors import ConfigError, DesyncError, ShardwiseError
 from shardwise.fsdp.mesh import MeshAxes
 from shardwise.fsdp.unit import Unit
 
-# ---- Checks that all ranks begin with the same values: replicas, and ranks that shard the values that each of them
-# has.
-# Replicas add the same averaged gradients to their values: if these differ at first (a seed per rank, a checkpoint that only
-# one rank has loaded), they differ for ever.  Ranks that shard different values train a mixture of them.  No loss shows either.
-# So ranks compare digests through the store once: of sharded values in the first forward, of replicas in the first backward
-# that averages over them.
+# ---- Checks that all ranks start with the same values.
+# Replicas add the same averaged gradients to their values, so values that differ at the start (a seed per rank, a checkpoint
+# that only one rank has loaded) differ forever.  Ranks that shard different values train a mixture of them.  The loss shows
+# neither.  So ranks compare digests through the store once: of sharded values in the first forward, of replicas in the first
+# backward that averages over them.
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, str]  # the first of the ranks that held the same, and the name of a parameter
+Key = tuple[int, str]  # the first of the ranks that have the same parameter, and its name
 
 
 def have_replicas(units: Iterable[Unit]) -> bool:
-    """Return True if other ranks hold the same of some parameters."""
+    """Return True if some parameters have replicas on other ranks."""
     return any(group.axes.num_replicas > 1 for unit in units for group in unit.groups)
 
 
 def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck, position: Position) -> None:
-    """Let all ranks compare what they hold of ``units``; of a large parameter, a sample.  Collective.
+    """Compare the values of replicas of ``units`` between ranks; of a large parameter, a sample.  Collective.
 
-    Not where ranks are threads, whom one generator of random numbers serves: no two begin alike.  What differs by rounding
-    (processors of two kinds make other last bits of one seed) is let pass with a warning.
+    Nothing is compared if ranks are threads: they share one random generator, so no two ranks start with the same values.
+    Differences of rounding (different processors, one seed) cause a warning only.
 
     Raises: DesyncError on every rank, naming a parameter that is not the same on all of its replicas.
     """
@@ -55,17 +54,17 @@ def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck, posit
     _judge(
         unlike,
         "replicas",
-        "Each would add the same averaged gradients to its own, so that they stay apart: build the model with one seed on all "
-        "ranks, load a checkpoint on every rank, or broadcast the parameters of one before the first step; put "
-        "parameters that are to differ between ranks into ignored_params",
+        "Each would add the same averaged gradients to its own, so that they never become equal: build the model with one seed "
+        "on all ranks, load a checkpoint on every rank, or broadcast the parameters of one rank before the first step; put "
+        "parameters that should differ between ranks into ignored_params",
     )
 
 
 def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck, position: Position) -> None:
-    """Compare the values that ranks had of the parameters of ``units`` when these were sharded.  Collective.
+    """Compare between ranks the values from which the parameters of ``units`` were sharded.  Collective.
 
     Parameters that any rank has overwritten since (initialized, loaded) are skipped, and so are ranks whose shard is empty,
-    because their values are not used.  Nothing is compared where ranks are threads.
+    because their values are not used.  Nothing is compared if ranks are threads.
 
     Raises: DesyncError on every rank, naming a parameter that was not the same on all ranks.
     """
@@ -93,7 +92,7 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck, pos
         "ranks",
         "Each rank has sharded its own values, so that the model is a mixture of them: build the model with one seed on all "
         "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
-        "which broadcasts those of the first rank",
+        "which broadcasts the values of the first rank",
     )
     for param in params.values():
         param.beginning = None
@@ -109,17 +108,18 @@ def _find_unlike(
 ) -> dict[Key, list[Any]]:
     """Return the sketches of all ranks for the parameters whose digests differ.
 
-    ``digests``: None for parameters that are not compared.  ``holders``: how many shards of a parameter are not empty.
+    ``digests``: None for a parameter that is not compared.  ``holders``: the number of non-empty shards of a parameter.
     """
 
     def unlike(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
-        said = [json.dumps([*key, value]) for key, value in values.items()]
+        local = [json.dumps([*key, value]) for key, value in values.items()]
         found: dict[Key, list[Any]] = defaultdict(list)
-        for track, name, value in map(json.loads, sorted(mismatch_check.union(topic, said, position))):
+        for track, name, value in map(json.loads, sorted(mismatch_check.union(topic, local, position))):
             found[track, name].append(value)
         return {key: others for key, others in found.items() if len(others) > 1}
 
-    alike: dict[Key, list[int | None]] = defaultdict(list)  # digests of the parameters that the same ranks hold
+    # Exchange one sum per set of ranks first: usually all agree, and no rank sends a digest per parameter.
+    alike: dict[Key, list[int | None]] = defaultdict(list)
     for (track, name), digest in digests.items():
         alike[track, str(holders.get((track, name)))].append(digest)
     sums = {key: hashlib.sha256(repr(each).encode()).hexdigest() for key, each in alike.items()}
@@ -131,7 +131,7 @@ def _find_unlike(
 
 
 def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
-    """Return the local tensors of which other ranks hold the same, but for those of users' classes, which need have no bits."""
+    """Return the local tensors that have replicas; without tensor subclasses, which may have no readable bits."""
     found: dict[Key, torch.Tensor] = {}
     for group in (group for unit in units for group in unit.groups if group.axes.num_replicas > 1):
         assert group.axes.replicate_mesh_dim is not None
@@ -145,11 +145,11 @@ def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
 def _judge(unlike: Mapping[Key, Sequence[Any]], who: str, advice: str) -> None:
     apart: list[tuple[str, dict[int, Sketch]]] = []
     largest = 0.0
-    for (_, name), told in unlike.items():
-        sketches = {rank: Sketch(*rest) for rank, *rest in told}
+    for (_, name), rows in unlike.items():
+        sketches = {rank: Sketch(*rest) for rank, *rest in rows}
         first = sketches[min(sketches)]
         distances = [first.distance(other) for other in sketches.values()]
-        if all(distance <= first.tolerance for distance in distances):  # nan is far, too
+        if all(distance <= first.tolerance for distance in distances):  # False for NaN, too
             largest = max(largest, *distances)
         else:
             apart.append((name, sketches))
@@ -166,9 +166,9 @@ def _judge(unlike: Mapping[Key, Sequence[Any]], who: str, advice: str) -> None:
 
 
 def values_of_first(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes) -> list[torch.Tensor]:
-    """Broadcast tensors from the first rank of the mesh; return them, with new ones for those on meta.  Collective.
+    """Broadcast tensors from the first rank of the mesh; return them, with new tensors for those on meta.  Collective.
 
-    Raises: ConfigError if the first rank has some on meta, DesyncError if ranks pass different ones; on every rank.
+    Raises: ConfigError if the first rank has meta tensors, DesyncError if ranks pass different tensors; on every rank.
     """
     dims = [dim for dim in (axes.replicate_mesh_dim, axes.shard_mesh_dim) if dim is not None]
     groups = [group for dim in dims if (group := axes.mesh.get_group(dim)).size() > 1]
@@ -201,7 +201,7 @@ def _agree(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes, groups: Se
             "weights on that rank before sharding, or leave sync_module_states out and call init_parameters after sharding"
         )
     try:
-        for group in groups:  # ranks carry an error from one group into the next
+        for group in groups:  # an error in one group is agreed on in the next, so that it reaches every rank
             try:
                 open_agreement(group, "sync_module_states").agree("sync_module_states", facts, error)
             except ShardwiseError as found:

@@ -1,4 +1,4 @@
-"""Which axes of a device mesh shard and which replicate."""
+"""The roles of mesh axes (shard, replicate), and the placements of sharded parameters on them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardwise.torch_private import DTensorSpec
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a full SPMD mesh are data-parallel; several names are flattened into one axis.
+    """The data-parallel axes of a full SPMD mesh; several names are flattened into one axis.
 
     Attributes:
         shard: axis name(s) over which parameters are sharded.
-        replicate: axis name(s) over which they are replicated (HSDP, or DDP if ``shard`` is None).
+        replicate: axis name(s) over which parameters are replicated (HSDP, or DDP if ``shard`` is None).
 
     Raises: ValueError if both are None.  Source: torch.distributed.fsdp.DataParallelMeshDims.
     """
@@ -37,7 +37,7 @@ class DataParallelMeshDims:
 
 
 def names_of(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return a role of :class:`DataParallelMeshDims` as the names of its axes."""
+    """Return the axis names of one attribute of :class:`DataParallelMeshDims`."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
@@ -48,7 +48,7 @@ class MeshAxes:
     """A data-parallel mesh and the roles of its axes.
 
     Attributes:
-        mesh: the mesh of data-parallel axes alone (1-D or 2-D).
+        mesh: the mesh of the data-parallel axes only (1-D or 2-D).
         shard_mesh_dim: index of the axis that shards, None if nothing is sharded.
         replicate_mesh_dim: index of the axis that replicates, None if none does.
         dims: set when parameters are DTensors on ``spmd_mesh``, which has the data-parallel axes among others.
@@ -60,9 +60,9 @@ class MeshAxes:
     dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
 
-    @functools.cached_property  # asked for at every collective
+    @functools.cached_property  # every collective reads it
     def num_shards(self) -> int:
-        """Ranks on the shard axis; 1 without one."""
+        """The number of ranks on the shard axis; 1 without such an axis."""
         return 1 if self.shard_mesh_dim is None else self.mesh.size(self.shard_mesh_dim)
 
     @functools.cached_property
@@ -72,7 +72,7 @@ class MeshAxes:
 
     @functools.cached_property
     def num_replicas(self) -> int:
-        """Ranks on the replica axis; 1 without one."""
+        """The number of ranks on the replica axis; 1 without such an axis."""
         return 1 if self.replicate_mesh_dim is None else self.mesh.size(self.replicate_mesh_dim)
 
     @property
@@ -85,10 +85,10 @@ class MeshAxes:
 
 @dataclass(frozen=True, eq=False)
 class DataParallelMeshInfo:
-    """A data-parallel mesh as a placement function names it.
+    """A data-parallel mesh in the result of a placement function.
 
     Attributes:
-        mesh: the mesh of data-parallel axes alone (1-D or 2-D).
+        mesh: the mesh of the data-parallel axes only (1-D or 2-D).
         shard_mesh_dim: index of the axis that shards, None if nothing is sharded.
         replicate_mesh_dim: index of the axis that replicates, None if none does.
         dp_mesh_dims: set when parameters are DTensors on ``spmd_mesh``, which has the data-parallel axes among others.
@@ -130,12 +130,12 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
 @dataclass(frozen=True, eq=False)
 class ShardPlacementResult:
-    """Where ``shard_placement_fn`` wants one parameter.
+    """The placement of one parameter that ``shard_placement_fn`` returns.
 
     Attributes:
-        placement: the dim to cut; None: dim 0.
-        mesh_info: the data-parallel mesh, as :class:`FSDPMeshInfo` or :class:`HSDPMeshInfo`; parameters on one mesh must
-            share one object.
+        placement: the dim to shard; None: dim 0.
+        mesh_info: the data-parallel mesh, a :class:`FSDPMeshInfo` or :class:`HSDPMeshInfo`; parameters on one mesh must share
+            one object.
 
     Source: torch.distributed.fsdp.ShardPlacementResult.
     """
@@ -145,33 +145,33 @@ class ShardPlacementResult:
 
 
 def axes_from(info: object) -> MeshAxes | None:
-    """Return what an object with the fields of :class:`DataParallelMeshInfo`, ours or torch's, says; None for others."""
+    """Return the axes of a mesh info, shardwise's or torch's; None for any other object."""
     mesh, shards = getattr(info, "mesh", None), getattr(info, "shard_mesh_dim", None)
     if not isinstance(mesh, DeviceMesh):
         return None
-    given = getattr(info, "dp_mesh_dims", None)
-    dims = None if given is None else DataParallelMeshDims(given.shard, given.replicate)
+    named = getattr(info, "dp_mesh_dims", None)
+    dims = None if named is None else DataParallelMeshDims(named.shard, named.replicate)
     return MeshAxes(mesh, shards, getattr(info, "replicate_mesh_dim", None), dims, getattr(info, "spmd_mesh", None))
 
 
 def smaller_axes(axes: MeshAxes, size: int) -> MeshAxes:
-    """Return a mesh whose shard axis has ``size`` ranks, neighbours on the shard axis of ``axes``; makes process groups."""
+    """Return a mesh whose shard axis has ``size`` ranks, neighbours on the shard axis of ``axes``; it makes process groups."""
     ranks: torch.Tensor = axes.mesh.mesh.view(-1, size)
     return MeshAxes(DeviceMesh(axes.mesh.device_type, ranks), shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
-# ---- DTensor placements of sharded parameters: alone, replicated, beside tensor parallelism, on a full SPMD mesh.
+# ---- DTensor placements of sharded parameters: without and with replicas, with tensor parallelism, on a full SPMD mesh.
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """How one parameter is to be sharded.
+    """The placement of one parameter.
 
     Attributes:
-        local: the tensor that this process holds now, on every rank of the data-parallel mesh the same.
-        dim: the dim of ``local`` that is cut.
-        spec: description of the sharded parameter.
-        inner_spec: description of the full parameter if it is a DTensor.
+        local: the local tensor before sharding, the same on every rank of the data-parallel mesh.
+        dim: the dim of ``local`` to shard.
+        spec: the DTensorSpec of the sharded parameter.
+        inner_spec: the DTensorSpec of the full parameter if that is a DTensor, else None.
     """
 
     local: torch.Tensor
@@ -201,10 +201,10 @@ def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) ->
 
 
 def cut_shard(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
-    """Return ``rank``'s shard of ``whole``: a view of a plain tensor, memory of its own for any other class of tensors.
+    """Return the shard of ``rank``: a view of a plain tensor ``whole``, a copy of a tensor subclass.
 
-    Such classes (quantised weights) are cut and copied by what they define: ``chunk``, ``new_zeros``, ``copy_``; ``narrow``
-    may be missing, ``clone`` may quantise again.
+    Subclasses (quantised weights) are sharded and copied by methods that they define: ``chunk``, ``new_zeros``, ``copy_``.
+    ``narrow`` may be missing, and ``clone`` may quantise again.
     """
     if type(whole) is torch.Tensor:
         rows = cut.rows(rank)
@@ -218,7 +218,7 @@ def _chunk(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
     if cut.is_whole:
         return whole
     chunks = list(torch.chunk(whole, cut.num_shards, cut.dim))
-    if not all(type(chunk) is type(whole) for chunk in chunks):  # the class does not define it
+    if not all(type(chunk) is type(whole) for chunk in chunks):  # the class does not define ``chunk``
         rows = cut.rows(rank)
         return whole.narrow(cut.dim, rows.start, len(rows))
     return chunks[rank] if rank < len(chunks) else chunks[0].new_zeros(cut.shard_shape(rank))
@@ -291,7 +291,7 @@ def _spmd_shard(inner: DTensorSpec, index: int, dim: int) -> Placement:
 
 
 def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], placements: list[Placement]) -> DTensorSpec:
-    # Several shard axes act as one: the parameter's mesh shows them flattened, where the first of them was.
+    # Several shard axes act as one: in the parameter's mesh the flattened axis replaces the first of them.
     dims, mesh = axes.dims, torch_private.spec_of(param).mesh
     assert dims is not None
     meshes: list[DeviceMesh] = []
@@ -311,9 +311,9 @@ def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], plac
 
 
 def sub_parameter(param: ShardedParam, cut: ChunkShard, local: torch.Tensor, axes: MeshAxes) -> nn.Parameter:
-    """Return ``local`` as the parameter on the smaller mesh that the unit is resharded to after forward."""
-    # Beside tensor parallelism the two meshes need not come from one parent mesh and cannot be joined: the parameter
-    # then shows its data-parallel cut alone, with the local tensor-parallel shape as its global one.
+    """Return ``local`` as the parameter on the smaller mesh of ``reshard_after_forward``."""
+    # With tensor parallelism the two meshes need not have one parent mesh, and then cannot be joined.  So the spec has only the
+    # data-parallel sharding, and the local tensor-parallel shape is its global shape.
     shape = torch.Size(cut.shape)
     stride = torch.empty(shape, device="meta").stride()
     placements = _data_parallel_placements(axes, Replicate() if cut.is_whole else Shard(cut.dim))

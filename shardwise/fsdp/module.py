@@ -1,4 +1,4 @@
-"""``FSDPModule``: the methods that a sharded module has beside its own."""
+"""``FSDPModule``: the methods that sharding adds to a module."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from shardwise.fsdp.unit import Unit
 from shardwise.plan.schedule import UnitPolicy
 from shardwise.torch_private import shares_locals, without_weak_references
 
-# ---- Change the behaviour of sharded modules for the length of a block.
+# ---- Change the policy of sharded modules inside a ``with`` block.
 
 
 @contextmanager
 def policy(
     module: nn.Module, *, recurse: bool = True, **changes: bool | int | float | None
 ) -> Generator[None, None, None]:
-    """Replace parts of the policy of ``module``'s units; put the old ones back at the end, also after an exception.
+    """Replace fields of the policy of ``module``'s units; restore the old values at the end, also after an exception.
 
     Args:
-        module: a module that contains units, itself one or not.
+        module: a module that is a unit or contains units.
         recurse: change all units below ``module`` too.
-        changes: fields of :class:`shardwise.plan.schedule.UnitPolicy` and their new values, e.g. ``sync=False``, which
-            alone holds gradients back whole, over replicas too.
+        changes: fields of :class:`shardwise.plan.schedule.UnitPolicy` and their new values.  ``sync=False`` leaves gradients
+            unsynced, over shards and replicas.
 
-    Raises: ConfigError for a field that a policy does not have, or a module without units.
+    Raises: ConfigError for an unknown field, or a module without units.
 
     Example:
         >>> import shardwise
@@ -90,17 +90,18 @@ def _units_in(module: nn.Module, recurse: bool) -> list[Unit]:
     return list(found.values())
 
 
-# ---- What tools of torch ask of a sharded module beside public methods: its class, and the end of a pipeline's step.
+# ---- The private interface that torch's tools use on a sharded module: its class, and the end of a pipeline's step.
 
 
 class StageState:
-    """What a stage of ``torch.distributed.pipelining`` finds behind a module when its last microbatch is through.
+    """The state that a stage of ``torch.distributed.pipelining`` reads from a module after its last microbatch.
 
-    Before torch 2.15 it asks for the states of all sharded modules below, to end the backward of each by hand, then ends the
-    step at the root.  Here the root's engine ends all of them: there is no other state.
+    Before torch 2.15 a stage ends the backward of each sharded module in ``all_states``, then the step of the root.  Here the
+    root's engine ends everything, so there are no other states.
 
     Attributes:
-        all_states: none.  _state_ctx: where the stage looks for them.
+        all_states: empty.
+        _state_ctx: the object whose ``all_states`` the stage reads.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -109,16 +110,16 @@ class StageState:
 
     @property
     def _state_ctx(self) -> StageState:
-        return self  # no attribute: a module is freed with its last name
+        return self  # a property, since an attribute would be a reference cycle that keeps the module alive
 
     def _root_post_backward_final_callback(self) -> None:
         end_step(provisional_engine(self._attachment))
 
 
 def tool_classes() -> tuple[type, ...]:
-    """Return what to put last among the bases of a sharded module's class, for tools that ask ``isinstance``.
+    """Return the last bases of a sharded module's class, for tools that check ``isinstance``.
 
-    Last, so that nothing of it is used: every method is found before.
+    They are last so that no method of theirs is used: method resolution finds another one first.
     """
     known = torch_private.class_that_tools_ask_for()
     return () if known is None else (known,)
@@ -136,7 +137,7 @@ def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
     torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
 
 
-# ---- What a sharded module returns for work that is under way: handles to wait on.
+# ---- Handles of work that sharded modules have launched.
 
 
 class UnshardHandle:
@@ -153,11 +154,11 @@ class UnshardHandle:
 
 
 def wait_by_hand(unit: Unit) -> None:
-    """Make the full parameters of ``unit`` readable, as the user's own call of ``unshard`` does outside of a forward."""
+    """Wait for the full parameters of ``unit`` in the user's call of ``unshard``."""
     unit.wait()
     engine = engine_of(unit)
     if engine is None or engine.comm_ctx.pass_tracker.number is None:
-        unit.keep()  # what user code now does with parameters is to hold for the shards
+        unit.keep()  # writes of user code to the full parameters will be copied to the shards
 
 
 class GradientReductionHandle:
@@ -169,19 +170,19 @@ class GradientReductionHandle:
     def wait(self) -> None:
         """Wait for the reductions and set the gradients; a second call does nothing.
 
-        Raises: StateError if ``reset_iter_state`` has dropped them.
+        Raises: StateError if ``reset_iter_state`` has invalidated the handle.
         """
         if self._engine is not None and self._completion is not None:
             complete(self._engine, self._completion)
         self._engine = self._completion = None
 
 
-# ---- Say what is wrong when a sharded module is used in a way that leaves its parameters sharded.
+# ---- Explain errors of uses of a sharded module that leave its parameters sharded.
 
-_MIXED = "mixed torch.Tensor and DTensor"  # in DTensor's message
+_MIXED = "mixed torch.Tensor and DTensor"  # a substring of DTensor's message
 
 
-# Attributes of torch's wrappers (DDP, FSDP1) that a sharded module does not have, and what to write instead.
+# Attributes of torch's wrappers (DDP, FSDP1) that a sharded module does not have, with the code to write instead.
 OF_WRAPPERS = {
     "module": "a sharded module is the model itself: leave out .module",
     "no_sync": "to accumulate gradients, call model.set_requires_gradient_sync(False) before the first backwards and "
@@ -192,7 +193,7 @@ OF_WRAPPERS = {
 
 
 def explained_load(error: RuntimeError) -> RuntimeError:
-    """Return ``error`` of ``load_state_dict``, or a StateError with advice if plain tensors were to be copied into shards."""
+    """Return ``error`` of ``load_state_dict``, or a StateError with advice if the state dict has plain tensors for shards."""
     if _MIXED not in str(error):
         return error
     return StateError(
@@ -203,9 +204,9 @@ def explained_load(error: RuntimeError) -> RuntimeError:
 
 
 def explained_methods(original: type) -> dict[str, Callable[..., Any]]:
-    """Return the methods of ``original`` (not ``forward``, none of ``nn.Module``'s), made to explain DTensor's complaint.
+    """Return the methods of ``original``, wrapped to explain DTensor's error; without ``forward`` and those of ``nn.Module``.
 
-    A method that computes with sharded parameters fails deep in DTensor's dispatch; the reason is the method that was called.
+    A method that computes with sharded parameters fails deep in DTensor's dispatch; the explanation names the method.
     """
     methods: dict[str, Callable[..., Any]] = {}
     for cls in reversed(original.__mro__[: original.__mro__.index(nn.Module)] if nn.Module in original.__mro__ else ()):
@@ -234,24 +235,25 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-# ---- What ``Module.to`` and its kin meet on a sharded module: shards, which it converts one by one.
+# ---- Conversions (``Module.to`` and the like) of a sharded module: they convert the shards one by one.
 
 
 @contextmanager
 def converting(
     groups: Sequence[ParamGroup], units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Yield what to apply to the tensors of a module in place of ``fn``.
+    """Yield the function to apply to the tensors of a module in place of ``fn``.
 
     Args:
-        groups: of the unit that begins at the module.  units: those whose parameters its tree uses.
+        groups: the groups of the module's own unit.
+        units: the units whose parameters its tree uses.
     """
     with _settings_kept(groups), without_weak_references(_setattr_modules(units), shares_locals(fn)) as convert:
         yield convert
 
 
 def _setattr_modules(units: Iterable[Unit]) -> list[nn.Module]:
-    """Return the modules that follow parameters of ``units`` (as LSTMs do), wherever they are."""
+    """Return the modules with their own ``__setattr__`` (LSTM, for example) that have parameters of ``units``."""
     registrations = [registration for unit in units for param in unit.params for registration in param.registrations]
     found = [registration.setattr_module() for registration in registrations if registration.setattr_module is not None]
     return list({id(module): module for module in found if module is not None}.values())
@@ -261,7 +263,7 @@ def _setattr_modules(units: Iterable[Unit]) -> list[nn.Module]:
 def _settings_kept(groups: Sequence[ParamGroup]) -> Generator[None, None, None]:
     """Restore users' attributes and ``grad_dtype`` after a conversion.
 
-    torch registers new parameters, which have neither, and converts gradients together with them.
+    torch registers new parameters, which have neither, and converts gradients by the same function.
     """
     kept: list[tuple[ShardedParam, torch.Tensor | None]] = []
     for group in groups:
@@ -287,16 +289,16 @@ _mixed_classes: dict[tuple[type, type], type] = {}
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
-    """Return the FSDP class of every class that ``fully_shard`` has met."""
+    """Return a map from the original class of every module that was sharded to its FSDP class."""
     return {original: mixed for (original, mixin), mixed in _mixed_classes.items() if mixin is FSDPModule}
 
 
 def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
-    """Put ``mixin`` first in the method resolution order of ``module``, and last what torch's own tools ask for."""
+    """Put ``mixin`` first in the method resolution order of ``module``, and the classes of :func:`tool_classes` last."""
     original = type(module)
     mixed = _mixed_classes.get((original, mixin))
     if mixed is None:
-        # Packages compare a class's __module__ with their own name, as transformers does before it initializes weights.
+        # Packages compare ``__module__`` of a class with their own name; transformers does before it initializes weights.
         body: dict[str, Any] = {"__module__": original.__module__, "_original_class": original}
         body.update(explained_methods(original))
         mixed = type(f"{prefix}{original.__name__}", (mixin, original, *tool_classes()), body)
@@ -314,15 +316,15 @@ else:
 
 
 class FSDPModule(_Base):
-    """Mixed into the class of every module that ``fully_shard`` was called on.
+    """The mixin of every module that ``fully_shard`` was called on.
 
-    The ``set_*`` methods replace the unit's frozen policy; ``shardwise.policy`` does so for the length of a block.
+    The ``set_*`` methods replace the unit's immutable policy; ``shardwise.policy`` does so inside a ``with`` block.
     """
 
     _original_class: type
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain module: slicing a sharded container builds a new container, which nobody has sharded."""
+        """Make a plain module: a slice of a sharded container is a new container, which is not sharded."""
         original: type = cls._original_class
         return original(*args, **kwargs)
 
@@ -346,14 +348,14 @@ class FSDPModule(_Base):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            f"a {type(self).__name__} cannot be pickled, nor copied without what it holds: its process groups, hooks and "
-            "memory are those of this process. Save its state_dict(), and shard a model where you load that; copy.deepcopy "
-            "makes a copy of its own"
+            f"a {type(self).__name__} cannot be pickled or copied shallowly: its process groups, hooks and memory belong to "
+            "this process. Save its state_dict(), and shard a model in the process that loads it; copy.deepcopy makes an "
+            "independent copy"
         )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        # What DistributedDataParallel asks of a module before all else.
+        # DistributedDataParallel reads this attribute first, so the property raises before DDP changes anything.
         given = self.__dict__.get("_ddp_ignored")
         frame = inspect.currentframe()
         asker = frame.f_back if frame is not None else None
@@ -387,13 +389,13 @@ class FSDPModule(_Base):
         return None
 
     def reshard(self) -> None:
-        """Give this module's own full parameters back and register the shards."""
+        """Free this module's own full parameters and register the shards."""
         self._attachment().unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """Bring all units back to their shards and drop what a failed step left behind.
+        """Reshard all units and drop the state of a failed step.
 
-        After an exception shardwise does so by itself; the method is there for code written for torch.
+        After an exception shardwise does so by itself; the method exists for code that was written for torch.
         Raises: RuntimeError if this is not the root module.
         """
         attachment = self._attachment()
@@ -404,7 +406,7 @@ class FSDPModule(_Base):
             engine.forget_step()
 
     def release_memory(self) -> None:
-        """Give idle staging and parameter buffers back to the allocator; the next step makes them anew.
+        """Free idle staging and parameter buffers; the next step allocates new ones.
 
         Unsharded parameters that are in use stay.
         """
@@ -415,20 +417,20 @@ class FSDPModule(_Base):
     # ---- compression ----
 
     def compression_report(self) -> tuple[UnitCompression, ...]:
-        """Return, for every unit here with a :class:`CompressionPolicy`, how far off coding was and what it has saved.
+        """Return errors and saved bytes of compression, for every unit below that has a :class:`CompressionPolicy`.
 
-        Of this rank; without communication.  Units without compression are not in it.
+        The figures are those of this rank; no communication.
         """
         return report_of(cast(nn.Module, self))
 
     def compression_state(self) -> CompressionState:
-        """Return what error feedback keeps from one step to the next, as something with a state dict, for checkpoints."""
+        """Return an object whose state dict has the residuals of error feedback, for checkpoints."""
         return CompressionState(cast(nn.Module, self))
 
     # ---- behaviour ----
 
     def set_transport(self, transport: Transport) -> None:
-        """Say how ranks exchange CPU tensors; to be called on the root, alike on every rank.
+        """Set the transport of CPU tensors; call it on the root, with the same value on every rank.
 
         Args:
             transport: "auto", "gloo" or "collective", see :func:`shardwise.set_default_transport`.
@@ -442,15 +444,15 @@ class FSDPModule(_Base):
             use_transport(engine, unit.transport)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward ends the step; only then pending reductions are waited for."""
+        """Set whether the next backward is the last of the step; only the last one waits for pending reductions."""
         self._engine().is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Say whether :meth:`finalize_backward` sets gradients, after any number of backwards, or every backward by itself.
+        """Set whether :meth:`finalize_backward` sets gradients after any number of backwards, instead of every backward.
 
-        To be called on the root.  With it, ``.grad`` shows nothing of a backward before ``finalize_backward``,
-        ``is_last_backward`` counts for nothing, and a step of an optimizer in between is an error.  A backward that raises
-        leaves what has come from the ones before it.
+        Call it on the root.  If enabled, ``.grad`` does not change before ``finalize_backward``, ``is_last_backward`` has no
+        effect, and an optimizer step before it is an error.  A backward that raises does not change the gradients of earlier
+        ones.
 
         Raises: StateError if this is not the root module, or once a backward has begun that has not been finalized.
         """
@@ -466,11 +468,11 @@ class FSDPModule(_Base):
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what backwards have left and set the gradients of all of them; on every rank, after the last backward.
+        """Reduce the remaining gradients and set ``.grad``; call it on every rank, after the last backward.
 
-        Units reduce within a backward when their gradients are complete, as always; gradients that came only in part, or
-        without sync, are reduced here if ``requires_gradient_sync`` is True now.  Does nothing before the first forward, or
-        if no backward has reached these parameters.
+        Units whose gradients are complete are reduced during backward, as always.  Incomplete and unsynced gradients are
+        reduced here if ``requires_gradient_sync`` is True now.  It does nothing before the first forward, or if no backward
+        has reached these parameters.
 
         Args:
             async_op: return a handle; its ``wait()`` must come before gradients are used and before the next forward.
@@ -488,14 +490,14 @@ class FSDPModule(_Base):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether backward reduces gradients; False holds them, unsharded, for a later backward."""
+        """Set whether backward reduces gradients; False accumulates them, unsharded and unsynced, for a later backward."""
         engine = engine_of(self._unit())
         if engine is not None and not requires_gradient_sync:
             engine.hold_assigned()
         self._replace_policies(recurse, sync=requires_gradient_sync, syncs_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a mesh with replicas, say whether backward sums over them; False keeps the shards' partial sums."""
+        """Set whether backward all-reduces over replicas (HSDP); False accumulates gradients reduced over shards only."""
         self._replace_policies(recurse, syncs_replicas=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -507,14 +509,14 @@ class FSDPModule(_Base):
         self._replace_policies(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Say whether full parameters are given back after backward."""
+        """Set whether full parameters are freed after backward."""
         self._replace_policies(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Say whether the memory of full parameters stays when they are given back, at the same address: for CUDA graphs.
+        """Set whether reshard keeps the memory of full parameters, at the same address, for CUDA graphs.
 
-        The full parameters themselves must still not be used until the next unshard; ``False`` frees the memory at once if
-        nobody uses it.
+        The full parameters must still not be used until the next unshard.  ``False`` frees the memory at once if the unit is
+        sharded.
         """
         self._replace_policies(recurse, keeps_full_memory=keep)
         if not keep:
@@ -522,7 +524,7 @@ class FSDPModule(_Base):
                 unit.let_go()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Say whether backward of this module reads its parameters; an embedding's does not."""
+        """Set whether backward of this module reads its parameters; an embedding's does not."""
         self._replace_policies(False, unshard_in_backward=unshard_in_backward)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -541,15 +543,15 @@ class FSDPModule(_Base):
         self._replace_policies(False, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do as :meth:`set_gradient_divide_factor`, the name of today."""
+        """Do the same as :meth:`set_gradient_divide_factor`; torch's older name of that method."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Use nothing but sums in collectives and scale beside them."""
+        """Use only sums in collectives, and divide in separate kernels."""
         self._replace_policies(False, sum_only=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let up to ``max_input_buffers`` reduce-scatter inputs live at once; the largest request of a model holds.
+        """Allow ``max_input_buffers`` reduce-scatter inputs at once; the largest setting in a model counts.
 
         Raises: TypeError if it is no int, ValueError if it is below 1.
         """
@@ -565,35 +567,35 @@ class FSDPModule(_Base):
     # ---- prefetch and events ----
 
     def set_gather_ahead_bytes(self, num_bytes: int | None) -> None:
-        """Gather as far ahead as memory allows, not one unit; to be called on the root, alike on every rank.
+        """Prefetch as many units as fit into ``num_bytes``, not one; call it on the root, the same on every rank.
 
         Args:
-            num_bytes: what full parameters and the staging of gathers and reductions stay within.  It is at least what
-                gathering one unit ahead holds at its highest point, for which 0 stands.  None: one unit ahead.
+            num_bytes: the limit on full parameters and the staging of gathers and reductions.  It is raised to the peak of
+                prefetching one unit, so 0 stands for that.  None: prefetch one unit.
 
-        Takes effect with the plan of the next step.  Units with a list of their own (:meth:`set_modules_to_forward_prefetch`)
-        follow that.  Raises: TypeError if it is no int, ConfigError if it is below 0, StateError if this is not the root.
+        It takes effect with the plan of the next step.  Units with their own list (:meth:`set_modules_to_forward_prefetch`)
+        use that.  Raises: TypeError if it is no int, ConfigError if it is below 0, StateError if this is not the root.
         """
         if num_bytes is not None and (isinstance(num_bytes, bool) or not isinstance(num_bytes, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentTypeError(f"num_bytes must be an int or None, got {type(num_bytes).__name__}")
         if num_bytes is not None and num_bytes < 0:
             raise ConfigError(
-                f"num_bytes must not be negative, got {num_bytes}; 0 stands for what one unit ahead holds"
+                f"num_bytes must not be negative, got {num_bytes}; 0 stands for the peak of prefetching one unit"
             )
         engine = self._root_engine("set_gather_ahead_bytes")
         self._attachment().unit.ahead_bytes = num_bytes
         limit_gathers(engine)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Unshard ``modules``, in order, when forward of this one starts, instead of what the plan has learned."""
+        """Unshard ``modules``, in order, when the forward of this one starts, instead of the plan's prefetches."""
         self._unit().forward_prefetch = _unit_refs(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Unshard ``modules``, in order, when backward of this one starts, instead of what the plan has learned."""
+        """Unshard ``modules``, in order, when the backward of this one starts, instead of the plan's prefetches."""
         self._unit().backward_prefetch = _unit_refs(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next step's all-gathers wait for ``event`` (recorded after the optimizer) and nothing else; used once."""
+        """Let the next step's all-gathers wait only for ``event``, recorded after the optimizer; used once."""
         self._engine().post_optim_event = event
 
     def _get_fsdp_state(self) -> object:
@@ -605,13 +607,13 @@ class FSDPModule(_Base):
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accept torch's switch: all-gathers are always asynchronous here, and their memory belongs to one stream."""
+        """Accept torch's switch without effect: all-gathers are always asynchronous, with memory of one stream."""
         del async_op
 
     # ---- communication ----
 
     def set_custom_all_gather(self, comm: AllGatherFunction) -> None:
-        """Gather with ``comm`` (an ``allocate`` and a ``__call__``, as torch's ``AllGather``).
+        """All-gather with ``comm``, which has ``allocate`` and ``__call__`` like torch's ``AllGather``.
 
         Raises: ValueError if the parameters of this module are on several meshes.
         """
@@ -621,7 +623,7 @@ class FSDPModule(_Base):
             bind_units(self._engine())
 
     def set_custom_reduce_scatter(self, comm: ReduceScatterFunction) -> None:
-        """Reduce with ``comm``, as torch's ``ReduceScatter``.
+        """Reduce-scatter with ``comm``, which has the methods of torch's ``ReduceScatter``.
 
         Raises: ValueError if the parameters of this module are on several meshes.
         """
@@ -631,7 +633,7 @@ class FSDPModule(_Base):
             bind_units(self._engine())
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook`` with the flat reduced gradients: after the reduce-scatter, or after the all-reduce with replicas.
+        """Call ``hook`` with the flat reduced gradients, after the reduce-scatter or, with replicas, after the all-reduce.
 
         Raises: ValueError with several meshes, or with ``stream`` on a mesh with replicas.
         """
@@ -642,7 +644,7 @@ class FSDPModule(_Base):
         unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Run reduce-scatters on a process group of their own, beside all-gathers; call it on every rank of the mesh."""
+        """Run reduce-scatters on a separate process group, concurrently with all-gathers; call it on every rank of the mesh."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in self._units(recurse):
             for group in unit.groups:
@@ -655,9 +657,9 @@ class FSDPModule(_Base):
         bind_units(self._engine())
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Take staging buffers from the process group's own allocator where its backend has one (NCCL).
+        """Take staging buffers from the allocator of the process group, if its backend has one (NCCL).
 
-        Raises: AssertionError together with a custom communication, which allocates by itself.
+        Raises: AssertionError if a custom collective is set, which allocates its own buffers.
         """
         for group in self._unit().groups:
             if group.custom.all_gather is not None or group.custom.reduce_scatter is not None:
@@ -671,7 +673,7 @@ class FSDPModule(_Base):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Refuse torch's switch to symmetric memory.
 
-        Raises: ConfigError, which names what there is in its place.
+        Raises: ConfigError, which names the alternatives.
         """
         raise ConfigError(
             f"set_symm_mem_for_comm({backend!r}): shardwise does not use NCCL's symmetric memory. For buffers that NCCL has "
@@ -720,7 +722,7 @@ class FSDPModule(_Base):
         return groups[0] if groups else None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        # Module.to and its kin must meet the shards; flat memory is rebuilt at the next unshard.
+        # Module.to and the like convert the shards; they are packed again at the next unshard.
         self.reshard()
         units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.tied_units)}
         engine = engine_of(self._unit())
@@ -733,7 +735,7 @@ class FSDPModule(_Base):
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
     if not torch.accelerator.is_available():
-        return hook  # there is one order of things
+        return hook  # without an accelerator there are no streams
 
     def run(section: torch.Tensor) -> None:
         stream.wait_stream(torch.accelerator.current_stream())

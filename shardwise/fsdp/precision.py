@@ -1,4 +1,4 @@
-"""Dtypes of a unit, and where its shards live."""
+"""The dtypes of a unit (mixed precision), and the device of its shards (offloading)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from shardwise.errors import ArgumentTypeError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GradDtype:
-    """What was assigned to ``parameter.grad_dtype``: the dtype of its gradients; None: that of whatever arrives."""
+    """The value that was assigned to ``parameter.grad_dtype``; None: gradients of any dtype."""
 
     dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a unit computes, reduces and returns.
+    """The dtypes in which a unit computes, reduces gradients and returns outputs.
 
     Attributes:
         param_dtype: dtype of the all-gather and of forward and backward; None: the parameter's own.
-        reduce_dtype: dtype of the gradient reduction and of gradients held back; None: the parameter's ``grad_dtype`` if that
-            was assigned to, else what torch's FSDP2 of the installed version takes: ``param_dtype`` up to torch 2.14, the
+        reduce_dtype: dtype of the gradient reduction and of unsynced gradients; None: the parameter's ``grad_dtype`` if one
+            was assigned, else the same as torch's FSDP2 of the installed version: ``param_dtype`` up to torch 2.14, the
             parameter's own dtype from 2.15 on.
-        output_dtype: dtype that floating-point outputs of forward are cast to; None: no cast.
+        output_dtype: dtype to which floating-point outputs of forward are cast; None: no cast.
         cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
-        param_dtype_override_fn: called once for each parameter; one for which it returns the parameter's own dtype keeps it
-            in forward and backward, None or ``param_dtype`` changes nothing.
+        param_dtype_override_fn: called once for each parameter.  If it returns the parameter's own dtype, forward and
+            backward use that; None or ``param_dtype`` changes nothing.
 
     Sharded parameters and optimizer states keep the parameter's own dtype; so do gradients without a ``grad_dtype``.
     Source: torch.distributed.fsdp.MixedPrecisionPolicy.
@@ -50,7 +50,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where sharded parameters, gradients and optimizer states live; this base class: on the mesh's device."""
+    """The device of sharded parameters, gradients and optimizer states; this base class keeps them on the mesh's device."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def precision_from(policy: object) -> MixedPrecisionPolicy:
-    """Return ``policy``, or what torch's policy object of the same fields says.  Raises: ConfigError for other things."""
+    """Return ``policy`` as a MixedPrecisionPolicy; torch's class is accepted.  Raises: ArgumentTypeError for other objects."""
     if isinstance(policy, MixedPrecisionPolicy):
         return _checked_dtypes(policy)
     names = [each.name for each in fields(MixedPrecisionPolicy)]
@@ -87,9 +87,9 @@ def _checked_dtypes(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def offload_from(policy: object) -> OffloadPolicy:
-    """Return ``policy``, or what torch's policy object says; None: nothing is offloaded.
+    """Return ``policy`` as an OffloadPolicy; torch's classes are accepted, and None means no offloading.
 
-    Raises: ConfigError for other things.
+    Raises: ConfigError for other objects.
     """
     if policy is None:
         return OffloadPolicy()
@@ -102,9 +102,9 @@ def offload_from(policy: object) -> OffloadPolicy:
 
 
 def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> bool:
-    """Return True if ``param_dtype_override_fn`` wants ``param`` used in its own dtype.
+    """Return True if ``param_dtype_override_fn`` returns the own dtype of ``param``.
 
-    Raises: ConfigError if it wants another one.
+    Raises: ConfigError if it returns another dtype than that or ``param_dtype``.
     """
     if policy.param_dtype_override_fn is None:
         return False
@@ -127,7 +127,7 @@ def dtype_of_full(policy: MixedPrecisionPolicy, original: torch.dtype) -> torch.
 
 
 def dtype_of_reduction(policy: MixedPrecisionPolicy, original: torch.dtype, full: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are reduced of a parameter that has no ``grad_dtype``; ``full``: of its use."""
+    """Return the reduce dtype for a parameter without ``grad_dtype``, of dtype ``original``, used in dtype ``full``."""
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
     return full if torch_private.reduces_in_param_dtype() else original

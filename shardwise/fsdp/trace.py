@@ -1,4 +1,4 @@
-"""``trace``: what a model's steps really did, call by call, beside what was planned."""
+"""``trace``: record the calls of a model's steps with their times, and compare them with the plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LANES = {
 }
 _WITH_BYTES = frozenset({"unshard", "wait", "reduce", "reduction", "all-gather", "exchange"})
 _BLOCKING = frozenset({"wait", "wait for gradients", "exchange", "all-reduce"})
-# What launches a collective: what ends it, and its lane.
+# Calls that launch a collective -> the call that ends it, and the lane of the collective.
 _LAUNCHES = {
     "unshard": ("wait", "all-gathers"),
     "all-gather": ("wait", "all-gathers"),
@@ -48,15 +48,15 @@ _LANE_NAMES = ("computation", "calls", "waits", "all-gathers", "reductions")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """An interval of time, such as a call, a wait or the forward of a unit.
 
     Attributes:
         what: "unshard", "wait", "reshard", "reduce", "wait for gradients", "forward", "backward", ...; "all-gather on its
             way" and "reduction on its way" last from the launch to the end of the wait for it.
-        unit: path of the unit's module ("" is the root), or what a message of an optimizer is for.
+        unit: path of the unit's module ("" is the root), or the purpose of an optimizer's message.
         lane: "computation", "calls", "waits", "all-gathers" or "reductions".
         begin_s, end_s: monotonic seconds of this host.
-        num_bytes: of the buffers of the call; 0 where there are none.
+        num_bytes: bytes of the buffers of the call; 0 if there are none.
     """
 
     what: str
@@ -68,20 +68,20 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration in seconds."""
         return self.end_s - self.begin_s
 
 
 @dataclass(slots=True)
 class Trace:
-    """What happened while it was open.
+    """The record of everything that happened inside ``with trace()``.
 
     Attributes:
-        spans: everything that took time, in the order of its end.
-        calls: what the engine did, in order, as plans predict it.
-        planned: the planned calls of a step: the plan that the engine had when the trace began, or the one that it made from
-            the first step; empty without an engine.
-        num_unplanned: how many of ``calls`` were made before there was a plan: those of the first step, or 0.
+        spans: all spans, in the order of their ends.
+        calls: the calls of the engine, in order, in the form in which plans predict them.
+        planned: the planned calls of a step: from the plan that the engine had when the trace began, or that it made of the
+            first step; empty without an engine.
+        num_unplanned: how many of ``calls`` came before there was a plan: those of the first step, or 0.
     """
 
     spans: list[Span] = field(default_factory=list[Span])
@@ -91,7 +91,7 @@ class Trace:
 
     @property
     def departure(self) -> str | None:
-        """The first call that was not the planned one, over all planned steps; None if all were, or nothing was planned."""
+        """The first call that differs from the plan, over all planned steps; None if none does, or there is no plan."""
         if not self.planned:
             return None
         for number, call in enumerate(self.calls[self.num_unplanned :]):
@@ -112,7 +112,7 @@ class Trace:
         return dict(sorted(waits.items(), key=lambda item: -item[1]))
 
     def table(self) -> str:
-        """Return what each unit did and waited for, the longest waits first, and whether it was as planned."""
+        """Return a table of the times of each unit, the longest waits first, and a line that compares with the plan."""
         rows = [["unit", "waits exposed", "forward", "backward", "all-gathers", "reductions", "bytes"]]
         for unit in dict.fromkeys([*self.exposed_s(), *[each.unit for each in self.spans]]):
             mine = [each for each in self.spans if each.unit == unit]
@@ -172,7 +172,7 @@ class _OpenCall:
 
 
 class _Recorder:
-    """Writes spans and events into ``trace``; ``unit``: record only those of its engine; None: those of all engines."""
+    """Records spans and events into ``trace``; of the engine of ``unit`` only, or of all engines if that is None."""
 
     def __init__(self, trace: Trace, unit: Unit | None) -> None:
         self._trace, self._unit = trace, unit
@@ -180,7 +180,7 @@ class _Recorder:
         self._launched: dict[tuple[str, str], tuple[float, str]] = {}
 
     def begin(self, track: str, what: str, subject: str) -> None:
-        """Note that ``what`` begins on this thread."""
+        """Record that ``what`` begins on this thread."""
         now = time.monotonic()
         self._open.setdefault(threading.get_ident(), []).append(_OpenCall(track, what, subject, now))
         if what in _LAUNCHES:
@@ -188,13 +188,13 @@ class _Recorder:
             self._launched[ends_with, subject] = (now, lane)
 
     def end(self, what: str, subject: str, num_bytes: int) -> None:
-        """Note that the last such span ends."""
+        """Record that the last such span ends."""
         stack = self._open.get(threading.get_ident(), [])
         found = next((each for each in reversed(stack) if (each.what, each.subject) == (what, subject)), None)
         if found is None:
-            return  # it had begun before the trace
+            return  # the span began before the trace
         if what in ("forward", "backward", "recompute"):
-            stack.remove(found)  # units are inside of one another, but need not end in this order
+            stack.remove(found)  # spans of units nest, but need not end in that order
         else:
             del stack[stack.index(found) :]
         if not self._is_ours(found.track):
@@ -207,7 +207,7 @@ class _Recorder:
             spans.append(Span(f"{lane.removesuffix('s')} on its way", subject, lane, begin_s, now, num_bytes))
 
     def on_event(self, event: Event) -> None:
-        """Note what the engine did."""
+        """Record a call of the engine."""
         self.note_plan()
         if isinstance(event, Call):
             self._trace.calls.append(event)
@@ -227,13 +227,12 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
     """Record every call of the body with its begin, end, lane, bytes and unit.
 
     Args:
-        model: a model behind ``fully_shard``, ``shard_model`` or ``replicate``: of engines, its own alone is recorded, and
-            compared with its plan, which its first step makes.  None: all engines of this process.  The
-            collectives of ``ZeroRedundancyOptimizer`` and ``ShardedOptimizer`` are recorded in any case.
+        model: a model after ``fully_shard``, ``shard_model`` or ``replicate``: only its engine is recorded, and compared with
+            its plan, which its first step makes.  None: all engines of this process.  The collectives of
+            ``ZeroRedundancyOptimizer`` and ``ShardedOptimizer`` are recorded in any case.
 
-    Yields: a :class:`Trace`; read it when the body has ended.  Times are those of this host's clock: on an accelerator
-    they are of launches and of what the host waits for.  Costs about 2 microseconds for each span, and nothing while no
-    trace is open.
+    Yields: a :class:`Trace`; read it after the body.  Times are from this host's clock: on an accelerator they are times of
+    launches and of waits of the host.  A span costs about 2 microseconds; without a trace there is no cost.
     Raises: ConfigError if ``model`` has no unit.
 
     Example:

@@ -1,4 +1,4 @@
-"""What an engine moves tensors with."""
+"""The communication context of an engine: streams, buffer pool and links."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from shardwise.collectives.streams import CommStreams, device_of
 
 @dataclass(slots=True)
 class CommContext:
-    """The device of an engine and the ways to other ranks.
+    """The device of an engine and its communication resources.
 
     Attributes:
-        streams, pool: where collectives run and where their memory comes from.
-        heap: what keeps the memory of a step for the next one.
-        transport: which links this rank wants.
-        pass_tracker: when links between ranks may be used.  links: those links, by name of their process group.
-        coded_sums: sums over replicas that are on their way, coded.
+        device: the device.
+        streams: the streams of collectives.
+        pool: the buffer pool of collectives and full parameters.
+        heap: keeps glibc from returning the memory of a step to the kernel.
+        transport: the transport that this rank wants.
+        pass_tracker: tracks passes, in which links may be used.
+        links: the sources of links, by name of their process group.
+        coded_sums: compressed all-reduces over replicas in flight.
     """
 
     device: torch.device
@@ -35,5 +38,5 @@ class CommContext:
 
     @classmethod
     def on(cls, device: torch.device, transport: Transport) -> CommContext:
-        """Return new ones for ``device``."""
+        """Return a new context for ``device``."""
         return cls(device, CommStreams.on(device_of(device)), BufferPool(device), HeapTop(device), transport)
