@@ -1,4 +1,4 @@
-"""What compression did to a model: how far off it was, what it has saved, and the residuals that belong into a checkpoint."""
+"""Reports of compression (errors, bytes saved), and the residuals of error feedback for checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from shardwise.fsdp.roots import attachment_of
 
 @dataclass(frozen=True, slots=True)
 class CodedTraffic:
-    """How far off the coding of a unit was, in one direction.
+    """The errors and bytes of a unit's compressed collectives of one kind, on this rank.
 
     Attributes:
-        num_calls: coded collectives so far.
-        last_error, worst_error: relative error of the last one and the largest so far: what coding has lost of what this rank
-            sent, in the 2-norm.  nan if that was not finite.
-        sent_bytes: that this rank has sent to others.  plain_bytes: that it would have sent uncoded.
+        num_calls: compressed collectives so far.
+        last_error, worst_error: relative error, in the 2-norm, of the tensors that this rank sent: of the last collective, and
+            the largest so far.  NaN if it was not finite.
+        sent_bytes: bytes that this rank has sent to other ranks.
+        plain_bytes: bytes that it would have sent without compression.
     """
 
     num_calls: int
@@ -43,7 +44,8 @@ class UnitCompression:
 
     Attributes:
         name: path of its first module in the model; "" is the model itself.
-        gathers, reductions: of parameters, of gradients.
+        gathers: the traffic of parameters.
+        reductions: the traffic of gradients.
     """
 
     name: str
@@ -52,7 +54,7 @@ class UnitCompression:
 
 
 class _Coded(NamedTuple):
-    """A group with a policy, and the path of its unit's first module."""
+    """A group with compression, and the path of its unit's first module."""
 
     path: str
     group: ParamGroup
@@ -60,7 +62,7 @@ class _Coded(NamedTuple):
 
 
 def report_of(model: nn.Module) -> tuple[UnitCompression, ...]:
-    """Return what compression did in each unit of ``model`` that has any, on this rank; on an accelerator it waits for it."""
+    """Return the report of each unit of ``model`` with compression, on this rank; it synchronizes with an accelerator."""
     found: list[UnitCompression] = []
     for path, group, compression in _compressed(model):
         for meter in (compression.gathers, compression.reductions):
@@ -87,10 +89,10 @@ def _compressed(model: nn.Module) -> Iterator[_Coded]:
 
 
 class CompressionState:
-    """The residuals of a model's compressed gradients as something with a state dict, sharded as the parameters are.
+    """The residuals of a model's compressed gradients, as an object with a state dict.
 
-    What ranks have lost of a gradient counts as a sum, so that is what is saved: a float32 tensor of the parameter's shape and
-    placements under the parameter's name.  It loads at any number of ranks.
+    Only the sum over ranks of a parameter's residuals matters, so that is saved: a float32 tensor of the parameter's shape and
+    placements, under the parameter's name.  It loads at any number of ranks.
 
     Example:
         >>> state = {"model": model, "compression": model.compression_state()}  # doctest: +SKIP
@@ -103,7 +105,7 @@ class CompressionState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the residuals, summed over ranks.  Collective: every rank calls it, between steps.
 
-        From then on the sums stand for what each rank had: to go on and to resume are the same, to the bit.
+        The sums replace the ranks' own residuals at once, so that a continued run and a resumed one are bit-identical.
         """
         found: dict[str, torch.Tensor] = {}
         for path, group, compression in self._with_feedback():
@@ -118,17 +120,17 @@ class CompressionState:
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Take residuals: sharded as the parameters, or whole tensors.  Names that are not compressed here are left out.
+        """Load residuals, sharded like the parameters or as full tensors; names of uncompressed parameters are skipped.
 
-        Raises: StateError if one of this model's is missing or has another shape.
+        Raises: StateError if the residual of a compressed parameter is missing or has another shape.
         """
         for path, group, compression in self._with_feedback():
             for name, param in _named(self._model, path, group):
                 value = state_dict.get(name)
                 if value is None:
                     raise StateError(
-                        f"compression state: no residual of {name}; load what compression_state() of this model saved, or "
-                        "begin without: residuals start at zero"
+                        f"compression state: no residual of {name}; load a state that compression_state() of this model "
+                        "saved, or load none: residuals start at zero"
                     )
                 local = torch_private.local_of(value).detach()
                 if tuple(local.shape) == param.shard.shape and tuple(local.shape) != tuple(param.local.shape):
@@ -149,7 +151,7 @@ class CompressionState:
 
 
 def _named(model: nn.Module, path: str, group: ParamGroup) -> Iterator[tuple[str, ShardedParam]]:
-    """Yield the coded parameters of ``group`` under their names in ``model``."""
+    """Yield the compressed parameters of ``group`` with their names in ``model``."""
     paths = {id(torch_private.parameters_of(module)): where for where, module in model.named_modules()}
     for param in group.params:
         registration = param.registrations[0]
@@ -174,7 +176,7 @@ def _rows(group: ParamGroup, compression: Compression, param: ShardedParam) -> t
 
 
 def _place(group: ParamGroup, compression: Compression, param: ShardedParam, total: torch.Tensor) -> None:
-    """Let this rank bring its part of ``total``, which is that of its section, and no rank anything else."""
+    """Set this rank's residuals so that their sum over ranks is ``total``, the residual of this rank's section."""
     axes = group.axes
     rows = torch.zeros_like(_rows(group, compression, param))
     if axes.num_replicas > 1:

@@ -1,4 +1,4 @@
-"""``init_parameters``: memory and values for a model that was made on the meta device and sharded there."""
+"""``init_parameters``: allocate and initialize a model that was made on the meta device and sharded there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.fsdp.unit import Unit
 
 logger = getLogger("shardwise")
 
-# Attributes of a tensor that show its values; all others, and these methods, need no values.
+# Attributes of a tensor that return its values; all other attributes, and the methods in _FACTS, need no values.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _FACTS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"}) | {
     *("is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "register_hook"),
@@ -39,19 +39,20 @@ def init_parameters(
     """Move the meta tensors of ``module`` to a device and initialize all parameters and buffers as one process does.
 
     Call it on every rank, after ``fully_shard`` (or ``shard_model``, ``replicate``) and before an optimizer is built.
-    ``init_fn`` runs once, as on an unsharded model: it sees whole parameters, of which only those of one unit are in memory at
-    a time.  Random numbers come from the generators of the mesh's first rank, so that every rank keeps its shard of the same
-    values.  These are bit-identical to those of the same call on the unsharded model with the same seed.
+    ``init_fn`` runs once, as on an unsharded model: it reads and writes full parameters, and only those of one unit are in
+    memory at a time.  Random numbers come from the generators of the mesh's first rank, so that every rank has its shard of
+    the same values.  These are bit-identical to those of the same call on the unsharded model with the same seed.
 
     Args:
         module: the whole model.
         init_fn: is called with ``module`` and initializes all parameters and buffers.  None: ``init_weights()`` of the
-            outermost modules that have it (as models of transformers do), ``reset_parameters()`` of all others.
-        device: where tensors on meta go; None: to the device of the mesh, with ``CPUOffloadPolicy`` parameters to the host.
+            outermost modules that have it (models of transformers do), ``reset_parameters()`` of all others.
+        device: the device for tensors on meta.  None: the device of the mesh; with ``CPUOffloadPolicy`` the host for
+            parameters.
 
-    A warning names what ``init_fn`` does not initialize.  The first forward refuses these tensors unless something else, such
-    as ``load``, has given them values by then.
-    Raises: ConfigError for parameters that bring their own all-gather (quantized weights).
+    A warning names tensors that ``init_fn`` does not initialize.  The first forward refuses them unless they were written to
+    by then, for example by ``load``.
+    Raises: ConfigError for parameters with their own all-gather (quantized weights).
 
     Example:
         >>> with torch.device("meta"):  # doctest: +SKIP
@@ -70,7 +71,7 @@ def init_parameters(
         try:
             with whole:
                 (init_fn or _init_modules)(module)
-        finally:  # also after an error: what was written until then stays, as on one process
+        finally:  # also after an error: values that were written until then stay, as on one process
             whole.put_back()
     left = unwritten_in(module)
     if left:
@@ -100,7 +101,7 @@ def _init_modules(module: nn.Module) -> None:
 
 
 def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device | str | None) -> None:
-    """Move tensors from meta to a device, without values; tied parameters stay tied."""
+    """Move tensors from meta to a device, with undefined values; tied parameters stay tied."""
     places = [group.place for unit in units for group in unit.groups]
     of_params = device or (places[0].storage_device if places else torch.device("cpu"))
     of_others = device or (places[0].device if places else torch.device("cpu"))
@@ -122,14 +123,14 @@ def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device 
         group.ensure_packed()
         if group.extended.params:
             raise ConfigError(
-                f"init_parameters: {group.extended.params[0].fqn} brings its own all-gather (fsdp_pre_all_gather, or a tensor "
+                f"init_parameters: {group.extended.params[0].fqn} has its own all-gather (fsdp_pre_all_gather, or a tensor "
                 "subclass). Initialize the model before it is sharded, or load a checkpoint"
             )
 
 
 @contextmanager
 def _generators_of_first(mesh: DeviceMesh | None) -> Generator[None]:
-    """Use the random states of the first rank on all ranks of ``mesh``; a rank with other states gets its own back on exit."""
+    """Use the random states of the first rank on all ranks of ``mesh``; on exit a rank with another state restores its own."""
     if mesh is None or mesh.size() == 1:
         yield
         return
@@ -150,10 +151,11 @@ def _generators_of_first(mesh: DeviceMesh | None) -> Generator[None]:
 
 
 class _WholeParameters(TorchFunctionMode):
-    """Replaces sharded parameters in calls of torch functions by whole ones, of one unit at a time.
+    """Replaces sharded parameters in calls of torch functions by full ones, of one unit at a time.
 
     Args:
-        units: those with the parameters.  fresh: ids of sharded parameters that have no values yet.
+        units: the units of the parameters.
+        fresh: ids of sharded parameters that have no values yet.
     """
 
     def __init__(self, units: Iterable[Unit], fresh: set[int]) -> None:
@@ -191,7 +193,7 @@ class _WholeParameters(TorchFunctionMode):
         return nn.Parameter(whole, sharded.requires_grad)
 
     def _allocate(self, wanted: set[Unit]) -> None:
-        """Shard the whole parameters of other units again, except those that the user's function still references."""
+        """Free the full parameters of units that are not ``wanted``, except those that the user's function references."""
         for key in [key for key in self._whole if self._owners[key][0] not in wanted]:
             whole = self._whole[key]
             if torch_private.storage_use_count(whole.untyped_storage()) <= 1 and sys.getrefcount(whole) <= 3:
@@ -199,7 +201,7 @@ class _WholeParameters(TorchFunctionMode):
             del whole
 
     def put_back(self) -> None:
-        """Shard all whole parameters again: each rank keeps its shard."""
+        """Copy all full parameters to the shards and free them."""
         for key in list(self._whole):
             self._put(key)
 

@@ -1,4 +1,4 @@
-"""``shard_model``: ``fully_shard`` with units of the right size, chosen by itself."""
+"""``shard_model``: ``fully_shard`` with automatically chosen units."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.fsdp.roots import attachment_of
 from shardwise.observe import say
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks, repeated_blocks
 
-# ---- Find the repeated blocks of a model, as descriptions that the pure planning of units reads.
+# ---- Find the repeated blocks of a model; ``plan/grouping.py`` chooses units from their descriptions.
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -32,8 +32,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def families_of(model: nn.Module, ignored: frozenset[int]) -> Iterator[tuple[Child, ...]]:
     """Yield, for every module of ``model`` that has repeated blocks, its children with parameters.
 
-    Goes from the outside in and does not enter a block, nor a module that is a unit already.  Parameters whose id is in
-    ``ignored`` do not count; tied ones count in the first block.
+    The search runs from outer to inner modules and does not enter blocks or modules that are units already.  Parameters whose
+    id is in ``ignored`` do not count; a tied parameter counts in its first block.
     """
     seen: set[int] = set()
     counted = set(ignored)
@@ -55,7 +55,8 @@ def families_of(model: nn.Module, ignored: frozenset[int]) -> Iterator[tuple[Chi
 
 def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
-    # The norms of a layer, or its projections, are alike too: in a plain module only what has parts can be a block.
+    # The norms or projections inside a layer are equal modules, too.  So outside of containers only a module with children can be
+    # a block.
     is_listed = isinstance(parent, _CONTAINERS)
     inner = _unwrapped(module)
     kind = _original_class(inner)
@@ -64,7 +65,9 @@ def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
         (kind, _structure(inner)),
         is_explicit=attachment_of(module) is not None,
         can_be_unit=not is_list and (is_listed or any(True for _ in module.children())),
-        kind=kind if is_listed else None,  # the first of many layers often has a parameter more than the others
+        kind=kind
+        if is_listed
+        else None,  # a first layer often has one parameter more, but is a block of the same class
     )
 
 
@@ -86,7 +89,7 @@ def _has_parameters(module: nn.Module, ignored: frozenset[int]) -> bool:
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters below ``module`` that no inner unit has."""
+    """Yield the parameters below ``module`` that belong to no inner unit."""
     for param in torch_private.parameters_of(module).values():
         if param is not None:
             yield param
@@ -105,7 +108,7 @@ def _num_bytes(param: nn.Parameter) -> int:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return what ``module`` wraps: compiled and checkpointed blocks are like the ones beside them."""
+    """Return the module inside wrappers, so that a compiled or checkpointed block equals an unwrapped one."""
     while len(children := list(module.children())) == 1 and not any(True for _ in module.parameters(recurse=False)):
         module = children[0]
     return module
@@ -138,31 +141,30 @@ def shard_model(
 ) -> FSDPModule:
     """Call :func:`fully_shard` on the repeated blocks of ``model``, several small ones in one unit, and on ``model``.
 
-    Blocks are the outermost children of one module that share class and parameter structure (names, shapes, dtypes), two
-    or more of them: all such children of a ``ModuleList``, ``ModuleDict`` or ``Sequential``, with the others of their class
-    (a first layer often has a parameter more), and of any other module those that have children themselves.  Wrappers, as
-    of compiled or checkpointed blocks, do not count.
+    Blocks are two or more outermost children of one module with the same class and parameter structure (names, shapes,
+    dtypes).  In a ``ModuleList``, ``ModuleDict`` or ``Sequential`` all such children are blocks, with the others of their
+    class (a first layer often has one parameter more); in any other module only children that have children themselves.
+    Wrappers of compiled or checkpointed blocks do not count.
 
-    Neighbours smaller than ``min_unit_bytes`` are merged, evenly, into units of at least that size; larger blocks stand
-    alone; what is in no block belongs to the unit of ``model``.  A model without repeated blocks is one unit.
+    Neighbouring blocks smaller than ``min_unit_bytes`` are merged evenly into units of at least that size.  Each larger block
+    is a unit.  All other parameters belong to the unit of ``model``, and a model without repeated blocks is one unit.
 
-    A module that ``fully_shard`` or ``replicate`` was called on before stays exactly as it is, and so does all it
-    contains; it is never merged.  Print :func:`describe_units` to see what was chosen; rank 0 logs the same table at level
-    INFO (``TORCH_LOGS=fsdp``).
+    A module that ``fully_shard`` or ``replicate`` was called on before does not change, with everything in it, and is never
+    merged.  Print :func:`describe_units` to see the units; rank 0 logs the same table at level INFO (``TORCH_LOGS=fsdp``).
 
-    A unit of several blocks is gathered when the first of them runs and resharded when the last has run.  Blocks may run
-    in another order than the container's, or be left out: that costs memory for a time, never correctness.
+    A unit of several blocks is gathered when the first of them runs and resharded when the last has run.  Blocks may run in
+    another order than in the container, or not at all; that needs more memory for a time, but results are the same.
 
     Args:
-        model: the root module; with parameters that no API has sharded yet, save those of inner units.
-        min_unit_bytes: bytes of a unit's unsharded parameters, in the dtypes they are kept in, without
-            ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  The default, 1.5 MiB, is where
-            merging stopped paying: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6
-            MB hide the start of a collective by themselves.  Raise it for slow links; about two units are whole at once.
-        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy: as for :func:`fully_shard`; the
-            ``output_dtype`` of ``mp_policy`` is that of the model's outputs alone: what blocks hand to each other, and to
-            modules between them, stays in the dtype that is computed in.
-        ignored_params, dp_mesh_dims, compression, sync_module_states: as for :func:`fully_shard`; they hold for all units.
+        model: the root module; only parameters of inner units may be sharded already.
+        min_unit_bytes: bytes of a unit's unsharded parameters, in the dtypes in which they are stored, without
+            ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  With the default, 1.5 MiB, larger
+            units were not faster: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6 MB
+            hide the latency of a collective by themselves.  Raise it for slow links; about two units are unsharded at once.
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy: as for :func:`fully_shard`.
+            ``output_dtype`` of ``mp_policy`` applies to the outputs of ``model`` only; activations between blocks stay in the
+            compute dtype.
+        ignored_params, dp_mesh_dims, compression, sync_module_states: as for :func:`fully_shard`, for all units.
 
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
 
