@@ -551,7 +551,8 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
                 yield f"rank {rank}, which others waited for: it was at {own_line(diagnosis.stacks[rank].frames)}"
     if not (diagnosis.missing or diagnosis.partings or raised or diagnosis.blamed):
         behind = [format_ranks(each.ranks) for each in diagnosis.behind[:1]]
-        yield f"the stacks of {behind[0]}" if behind else "nothing: these ranks were well when they wrote"
+        otherwise = "the first error above" if diagnosis.failures else "nothing: no rank failed or waited"
+        yield f"the stacks of {behind[0]}" if behind else otherwise
 
 
 def _odd(found: Mapping[int, str]) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def _body(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[
     if setting.recompute:
         blocks = compress_paths(profile.blocks[1:]) or "no repeated blocks"
         parents = list(dict.fromkeys(path.rpartition(".")[0] for path in profile.blocks[1:]))
-        yield f"# {blocks}: keep the inputs alone, compute again in backward"
+        yield f"# {blocks}: keep only the inputs, recompute in backward"
         for parent in parents:
             yield f'for block in model.get_submodule("{parent}").children():'
             yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
