@@ -145,14 +145,14 @@ def _gathered(
 
 @torch.no_grad()
 def _gather(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Return the full tensors of one unit; all gathers are launched before the first is waited for."""
+    """Return the full tensors of one unit, gathered one after the other: each input outlives its collective."""
     launched: list[torch.Tensor] = []
     for tensor in tensors:
         wanted = tensor.detach().to(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
         if isinstance(wanted, DTensor):
             mesh = wanted.device_mesh
             on_mesh = cast(DTensor, wanted.to(mesh.device_type))  # shards of CPUOffloadPolicy live on the host
-            wanted = torch_private.local_of(on_mesh.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True))
+            wanted = torch_private.local_of(on_mesh.redistribute(placements=[Replicate()] * mesh.ndim))
         launched.append(wanted)
     fulls: list[torch.Tensor] = []
     for tensor, found in zip(tensors, launched, strict=True):
