@@ -594,7 +594,7 @@ class use_in:
             self._before.append(before)
             self.replaced.append((module, name))
             setattr(module, name, _OURS[before.__name__])
-        left = _who_has_torchs() if added else []
+        left = _users_of_torchs() if added else []
         if left:
             logger.warning(
                 "%s imported torch's function before use_in was called and still use it: pass these modules to use_in, too",
@@ -625,7 +625,7 @@ def _at_older_paths(module: ModuleType) -> list[ModuleType]:
     return found
 
 
-def _who_has_torchs() -> list[str]:
+def _users_of_torchs() -> list[str]:
     """Return the names of modules outside torch and shardwise that have imported torch's ``fully_shard`` by name."""
     others = [(name, each) for name, each in list(sys.modules.items()) if not name.startswith(("torch.", "shardwise."))]
     return [name for name, each in others if _is_torchs(getattr(each, "__dict__", {}).get("fully_shard"))]

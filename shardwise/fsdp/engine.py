@@ -93,7 +93,7 @@ class ManualFinalization:
         self.is_open = self._was_open = False
         self.completion = None
 
-    def hold_open(self) -> None:
+    def stay_open(self) -> None:
         """Stay open if the launch that follows raises, so that user code may try again."""
         self._was_open = self.is_open
 
@@ -271,11 +271,11 @@ class Forwards(list[Forward]):
     Attributes:
         frame: the frame of the outermost call, until that ends.  It is a strong reference, since a later frame could
             reuse its address.
-        has_told: this rank has reported to the others which exception ended a forward.
+        has_reported: this rank has reported to the others which exception ended a forward.
     """
 
     frame: FrameType | None = None
-    has_told = False
+    has_reported = False
     _thread = 0
 
     def remember_call(self) -> None:
@@ -287,7 +287,7 @@ class Forwards(list[Forward]):
         self.frame = frame
 
     @property
-    def were_left(self) -> bool:
+    def are_stale(self) -> bool:
         """True if this thread began the forwards in the list and the outermost is no longer on its stack."""
         if not self or self.frame is None or self._thread != threading.get_ident():
             return False
@@ -296,16 +296,16 @@ class Forwards(list[Forward]):
             frame = frame.f_back
         return frame is None
 
-    def tell(self, error: BaseException | None) -> None:
+    def report(self, error: BaseException | None) -> None:
         """Report to the other ranks why forward ended here; shardwise's own errors have reported themselves."""
         if isinstance(error, Exception) and not isinstance(error, ShardwiseError):
             leave(f"{type(error).__name__}: {in_short(error)}")
-            self.has_told = True
+            self.has_reported = True
 
-    def take_back(self) -> None:
+    def withdraw_report(self) -> None:
         """Withdraw the report: a later forward has ended, which takes all ranks, so user code handled the exception."""
         leave("")
-        self.has_told = False
+        self.has_reported = False
 
     def clear(self) -> None:
         """Remove all entries."""
@@ -393,7 +393,7 @@ class Engine:
             instruments = self.exec_order.instruments
             instruments += [each for each in unit.log.instruments if each not in instruments]
             unit.log = self.exec_order.log
-            unit.backward.on_gradients = _hearing(weakref.ref(self), weakref.ref(unit))
+            unit.backward.on_gradients = _gradient_callback(weakref.ref(self), weakref.ref(unit))
 
     # ---- callbacks of units (StepCallbacks in fsdp/unit.py) ----
 
@@ -413,7 +413,7 @@ class Engine:
             self.exec_order.record(unit, StepEvent.PRE_RECOMPUTE)
             unit.wait_with_tied(self.comm_ctx.pass_tracker.number)
             return
-        if self.forwards and unit is self.forwards[0].unit and self.forwards.were_left:
+        if self.forwards and unit is self.forwards[0].unit and self.forwards.are_stale:
             self.reset()
         if not self.forwards:
             self._begin_forward()
@@ -446,7 +446,7 @@ class Engine:
             explain_torchs(raised)
             unit.abort_forward()
             if not self.forwards:
-                self.forwards.tell(raised)
+                self.forwards.report(raised)
                 self.reset()
             return False
         if unit.end_forward(module):
@@ -540,8 +540,8 @@ class Engine:
             # User code on the host may write to offloaded shards next, while copies on a stream still read them.
             self.comm_ctx.streams.host_waits_for_copies()
         self._leave_pass()
-        if self.forwards.has_told:
-            self.forwards.take_back()
+        if self.forwards.has_reported:
+            self.forwards.withdraw_report()
         exec_order = self.exec_order
         if (
             self._is_graphless
@@ -550,7 +550,7 @@ class Engine:
         ):
             exec_order.replan()
         if self._is_graphless and not exec_order.gathers:
-            exec_order.go_on()
+            exec_order.resume()
         exec_order.log.track.running = ""
 
     def _leave_pass(self) -> None:
@@ -612,12 +612,12 @@ class Engine:
         if backward.stage is Stage.RUNNING and (unit.is_full or not unit.policy.unshard_in_backward):
             if is_nested and task != backward.task != watch.task:
                 backward.enter(task)
-                torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
+                torch_private.call_after_backward(_end_callback(weakref.ref(self), weakref.ref(unit), task))
             return
         prefetches = self.exec_order.record(unit, StepEvent.PRE_BACKWARD)
         backward.enter(task, unit.is_full, watch.task)
         if is_nested:
-            torch_private.call_after_backward(_ending(weakref.ref(self), weakref.ref(unit), task))
+            torch_private.call_after_backward(_end_callback(weakref.ref(self), weakref.ref(unit), task))
         if len(self.units) == 1 and not self.manual.is_on:
             backward.send_early(self.reductions.early_buckets(unit))
         number = self.comm_ctx.pass_tracker.number
@@ -777,7 +777,7 @@ class Engine:
             return True
         if not unit.policy.sync or not (held or unit.policy.reduces_unused):
             return False
-        return not self.reductions.have_come(unit, since_commit=is_manual)
+        return not self.reductions.have_launched(unit, since_commit=is_manual)
 
     def defer(self) -> list[ShardedParam]:
         """End a backward whose gradients are set together with those of a later one; return no parameters."""
@@ -854,7 +854,7 @@ class Engine:
         self.exec_order.forget()
 
 
-def _hearing(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
+def _gradient_callback(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
     """Return the callback of a unit's backward for gradients after which the engine may have to act."""
 
     def on_gradients() -> None:
@@ -865,7 +865,7 @@ def _hearing(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Ca
     return on_gradients
 
 
-def _ending(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], task: int) -> Callable[[], None]:
+def _end_callback(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], task: int) -> Callable[[], None]:
     """Return the callback for the end of ``task``, the backward of a reentrant checkpoint."""
 
     def on_end() -> None:

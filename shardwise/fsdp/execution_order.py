@@ -65,7 +65,7 @@ class ExecOrderTracker:
         numbers: the number of each unit in plans.
         gathers: forward takes collectives.  If not, a rank may run a forward, or a backward without sync, alone, so ranks
             compare their order only when gradients are reduced.
-        unsaid: how this rank has deviated from the plan, if it was not compared with the other ranks yet; else "".
+        uncompared: how this rank has deviated from the plan, if it was not compared with the other ranks yet; else "".
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ExecOrderTracker:
         self._units: Sequence[Unit] = ()
         self.numbers: dict[Unit, int] = {}
         self.gathers = True
-        self.unsaid = ""
+        self.uncompared = ""
         self._agreed_buckets: set[tuple[tuple[int, ...], ...]] = set()
         self._prefetches: list[list[Unit]] = []  # for each entry of the plan, the units to prefetch
         self._entries: list[OrderEntry] = []
@@ -115,15 +115,15 @@ class ExecOrderTracker:
 
     def begin(self, aside: bool = False) -> None:
         """Start a step; ``aside``: an evaluation, possibly on this rank only, after which the interrupted step continues."""
-        self._aside = (self._entries, self._follows_plan, self.unsaid, self._left_order) if aside else None
+        self._aside = (self._entries, self._follows_plan, self.uncompared, self._left_order) if aside else None
         self._entries = []
         self._follows_plan = self.plan is not None
-        self.unsaid = ""
+        self.uncompared = ""
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Return to the step that an evaluation has interrupted."""
         if self._aside is not None:
-            self._entries, self._follows_plan, self.unsaid, self._left_order = self._aside
+            self._entries, self._follows_plan, self.uncompared, self._left_order = self._aside
             self._aside = None
 
     def forget(self) -> None:
@@ -131,7 +131,7 @@ class ExecOrderTracker:
         self._aside = None
         self._entries = []
         self._follows_plan = False
-        self.unsaid = ""
+        self.uncompared = ""
 
     def record(self, unit: Unit, event: StepEvent) -> Sequence[Unit]:
         """Record that ``unit`` reaches ``event``, before the engine acts on it.
@@ -148,7 +148,7 @@ class ExecOrderTracker:
         if hearers:
             tell(event, unit.name)
         if listeners:
-            _tell_computation(track.name, unit.name, event)
+            _report_computation(track.name, unit.name, event)
         position = len(self._entries)
         if not self._follows_plan or self.plan is None:
             self._entries.append(OrderEntry(number, event))
@@ -165,16 +165,16 @@ class ExecOrderTracker:
         self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
         for instrument in self.instruments:
             instrument.on_event(OrderChanged(name, unit.name))
-        self.unsaid = f"{self._left_order} to {event.value}"
+        self.uncompared = f"{self._left_order} to {event.value}"
         if self.gathers:
             self.compare_deviation()
         return ()
 
     def compare_deviation(self) -> None:
         """Compare this rank's deviation from the plan with the other ranks.  Raises: DesyncError if they differ."""
-        unsaid, self.unsaid = self.unsaid, ""
+        uncompared, self.uncompared = self.uncompared, ""
         if self.mismatch_check is not None:
-            self.mismatch_check.check_deviation(unsaid, self.position())
+            self.mismatch_check.check_deviation(uncompared, self.position())
 
     def agree_on_gradients(self, unit: Unit, params: frozenset[ShardedParam]) -> None:
         """Compare the parameters of a reduction between ranks, unless the transport compares them in every message.
@@ -277,7 +277,7 @@ class ExecOrderTracker:
         )
 
 
-def _tell_computation(track: str, unit: str, event: StepEvent) -> None:
+def _report_computation(track: str, unit: str, event: StepEvent) -> None:
     word = {
         StepEvent.PRE_FORWARD: "forward",
         StepEvent.PRE_BACKWARD: "backward",

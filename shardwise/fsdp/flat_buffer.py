@@ -159,7 +159,7 @@ class FlatBucket:
         """Pack every shard whose memory nothing else references; list the others in :attr:`unpacked`."""
         for param in self.params:
             if param.local is not param.count.local():
-                param.count.go_on(param.sharded, param.local)
+                param.count.continue_with(param.sharded, param.local)
         self.unpacked = [
             index
             for index, (param, _, address) in enumerate(self._places)
@@ -187,7 +187,7 @@ class FlatBucket:
             if local.dtype is not dtype or local.device != device:
                 return False
             if local is not param.count.local():
-                param.count.go_on(sharded, local)
+                param.count.continue_with(sharded, local)
             if local.__dict__:
                 self.has_attributes = True
             if sharded.grad_dtype is not (dtype if param.grad_dtype is None else param.grad_dtype.dtype):

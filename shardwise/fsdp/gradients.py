@@ -50,7 +50,7 @@ class EarlyBuckets:
         self._missing = self._sizes.copy()
         self._next = 0
 
-    def come(self, ordinal: int) -> bool:
+    def count(self, ordinal: int) -> bool:
         """Count the gradient of parameter ``ordinal``; return True if a bucket may be launched."""
         number = self._of.get(ordinal)
         if number is None:

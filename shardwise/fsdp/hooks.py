@@ -75,7 +75,7 @@ def launch_rest(engine: Engine) -> object | None:
         is_open = manual.is_open
     if not is_open:
         return None
-    manual.hold_open()
+    manual.stay_open()
     try:
         _reduce_rest(engine)
         engine.defer()
@@ -566,7 +566,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def leave_interrupted(engine: Engine | None) -> None:
     """Reset ``engine`` if an interrupt has ended its forward without running the forward hooks."""
-    if engine is not None and engine.forwards and engine.forwards.were_left:
+    if engine is not None and engine.forwards and engine.forwards.are_stale:
         engine.reset()
 
 

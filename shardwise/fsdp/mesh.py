@@ -197,7 +197,7 @@ def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) ->
     inner = torch_private.spec_of(param)
     if axes.dims is not None:
         return Placed(local.detach(), dim, _spmd_spec(param, fqn, axes, dim), inner)
-    return Placed(local.detach(), dim, _beside_tensor_parallel(param, fqn, axes, dim), inner)
+    return Placed(local.detach(), dim, _tensor_parallel_spec(param, fqn, axes, dim), inner)
 
 
 def cut_shard(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
@@ -241,12 +241,12 @@ def _data_parallel_placements(axes: MeshAxes, shard: Placement) -> tuple[Placeme
     return tuple(placements)
 
 
-def _shard_beside(spec: DTensorSpec, dim: int) -> Placement:
+def _shard_of_inner(spec: DTensorSpec, dim: int) -> Placement:
     factor = torch_private.num_shards_of_dim(spec, dim)
     return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
 
 
-def _beside_tensor_parallel(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpec:
+def _tensor_parallel_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpec:
     inner = torch_private.spec_of(param)
     if inner.mesh.device_type != axes.mesh.device_type:
         raise ConfigError(
@@ -254,7 +254,7 @@ def _beside_tensor_parallel(param: DTensor, fqn: str, axes: MeshAxes, dim: int) 
             f"DTensor '{fqn}' and {axes.mesh.device_type} for FSDP"
         )
     mesh = torch_private.join_meshes([axes.mesh, inner.mesh])
-    placements = (*_data_parallel_placements(axes, _shard_beside(inner, dim)), *inner.placements)
+    placements = (*_data_parallel_placements(axes, _shard_of_inner(inner, dim)), *inner.placements)
     return torch_private.make_spec(mesh, placements, param.shape, param.stride(), param.dtype)
 
 

@@ -521,7 +521,7 @@ class FSDPModule(_Base):
         self._replace_policies(recurse, keeps_full_memory=keep)
         if not keep:
             for unit in self._units(recurse):
-                unit.let_go()
+                unit.free_kept_memory()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward of this module reads its parameters; an embedding's does not."""

@@ -102,7 +102,7 @@ class VersionCount:
         if local is not sharded:
             self.local = weakref.ref(local)
 
-    def go_on(self, sharded: torch.Tensor, local: torch.Tensor) -> None:
+    def continue_with(self, sharded: torch.Tensor, local: torch.Tensor) -> None:
         """Continue counting after user code has put ``local`` in the place of another local tensor.
 
         The version increases, whatever was written to either tensor.  If the values are the same, the full parameter counts
@@ -138,12 +138,12 @@ class Registration:
         return cls(torch_private.parameters_of(module), name, weakref.ref(module) if follows else None)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` here.  The hot path inlines this and calls :meth:`tell` only where needed."""
+        """Register ``parameter`` here.  The hot path inlines this and calls :meth:`call_setattr` only where needed."""
         self.parameters[self.name] = parameter
         if self.setattr_module is not None:
-            self.tell(parameter)
+            self.call_setattr(parameter)
 
-    def tell(self, parameter: nn.Parameter) -> None:
+    def call_setattr(self, parameter: nn.Parameter) -> None:
         """Call the module's own ``__setattr__`` with ``parameter``, which is registered here now."""
         module = self.setattr_module() if self.setattr_module is not None else None
         if module is not None:

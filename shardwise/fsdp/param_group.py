@@ -483,7 +483,7 @@ class ParamGroup:
                 for registration in param.registrations:
                     registration.parameters[registration.name] = full
                     if registration.setattr_module is not None:
-                        registration.tell(full)
+                        registration.call_setattr(full)
             if not buffer.is_shared and Swap.suits(bucket.params, fulls):
                 bucket.swap = Swap(bucket.params, fulls, wants)
         if self.in_place:
@@ -607,7 +607,7 @@ class ParamGroup:
                     continue  # user code has put it there meanwhile; ensure_packed handles it before the next gather
                 registration.parameters[registration.name] = sharded
                 if registration.setattr_module is not None:
-                    registration.tell(sharded)
+                    registration.call_setattr(sharded)
             param.registered_form = None
         if packing is not None:
             packing.drop(keeps_memory)

@@ -121,7 +121,7 @@ class OpenBuckets(Generic[T]):
         bucket.brought[unit] = brought
         return True
 
-    def beside(self, unit: int) -> T | None:
+    def first_entry(self, unit: int) -> T | None:
         """Return one of the entries that are in the bucket of ``unit`` already, or None."""
         bucket = self._of.get(unit)
         return next(iter(bucket.brought.values()), None) if bucket is not None else None
@@ -222,7 +222,7 @@ class Reductions:
         """True if reductions of earlier backwards are pending."""
         return bool(self._deferred)
 
-    def have_come(self, unit: Unit, since_commit: bool) -> bool:
+    def have_launched(self, unit: Unit, since_commit: bool) -> bool:
         """Return True if reductions of ``unit`` were launched in this backward, or since the last commit."""
         since = [*self._deferred, *self._launched] if since_commit else self._launched
         return any(launch.unit is unit for launch in since)
@@ -245,7 +245,7 @@ class Reductions:
         in_flight = self._in_flight
         while in_flight and self._is_next_due(in_flight[0]):
             self._advance(in_flight.pop(0))
-        if self._exec_order.unsaid:
+        if self._exec_order.uncompared:
             self._exec_order.compare_deviation()
         earlier = unit.earlier
         launch, self._early = self._early, None
@@ -315,7 +315,7 @@ class Reductions:
     def launch_early(self, unit: Unit, early: EarlyBuckets) -> None:
         """Reduce the buckets that are complete.  Raises: the same as :meth:`launch`."""
         if self._early is None:
-            if self._exec_order.unsaid:
+            if self._exec_order.uncompared:
                 self._exec_order.compare_deviation()
             if early.params not in self._exec_order.agreed:
                 self._exec_order.agree_on_gradients(unit, early.params)
@@ -373,7 +373,7 @@ class Reductions:
         if not brought.gradients:
             return
         number, stream = self._exec_order.numbers.get(launch.unit, -1), self._comm_ctx.streams.replicas.here()
-        first = buckets.beside(number)
+        first = buckets.first_entry(number)
         # A bucket is packed, and its memory freed, on the stream of its first entry.  Entries of another stream are not ordered
         # with that, so they are reduced separately.
         if (first is not None and first.stream != stream) or not buckets.bring(

@@ -55,8 +55,8 @@ def families_of(model: nn.Module, ignored: frozenset[int]) -> Iterator[tuple[Chi
 
 def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
-    # The norms or projections inside a layer are equal modules, too.  So outside of containers only a module with children can be
-    # a block.
+    # The norms or projections inside a layer are equal modules, too.  So outside of containers only a module with children can
+    # be a block.
     is_listed = isinstance(parent, _CONTAINERS)
     inner = _unwrapped(module)
     kind = _original_class(inner)

@@ -123,9 +123,9 @@ class Trace:
             rows.append([unit or "(root)", *[f"{1e3 * seconds:.2f} ms" for seconds in cells], f"{sent / 1e6:.2f} MB"])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([*lines, self._beside_the_plan()])
+        return "\n".join([*lines, self._compared_with_plan()])
 
-    def _beside_the_plan(self) -> str:
+    def _compared_with_plan(self) -> str:
         if not self.planned:
             return "no engine has planned these steps"
         first = f"{self.num_unplanned} calls made the plan, then " if self.num_unplanned else ""

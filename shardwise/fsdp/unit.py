@@ -63,7 +63,7 @@ LEGAL_STEPS: frozenset[tuple[Stage, Stage]] = frozenset(
 )
 
 
-def _nobody() -> None:
+def _no_op() -> None:
     return None
 
 
@@ -101,7 +101,7 @@ class UnitBackward:
     """
 
     def __init__(self) -> None:
-        self.on_gradients: Callable[[], None] = _nobody
+        self.on_gradients: Callable[[], None] = _no_op
         self.stage = Stage.IDLE
         self.task = -1
         self.arrived: set[int] = set()
@@ -164,7 +164,7 @@ class UnitBackward:
             if backward.stage is running:
                 if backward.task != task_id():
                     backward.is_nested = True  # a reentrant checkpoint inside the unit runs it: others may follow
-                is_bucket = early is not None and early.come(ordinal)
+                is_bucket = early is not None and early.count(ordinal)
                 if backward.is_nested or (len(arrived) < backward.counted[0] and not is_bucket):
                     return  # the engine has seen this backward begin, and neither a bucket nor the unit is complete
             elif backward.stage is Stage.IDLE:
@@ -356,7 +356,7 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.writes = UserWrites()
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.host_ref: Callable[[], StepCallbacks | None] = _nobody
+        self.host_ref: Callable[[], StepCallbacks | None] = _no_op
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
@@ -604,7 +604,7 @@ class Unit:
         for group in self.groups:
             group.drop(self.policy.keeps_full_memory)
 
-    def let_go(self) -> None:
+    def free_kept_memory(self) -> None:
         """Free the memory of full parameters that a sharded unit keeps, after the policy that kept it has changed."""
         if isinstance(self.state, (Sharded, Subsharded)):
             self._drop()
