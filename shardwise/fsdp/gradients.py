@@ -346,7 +346,7 @@ class Reduction:
                 self._terms.hook(self._packing.target())
 
     def cancel(self) -> None:
-        """Cancel the collectives in flight, as far as they can be, and drop the result."""
+        """Cancel the collectives in flight and drop the result; a handle may have to wait for the backend first."""
         handles, self._scattered, self._replicated = (self._scattered, self._replicated), None, None
         for handle in handles:
             if handle is not None:
