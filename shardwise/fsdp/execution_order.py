@@ -85,9 +85,8 @@ class ExecOrderTracker:
         self._follows_plan = False
         self._planned_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]] = self.budget, ()
         self._left_order = ""
-        self._aside: tuple[list[OrderEntry], bool, str, str] | None = (
-            None  # the step that an evaluation has interrupted
-        )
+        # The step that an evaluation has interrupted.
+        self._aside: tuple[list[OrderEntry], bool, str, str] | None = None
 
     def adopt(self, units: Sequence[Unit]) -> None:
         """Track ``units`` from now on; ``units[i]`` is number i."""

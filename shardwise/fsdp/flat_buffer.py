@@ -782,9 +782,8 @@ class Packing:
         """Return a new full parameter of ``param``: a window of its full buffer, or of the shard if that serves as full."""
         buffer, offset = self._windows[param]
         if buffer.is_shared:
-            return make_full_parameter(
-                param.local, 0, param, param.local.stride()
-            )  # user code may have moved the shard
+            # The shard's own strides, since user code may have moved it.
+            return make_full_parameter(param.local, 0, param, param.local.stride())
         return make_full_parameter(buffer.hold(pool), offset, param)
 
     def staging(self, link: Link | None) -> tuple[int, bool]:

@@ -312,10 +312,8 @@ class ParamGroup:
 
     def _settle(self) -> None:
         self.gradient_dtypes = None
-        packing, may_be_extended = (
-            self.packing,
-            bool(self.extended.params),
-        )  # user code may patch extensions on at any time
+        # User code may patch extensions on at any time.
+        packing, may_be_extended = self.packing, bool(self.extended.params)
         copies = self.bound_comm.copies if self.bound_comm is not None else None
         host_waits = None if copies is None else copies.host_waits_for_copies
         for param in self._tied:

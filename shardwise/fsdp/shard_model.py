@@ -65,9 +65,8 @@ def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
         (kind, _structure(inner)),
         is_explicit=attachment_of(module) is not None,
         can_be_unit=not is_list and (is_listed or any(True for _ in module.children())),
-        kind=kind
-        if is_listed
-        else None,  # a first layer often has one parameter more, but is a block of the same class
+        # A first layer often has one parameter more, but is a block of the same class.
+        kind=kind if is_listed else None,
     )
 
 
