@@ -60,7 +60,9 @@ def full_tensors(
         agreement.agree(_CALL, [*facts, f"dtype={dtype}"], error)
     elif error is not None:
         raise error
-    return _gathered(_by_unit(model, tensors), dtype, agreement)
+    found = _gathered(_by_unit(model, tensors), dtype, agreement)
+    next(found)
+    return found
 
 
 def full_state_dict(
@@ -75,6 +77,9 @@ def full_state_dict(
         >>> if dist.get_rank() == 0:  # doctest: +SKIP
         ...     torch.save(weights, "model.pt")
     """
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if rank not in range(size):
+        raise ConfigError(f"full_state_dict: rank is {rank}, expected one of 0 to {size - 1}")
     is_target = not torch.distributed.is_initialized() or torch.distributed.get_rank() == rank
     found: NamedTensors = {}
     full = copy = torch.empty(0, device="cpu")
@@ -117,32 +122,40 @@ def _by_unit(model: nn.Module, tensors: NamedTensors) -> list[list[tuple[list[st
 def _gathered(
     units: list[list[tuple[list[str], torch.Tensor]]], dtype: torch.dtype | None, agreement: GroupAgreement | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    total, num_done = sum(len(unit) for unit in units), 0
-    for unit in units:
-        what = f"{_CALL} at {unit[0][0][0]}"
-        if agreement is not None:  # before the collective: one that some ranks leave out would be paired with another
-            agreement.agree(what)
-        try:
-            fulls = _gather([tensor for _, tensor in unit], dtype)
-        except RuntimeError as error:
-            raise error if agreement is None else agreement.explain(what, error) from error
-        for names, _ in unit:
-            full = fulls.pop(0)
-            num_done += 1
-            for name in names:
-                try:
+    total, num_done, name = sum(len(unit) for unit in units), 0, ""
+    try:
+        yield (
+            "",
+            torch.empty(0, device="cpu"),
+        )  # for full_tensors(): an iterator that never began would not report that it is dropped
+        for unit in units:
+            what = f"{_CALL} at {unit[0][0][0]}"
+            if (
+                agreement is not None
+            ):  # before the collective: one that some ranks leave out would be paired with another
+                agreement.agree(what)
+            try:
+                fulls = _gather([tensor for _, tensor in unit], dtype)
+            except RuntimeError as error:
+                raise error if agreement is None else agreement.explain(what, error) from error
+            for names, _ in unit:
+                full = fulls.pop(0)
+                num_done += 1
+                for name in names:
                     yield name, full
-                except GeneratorExit:
-                    if agreement is not None:
-                        with suppress(TransportError):  # the job may have ended
-                            agreement.report_failure(
-                                f"rank {agreement.name} stopped full_tensors() at {name!r}, tensor {num_done} of {total}; "
-                                "every rank must consume it to the end, or stop at the same tensor"
-                            )
-                    raise
-            del full
+                del full
+    except GeneratorExit:
+        if agreement is not None:
+            where = f"at {name!r}, tensor {num_done} of {total}" if num_done else f"before the first of {total} tensors"
+            with suppress(TransportError):  # the job may have ended
+                agreement.report_failure(
+                    f"rank {agreement.name} stopped full_tensors() {where}; "
+                    "every rank must consume it to the end, or stop at the same tensor"
+                )
+        raise
 
 
+@torch.inference_mode(False)  # the caller may be in it, and collectives count versions
 @torch.no_grad()
 def _gather(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Return the full tensors of one unit, gathered one after the other: each input outlives its collective."""

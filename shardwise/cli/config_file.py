@@ -40,19 +40,32 @@ def _read(path: Path) -> Mapping[str, Any]:
     if names is None:
         raise ConfigError(f"--config {path}: expected a file that ends in {', '.join(_PARSERS)}.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
     parser = _parser(path, names)
     try:
         found = parser.safe_load(text) if parser.__name__ == "yaml" else parser.loads(text)
-    except (ValueError, getattr(parser, "YAMLError", ValueError)) as error:
+        _check_keys(text, parser)
+    except (ValueError, RecursionError, getattr(parser, "YAMLError", ValueError)) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}.") from error
     if found is None:  # an empty YAML file
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: holds a {type(found).__name__}, expected names of options and their values.")
     return found
+
+
+def _check_keys(text: str, parser: ModuleType) -> None:
+    """Raise ValueError if JSON or YAML has a key twice: their parsers keep the last one and say nothing."""
+    keys: list[str] = []
+    if parser.__name__ == "json":
+        parser.loads(text, object_pairs_hook=lambda pairs: keys.__setitem__(slice(None), [key for key, _ in pairs]))
+    elif parser.__name__ == "yaml" and hasattr(node := parser.compose(text, parser.SafeLoader), "value"):
+        keys = [key.value for key, _ in node.value] if isinstance(node.value, list) and node.id == "mapping" else []
+    twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice")
 
 
 def _parser(path: Path, names: Sequence[str]) -> ModuleType:
@@ -70,7 +83,8 @@ def _word(path: Path, name: str, action: argparse.Action, value: object) -> str:
     """Return ``--name=value``; an empty text for None, and for a flag that is off."""
     if value is None:
         return ""
-    wrong = ConfigError(f"{path}: {name} is {json.dumps(value, default=str)}, expected {_expected(action)}.")
+    shown = repr(value) if isinstance(value, dict) else json.dumps(value, default=str)
+    wrong = ConfigError(f"{path}: {name} is {shown}, expected {_expected(action)}.")
     if action.nargs == 0:  # a flag
         if not isinstance(value, bool):
             raise wrong
@@ -79,6 +93,8 @@ def _word(path: Path, name: str, action: argparse.Action, value: object) -> str:
     takes_text = action.type is not int
     takes_number = action.type is not None
     if isinstance(value, bool) or not isinstance(value, (str,) * takes_text + (int, float) * takes_number):
+        raise wrong
+    if "\0" in str(value):  # no command line can hold it
         raise wrong
     if isinstance(value, float) and action.type is not float:
         raise wrong

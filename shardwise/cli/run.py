@@ -51,6 +51,8 @@ def run_run(arguments: argparse.Namespace) -> int:
     nproc = torch.cuda.device_count() or _CPU_RANKS if arguments.nproc is None else int(arguments.nproc)
     if nproc < 1:
         raise ConfigError(f"-n is {nproc}, expected at least 1.")
+    if arguments.max_restarts < 0:
+        raise ConfigError(f"--max-restarts is {arguments.max_restarts}, expected at least 0.")
     if arguments.nnodes not in (None, "1"):
         command = ["torchrun", "--nnodes", arguments.nnodes, "--nproc-per-node", str(nproc), "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "FIRST_HOST:29400", *["-m"] * arguments.module, *words]

@@ -214,6 +214,8 @@ def with_config_file(arguments: argparse.Namespace, words: Sequence[str]) -> lis
     given = vars(arguments)
     if given.get("config") is None:
         return list(words)
+    if sum(word.partition("=")[0] == "--config" for word in words) > 1:
+        raise ConfigError("--config is given twice, expected one file that holds all options.")
     parser = argparse.ArgumentParser()
     _add_options(parser)
     actions = [action for action in parser._actions if action.option_strings]  # pyright: ignore[reportPrivateUsage]

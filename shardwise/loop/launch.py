@@ -349,7 +349,8 @@ def describe(failure: FailedRank) -> str:
     """Return how a rank ended."""
     if failure.code > 0:
         return f"rank {failure.rank} failed with exit code {failure.code}"
-    how = signal.Signals(-failure.code).name
+    number = -failure.code
+    how = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"  # a real-time signal
     how += " (often: out of memory)" if how == "SIGKILL" else ""
     return f"rank {failure.rank} was ended by {how}"
 
@@ -357,6 +358,7 @@ def describe(failure: FailedRank) -> str:
 # ---- A user's program on the ranks of this host: they meet at a store of the launcher, as under torchrun.
 
 _START_RANK = "from shardwise.loop.launch import start_user_program; start_user_program()"
+EXIT_S = 30.0  # after an exception that ends a rank: what its other threads and exit hooks may take
 PATIENCE_S = 3.0  # the rank that failed first has the better reason, and a launcher the best
 _LOST_PEER = (
     "connection closed by peer",
@@ -467,7 +469,7 @@ def start_user_program() -> None:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(words[0]).resolve().parent)
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(os.path.abspath(words[0]), run_name="__main__")  # python, too, makes __file__ absolute
     except SystemExit as error:
         if isinstance(error.code, str):  # Python would print it on every rank
             sys.excepthook(SystemExit, error, None)
@@ -488,6 +490,11 @@ class _Reporter:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return
+        leave = threading.Timer(
+            EXIT_S, os._exit, [1]
+        )  # a thread of the user's that goes on would keep all ranks waiting
+        leave.daemon = True
+        leave.start()
         if is_lost_peer(error):
             time.sleep(PATIENCE_S)
         rank = os.environ["RANK"]
@@ -532,21 +539,28 @@ def notebook_launch(function: Callable[..., Any], num_ranks: int, *args: Any) ->
     with ScratchFolder() as scratch, ExitStack() as stack:
         call = scratch.path / "call"
         call.write_bytes(pickle.dumps((sys.path, _packed((function, args), "notebook_launch: function or args"))))
-        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        os.set_blocking(writing, True)
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
         stack.callback(os.close, reading)
         stack.callback(os.close, writing)
         copy = codecs.getincrementaldecoder("utf-8")("replace")
 
         def show() -> None:
+            end = (
+                time.monotonic() + POLL_S
+            )  # ranks that print without a pause must not keep the launcher from watching them
             with suppress(BlockingIOError):
-                while text := os.read(reading, 1 << 16):
-                    sys.stdout.write(copy.decode(text))
+                while time.monotonic() < end:
+                    sys.stdout.write(copy.decode(os.read(reading, 1 << 16)))
 
         outcome = run_program(UserProgram("call", (str(call),), writing, show), num_ranks, (), scratch.path)
         failure = outcome.failure
         if failure is None:
-            return pickle.loads((scratch.path / "result").read_bytes())
+            with suppress(FileNotFoundError):
+                return pickle.loads((scratch.path / "result").read_bytes())
+            raise RankError(
+                "rank 0 exited with exit code 0 before the function returned. Return from it instead of calling sys.exit()"
+            )
         found = scratch.path / "error"
         if failure.code < 0 or not found.exists():
             raise RankError(f"{describe(failure)}; all ranks have been stopped. shardwise diagnose reads their records")

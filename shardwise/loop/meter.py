@@ -36,6 +36,7 @@ _PEAK_FLOPS = {
     "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12,
 }  # fmt: skip
 _OWN = ("steps", "step", "data", "tokens", "flops", "waits", "memory", "peak")  # figures in the row of every rank
+_FIGURES = ("step_s", "data_s", "tokens_per_s", "mfu", "exposed_wait_s", "memory_bytes", "peak_memory_bytes")
 
 
 class StepMeter:
@@ -80,6 +81,7 @@ class StepMeter:
         self._write = [_writing(each) for each in ([_logger] if writers is None else writers)]
         self._peak_flops = _peak_flops(peak_flops, self._device)
         self.num_steps = 0
+        self._is_in_step = False
         self._flops = math.nan  # of a step of this rank
         self._sums = _Sums()
 
@@ -101,8 +103,13 @@ class StepMeter:
         sums = self._sums
         if self.num_steps == 1 and sums.num_steps == 1:  # the first step warms up: it counts where it is alone
             sums = self._sums = _Sums(data_s=sums.data_s - sums.first_data_s)
+        if self._is_in_step:
+            raise ConfigError("StepMeter: step() within step(), expected one for each step of the optimizer")
         with ExitStack() as stack:
+            self._is_in_step = True
+            stack.callback(setattr, self, "_is_in_step", False)
             if self.num_steps == 0 and self._peak_flops is not None:
+                self._flops = math.nan  # of a first step that raised
                 stack.enter_context(torch_private.watching(self._count, is_seen=False))
             is_traced = self._device.type == "cpu" and (self.num_steps + 1) % self._every == 0
             traced = stack.enter_context(trace()) if is_traced else None
@@ -145,6 +152,8 @@ class StepMeter:
         """
         sums, self._sums = self._sums, _Sums()
         names = sorted(values)
+        if own := sorted({*_FIGURES} & {*names}):
+            raise ConfigError(f"StepMeter: {own[0]} is a figure of its own, expected another name for the value")
         if len(names) > _MOST_VALUES:
             raise ConfigError(f"StepMeter: {len(names)} values, expected at most {_MOST_VALUES}")
         begin = time.perf_counter()

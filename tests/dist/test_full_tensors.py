@@ -131,6 +131,30 @@ def test_a_rank_that_stops_early_is_named_on_all_that_go_on() -> None:
 
 
 @on_ranks(2)
+def test_a_rank_that_drops_the_iterator_before_the_first_tensor_is_named() -> None:
+    found = full_tensors(build_sharded("plain"))
+    if dist.get_rank() == 1:
+        del found
+    else:
+        with pytest.raises(DesyncError, match=r"rank 1 stopped full_tensors\(\) before the first of 15 tensors"):
+            list(found)
+
+
+@on_ranks(2)
+def test_inference_mode_of_the_caller_changes_nothing() -> None:
+    model = build_sharded("mixed")
+    with torch.inference_mode():
+        found = full_state_dict(model)
+    assert_same(found, {} if dist.get_rank() else build("mixed").state_dict())
+
+
+@on_ranks(2)
+def test_a_rank_that_the_job_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match="full_state_dict: rank is 2, expected one of 0 to 1"):
+        full_state_dict(build_sharded("plain"), rank=2)
+
+
+@on_ranks(2)
 def test_a_rank_that_raises_in_between_is_named_too() -> None:
     model = build_sharded("plain")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -68,6 +69,12 @@ def run_here(folder: Path, *words: str) -> Ended:
     return run([*RUN, *words], TMPDIR=str(folder))
 
 
+class SlowOutput(io.StringIO):
+    def write(self, text: str) -> int:
+        time.sleep(0.01)
+        return len(text)
+
+
 def wait_until_ready(process: Any, *paths: Path) -> list[int]:
     """Return the processes below ``process`` once all of ``paths`` are there."""
     deadline = time.monotonic() + 100
@@ -129,6 +136,7 @@ def test_an_error_of_every_rank_is_shown_once(tmp_path: Path) -> None:
     [
         ("sys.exit(7)", 7, "rank 1 failed with exit code 7"),
         ("sys.exit('no data')", 1, "shardwise: rank 1 raised:\nno data\n"),
+        ("os.kill(os.getpid(), 40)", 168, "rank 1 was ended by signal 40"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was ended by SIGKILL (often: out of memory)"),
     ],
 )
@@ -137,6 +145,25 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, tex
     ended = run_here(tmp_path, "-n", "2", script(tmp_path, program))
     assert ended.code == code
     assert said in ended.err
+
+
+def test_a_thread_that_goes_on_after_an_exception_does_not_keep_the_ranks(tmp_path: Path) -> None:
+    program = (
+        "import os, threading, time\n"
+        "from shardwise.loop import launch\n"
+        "launch.EXIT_S = 0.5\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "if os.environ['RANK'] == '1': raise ValueError('no such column')\n"
+    )
+    ended = run_here(tmp_path, "-n", "2", script(tmp_path, program))
+    assert ended.code == 1
+    assert "ValueError: no such column" in ended.err
+
+
+def test_a_script_knows_its_file_after_it_changed_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, "import os\nos.chdir('/')\nopen(__file__).close()\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_here(tmp_path, "-n", "2", "program.py").code == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
@@ -180,6 +207,7 @@ def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_kille
     [
         ([], "shardwise run: name a script"),
         (["-n", "0", __file__], "-n is 0, expected at least 1"),
+        (["-n", "2", "--max-restarts", "-1", __file__], "--max-restarts is -1, expected at least 0"),
         (["-n", "2", "nowhere.py"], "nowhere.py: no such script"),
         (["--nnodes", "3", "-n", "2", "a.py", "--name", "two words"],
          "torchrun --nnodes 3 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 a.py --name 'two words'"),
@@ -223,6 +251,23 @@ def is_killed() -> None:
     time.sleep(600)
 
 
+def exits() -> None:
+    sys.exit(0)
+
+
+def floods() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such column")
+    while True:
+        print("y" * 10_000)
+
+
+def test_ranks_that_print_without_a_pause_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", SlowOutput())
+    with pytest.raises(ValueError, match="no such column"):
+        notebook_launch(floods, 2)
+
+
 def test_notebook_launch_returns_what_rank_0_returned_and_shows_what_ranks_print(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -236,8 +281,9 @@ def test_notebook_launch_returns_what_rank_0_returned_and_shows_what_ranks_print
         (fails_with, ("ValueError",), ValueError, "no such column"),
         (fails_with, ("Unlike",), RankError, "Unlike: no"),
         (is_killed, (), RankError, "rank 1 was ended by SIGKILL"),
+        (exits, (), RankError, "rank 0 exited with exit code 0 before the function returned"),
     ],
-    ids=["raised", "not-picklable", "killed"],
+    ids=["raised", "not-picklable", "killed", "exited"],
 )
 def test_notebook_launch_raises_what_a_rank_raised(
     function: Callable[..., object], args: tuple[str, ...], kind: type[Exception], said: str

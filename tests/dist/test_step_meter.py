@@ -91,6 +91,34 @@ def test_times_are_those_of_steps_and_of_data_without_each_other() -> None:
     assert found["tokens_per_s"] == pytest.approx(2 * TOKENS / 4.75)
 
 
+def test_what_would_be_counted_twice_or_overwritten_is_refused() -> None:
+    meter = StepMeter(net(), TOKENS, writers=())
+    with meter.step(), pytest.raises(ConfigError, match=r"step\(\) within step\(\)"), meter.step():
+        pass
+    with meter.step():
+        pass
+    with pytest.raises(ConfigError, match="step_s is a figure of its own"):
+        meter.figures(step_s=3.0)
+    assert meter.num_steps == 2
+
+
+def test_operations_of_a_first_step_that_raised_are_not_counted() -> None:
+    found: list[float | None] = []
+    for raises in (False, True):
+        clock, model = Clock(), net()
+        meter = StepMeter(model, TOKENS, peak_flops=1e6, writers=())
+        with mock.patch.object(module.time, "perf_counter", clock.perf_counter):
+            if raises:
+                with pytest.raises(ValueError, match="bad batch"), meter.step():
+                    model(torch.ones(ROWS, WIDTH))
+                    raise ValueError("bad batch")
+            with meter.step():
+                model(torch.ones(ROWS, WIDTH)).sum().backward()
+                clock.now += 0.5
+            found.append(meter.figures()["mfu"])
+    assert found[0] == found[1]
+
+
 @on_ranks(2)
 def test_operations_are_counted_once_as_torchs_counter_counts_them_in_one_process() -> None:
     counter = FlopCounterMode(display=False)

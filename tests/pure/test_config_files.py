@@ -84,6 +84,11 @@ def test_a_resumed_run_keeps_its_folder_whatever_the_file_calls_out(tmp_path: Pa
         ("batch: [", ".yaml", "while parsing"),
         ("[1]", ".json", "holds a list, expected names of options and their values"),
         ("{", ".json", "Expecting property name"),
+        ('{"batch": 3, "batch": 4}', ".json", "batch is given twice"),
+        ("batch: 3\nbatch: 4", ".yaml", "batch is given twice"),
+        ("lr: {2020-01-01: 3}", ".yaml", "expected a number"),
+        ("[" * 100_000, ".json", "maximum recursion depth"),
+        ('out = "a\\u0000b"', ".toml", "expected a text"),
         ("", ".ini", "expected a file that ends in .toml, .yaml, .yml, .json"),
     ],
 )
@@ -95,6 +100,19 @@ def test_what_is_no_option_is_named_with_its_file(
     printed = capsys.readouterr().err
     assert path in printed
     assert said in printed
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    for text, suffix in (("batch = 3\n", ".toml"), ('{"batch": 3}', ".json")):
+        path = write(tmp_path, "\ufeff" + text, suffix)
+        given = build_parser().parse_args(["train", "--config", path])
+        assert "--batch=3" in with_config_file(given, ["train", "--config", path])
+
+
+def test_a_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "batch = 3\n")
+    assert main(["train", "--config", path, f"--config={path}", "--print-config"]) == 2
+    assert "--config is given twice" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
