@@ -124,15 +124,12 @@ def _gathered(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     total, num_done, name = sum(len(unit) for unit in units), 0, ""
     try:
-        yield (
-            "",
-            torch.empty(0, device="cpu"),
-        )  # for full_tensors(): an iterator that never began would not report that it is dropped
+        # For full_tensors(), which takes it: an iterator that never began would not report that it is dropped.
+        yield "", torch.empty(0, device="cpu")
         for unit in units:
             what = f"{_CALL} at {unit[0][0][0]}"
-            if (
-                agreement is not None
-            ):  # before the collective: one that some ranks leave out would be paired with another
+            if agreement is not None:
+                # Before the collective: one that some ranks leave out would be paired with another.
                 agreement.agree(what)
             try:
                 fulls = _gather([tensor for _, tensor in unit], dtype)

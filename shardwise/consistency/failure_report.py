@@ -327,9 +327,8 @@ def status_at(rank: int, frames: Sequence[str], last: Entry | None, raised: str 
     """Return the status of this process, global ``rank``, whose program is at ``frames``, after its event ``last``."""
     place = innermost(frames)
     call = waits_for = ""
-    for frame in (
-        frames[place + 1 :] if place is not None else frames
-    ):  # the outermost one: the call that user code makes
+    # The outermost frame is the call that user code makes.
+    for frame in frames[place + 1 :] if place is not None else frames:
         if _DISTRIBUTED in frame and "c10d_logger" not in frame:
             call, waits_for = f"torch.distributed.{frame.rsplit(' ', 1)[-1]}()", "all ranks"
             break
@@ -550,9 +549,8 @@ class WaitWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause_s):
-            with suppress(
-                TransportError, RuntimeError, ValueError
-            ):  # the store does not answer, or a model or group is being built
+            # The store may not answer, or a model or group may be under construction.
+            with suppress(TransportError, RuntimeError, ValueError):
                 store = self._job()
                 if store is None:
                     self.end()

@@ -508,9 +508,8 @@ class Unit:
                 group.ensure_packed()
             is_written |= group.is_written
             group.is_written = False
-        if (
-            pass_number is None or is_written or not is_sharded
-        ):  # the current stream may have just written to the shards
+        if pass_number is None or is_written or not is_sharded:
+            # The current stream may have just written to the shards.
             host = self.host_ref()
             if host is not None:
                 host.before_gather()

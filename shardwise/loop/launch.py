@@ -490,9 +490,8 @@ class _Reporter:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return
-        leave = threading.Timer(
-            EXIT_S, os._exit, [1]
-        )  # a thread of the user's that goes on would keep all ranks waiting
+        # A thread of the user's that goes on would keep all ranks waiting.
+        leave = threading.Timer(EXIT_S, os._exit, [1])
         leave.daemon = True
         leave.start()
         if is_lost_peer(error):
@@ -546,9 +545,8 @@ def notebook_launch(function: Callable[..., Any], num_ranks: int, *args: Any) ->
         copy = codecs.getincrementaldecoder("utf-8")("replace")
 
         def show() -> None:
-            end = (
-                time.monotonic() + POLL_S
-            )  # ranks that print without a pause must not keep the launcher from watching them
+            # Ranks that print without a pause must not keep the launcher from watching them.
+            end = time.monotonic() + POLL_S
             with suppress(BlockingIOError):
                 while time.monotonic() < end:
                     sys.stdout.write(copy.decode(os.read(reading, 1 << 16)))

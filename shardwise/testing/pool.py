@@ -72,9 +72,8 @@ def _serve(pipe: Connection, stack_path: str) -> None:
         if task is None:
             return
         pipe.send(_run_task(task))
-        if (
-            not task.keeps_group
-        ):  # an ended group that is still referenced keeps threads, hundreds of which slow the machine down
+        if not task.keeps_group:
+            # An ended group that is still referenced keeps threads, hundreds of which slow the machine down.
             gc.collect()
             if len(sys.modules) != num_modules:  # garbage collection need not scan what modules reference again
                 num_modules = len(sys.modules)
