@@ -839,6 +839,7 @@ class ReduceLayout:
         self.bucket = build_bucket([param.shard for param in params], alignment)
         self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
+        self._are_rows = all(shard.dim == 0 for shard in self.bucket.shards)  # or of others, after dimensions of one
         self._parts: dict[int, tuple[Move, ...]] = {}
         self._packed_windows = BufferWindows()
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
@@ -850,12 +851,12 @@ class ReduceLayout:
 
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
         """Copy every rank's shard of every gradient to its place in ``packed``; padding becomes zero."""
-        # Gradients that divide evenly take one kernel: chunk_cat if all ranks have rows, cat if some have none.
+        # Gradients that divide evenly take one kernel: chunk_cat if all ranks have rows of dimension 0, else cat.
         num_even = self.bucket.num_even
         if num_even and {*map(_DTYPE, gradients)} == {packed.dtype}:
             num_ranks = packed.shape[0] // self.bucket.section_numel
             rows = packed.view(num_ranks, self.bucket.section_numel)
-            if num_even == num_ranks:
+            if num_even == num_ranks and self._are_rows:
                 torch_private.chunk_cat(gradients, 0, num_ranks, out=rows)
                 return
             rows[num_even:].zero_()

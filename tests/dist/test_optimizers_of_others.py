@@ -186,7 +186,7 @@ def test_methods_of_the_inner_optimizer_write_to_the_parameters_that_are_used() 
 def test_methods_of_a_whole_matrix_optimizer_and_unknown_names_are_refused() -> None:
     model = shard_units(build("plain"))
     optimizer: Any = ShardedOptimizer(dict(model.named_parameters()), ScheduleFree, update="whole_matrix")
-    with pytest.raises(ConfigError, match=r"ScheduleFree.eval\(\) works on parameters.*update='elementwise'"):
+    with pytest.raises(ConfigError, match=r"ScheduleFree.eval\(\) needs full parameters.*update='elementwise'"):
         optimizer.eval()
     with pytest.raises(AttributeError, match="'ScheduleFree' object has no attribute 'evil'"):
         optimizer.evil()
@@ -213,8 +213,8 @@ def test_sums_over_all_elements_are_those_of_all_ranks() -> None:
 def test_numbers_over_all_elements_that_shards_do_not_tell_are_refused() -> None:
     model = shard_units(build("plain"))
     named = dict(model.named_parameters())
-    with pytest.raises(ConfigError, match="takes mean over all elements"):
+    with pytest.raises(ConfigError, match="computes mean over all elements"):
         ShardedOptimizer(named, Middling, update="elementwise")
     named["plain"] = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(ConfigError, match="Prodigy takes sums.*sharded over the same ranks"):
+    with pytest.raises(ConfigError, match="Prodigy sums.*sharded over the same ranks"):
         ShardedOptimizer(named, Prodigy, update="elementwise")

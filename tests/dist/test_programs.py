@@ -152,7 +152,7 @@ def test_shared_weights_stay_shared_or_say_so(api: Callable[[nn.Module], Any], w
         else:
             place = 1 if values == "one place" else 0
             model[place].weight = nn.Parameter(state["0.weight"])
-            with pytest.raises(StateError, match="is shared by 2 places, of which only some"):
+            with pytest.raises(StateError, match="is shared by 2 places, and only some of them"):
                 model(batch(0))
     logging.getLogger("shardwise").removeHandler(handler)
 

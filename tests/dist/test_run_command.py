@@ -297,10 +297,10 @@ def test_notebook_launch_raises_what_a_rank_raised(
 
 
 def test_an_interrupt_of_notebook_launch_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
+    before, started = {*children(os.getpid())}, list[int]()  # the workers of other tests stay
 
     def interrupt(_seconds: float) -> None:
-        started.extend(children(os.getpid()))
+        started.extend(pid for pid in children(os.getpid()) if pid not in before)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch.time, "sleep", interrupt)

@@ -246,7 +246,7 @@ def test_a_gradient_that_was_not_averaged_is_named() -> None:
         zero.reduce_gradients()
         model[3].unused.grad = torch.ones(3)
         for call in (zero.step, lambda zero=zero: zero.clip_grad_norm_(1.0)):
-            with pytest.raises(StateError, match=r"parameter 5 of shape \(3,\) has a gradient of this rank alone"):
+            with pytest.raises(StateError, match=r"parameter 5 of shape \(3,\) has a gradient of this rank only"):
                 call()
 
 
