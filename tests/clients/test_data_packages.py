@@ -101,7 +101,7 @@ def test_a_run_keeps_its_tokenizer_and_goes_on_with_it(tmp_path: Path) -> None:
     config = TrainConfig(data=str(tmp_path / "d"), tokenizer=str(_tokenizer(tmp_path / "t.json")))
     config = replace(config, model=replace(config.model, context=16))
     run = prepare_run(Start(out=tmp_path / "run"), config)
-    write_config(run, 1, 1, "0")
+    write_config(run, 1, "cpu", 1, "0")
     assert (run.facts.vocabulary, run.facts.unit, run.tokenizer) == (400, "token", tmp_path / "run" / TOKENIZER)
     (tmp_path / "t.json").unlink()
     again = prepare_run(Start(resume=tmp_path / "run"), config)
