@@ -428,6 +428,11 @@ class Bucket:
         return found.pop() if len(found) == 1 else 0
 
     @cached_property
+    def are_rows(self) -> bool:
+        """True if every tensor is cut along dimension 0; rows of :attr:`num_even` may also follow dimensions of size one."""
+        return all(shard.dim == 0 for shard in self.shards)
+
+    @cached_property
     def num_large(self) -> int:
         """Number of large shards at the start of a section: all of them if :func:`by_size` has put them first."""
         count = 0

@@ -839,7 +839,6 @@ class ReduceLayout:
         self.bucket = build_bucket([param.shard for param in params], alignment)
         self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
-        self._are_rows = all(shard.dim == 0 for shard in self.bucket.shards)  # or of others, after dimensions of one
         self._parts: dict[int, tuple[Move, ...]] = {}
         self._packed_windows = BufferWindows()
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
@@ -856,7 +855,7 @@ class ReduceLayout:
         if num_even and {*map(_DTYPE, gradients)} == {packed.dtype}:
             num_ranks = packed.shape[0] // self.bucket.section_numel
             rows = packed.view(num_ranks, self.bucket.section_numel)
-            if num_even == num_ranks and self._are_rows:
+            if num_even == num_ranks and self.bucket.are_rows:
                 torch_private.chunk_cat(gradients, 0, num_ranks, out=rows)
                 return
             rows[num_even:].zero_()
