@@ -296,3 +296,16 @@ def test_they_are_on_four_ranks(api: str, check: str) -> None:
 @pytest.mark.parametrize("check", list(CHECKS))
 def test_they_are_on_one_rank(check: str) -> None:
     run_contract("fully_shard", "auto", check)
+
+
+@on_ranks(2)
+def test_a_gradient_that_somebody_keeps_is_not_written_to_by_later_steps() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(4):
+        model.zero_grad()
+        model(torch.full((2, 4), 1.0 + step)).sum().backward()
+        assert model.weight.grad is not None
+        kept.append((model.weight.grad, model.weight.grad.full_tensor().clone()))
+    for gradient, value in kept:
+        assert torch.equal(gradient.full_tensor(), value)
