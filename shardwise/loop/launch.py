@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import importlib
+import io
 import os
 import pickle
 import re
@@ -438,7 +439,7 @@ def run_program(
             "TORCHELASTIC_RUN_ID": name,
         }
         place = LaunchContext(received, told, own_sessions=True, output=program.output, each_poll=program.each_poll)
-        words = ("-u", "-c", _START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
+        words = ("-c", _START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
         ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, place)
     return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)
 
@@ -459,6 +460,8 @@ def start_user_program() -> None:
     if os.getppid() != int(launcher):  # it was killed before it noted this process
         os._exit(1)
     sys.argv = words
+    if isinstance(sys.stdout, io.TextIOWrapper):  # each line by one write: ranks share this file
+        sys.stdout.reconfigure(line_buffering=True)
     sys.excepthook = _Reporter(Path(claim), None if kind != "call" else Path(words[0]))
     JobRecorder(Path(records)).open()
     try:

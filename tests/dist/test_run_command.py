@@ -268,6 +268,17 @@ def test_ranks_that_print_without_a_pause_are_watched(monkeypatch: pytest.Monkey
         notebook_launch(floods, 2)
 
 
+def prints_lines() -> None:
+    for count in range(2000):
+        print(os.environ["RANK"], count)
+
+
+def test_lines_of_ranks_that_print_at_the_same_time_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook_launch(prints_lines, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == sorted(f"{rank} {count}" for rank in range(2) for count in range(2000))
+
+
 def test_notebook_launch_returns_what_rank_0_returned_and_shows_what_ranks_print(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
