@@ -461,7 +461,7 @@ def start_user_program() -> None:
         os._exit(1)
     sys.argv = words
     if isinstance(sys.stdout, io.TextIOWrapper):  # each line by one write: ranks share this file
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.excepthook = _Reporter(Path(claim), None if kind != "call" else Path(words[0]))
     JobRecorder(Path(records)).open()
     try:

@@ -269,8 +269,11 @@ def test_ranks_that_print_without_a_pause_are_watched(monkeypatch: pytest.Monkey
 
 
 def prints_lines() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
     for count in range(2000):
         print(os.environ["RANK"], count)
+    dist.destroy_process_group()
 
 
 def test_lines_of_ranks_that_print_at_the_same_time_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
