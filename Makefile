@@ -1,4 +1,4 @@
-# make demo | test | check | docs | guard | bench | gpu | fuzz | chaos | clients: each sets everything up first (once; `make clean` forgets it).
+# make demo | test | test-exhaustive | check | docs | guard | bench | gpu | fuzz | chaos | clients: each sets everything up first (once; `make clean` forgets it).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,10 +8,11 @@ DOCS := .venv-docs
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else each of a thousand processes compiles the package anew
 
-.PHONY: help demo test check docs guard bench gpu fuzz chaos clients clean
+.PHONY: help demo test test-exhaustive check docs guard bench gpu fuzz chaos clients clean
 help:
 	@echo "make demo   train a small GPT on this machine, about three minutes; results in $(DEMO)"
-	@echo "make test   every test that needs no GPU"
+	@echo "make test   every test that needs no GPU, but those of make test-exhaustive"
+	@echo "make test-exhaustive  further cases of rules that make test checks with fewer"
 	@echo "make check  format, lint, types and the quick tests, under a minute"
 	@echo "make docs   build the pages of docs/ into build/site, in a venv of its own"
 	@echo "make guard  the distributed tests under guarded memory, with every order of ends of messages; ONLY=fence|heap"
@@ -45,7 +46,10 @@ demo: .stamp-setup
 	@echo "Go on:       $(BIN)/shardwise train --resume $(DEMO) --steps 480 --nproc 1"
 
 test: .stamp-dev
-	$(BIN)/python -m pytest -m "not gpu and not chaos and not clients" -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not chaos and not clients and not exhaustive" -n 3 --dist loadfile
+
+test-exhaustive: .stamp-dev
+	$(BIN)/python -m pytest -m "exhaustive and not gpu and not chaos and not clients" -n 3 --dist loadfile
 
 check: .stamp-dev
 	$(BIN)/ruff format --check .

@@ -81,8 +81,10 @@ def _assert_marked(model: nn.Module, **more: object) -> None:
         assert found == {"no_weight_decay": param.ndim < 2, "notes": [param.ndim], **more}, name
 
 
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    ("way", "num_ranks"), [*((way, 2) for way in WAYS), ("smaller mesh", 4), ("tensor parallel", 4)]
+)
+@on_ranks()
 def test_attributes_follow_both_ways(way: str) -> None:
     model = Net()
     WAYS[way](model)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.jobs import PRELOAD
 from torch import nn
 
+from shardwise.cli import bench
+from shardwise.cli.main import main
 from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
 from shardwise.recipes.bench.setup import BenchConfig, Setup
 from shardwise.recipes.bench.timing import RankTimes, time_steps
@@ -53,20 +55,15 @@ def test_every_contender_trains_alike(pool: WorkerPool, patterns: list[str] | No
         assert {name: len(seconds) for name, seconds in times.seconds.items()} == dict.fromkeys(names, 1)
 
 
-def _bench(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in outer}
-    command = [sys.executable, "-m", "shardwise.cli.main", "bench", "--backend", "gloo", "--out", str(out), *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="memory and bytes on the wire are read from /proc")
-def test_the_command_measures_times_and_memory_and_writes_them(tmp_path: Path) -> None:
+def test_the_command_measures_times_and_memory_and_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "WorkerPool", functools.partial(WorkerPool, preload=PRELOAD))  # forked, not started
     words = ["--shape", "small", "--ranks", "2", "--rounds", "1", "--only", "FSDP2"]
-    ended = _bench(tmp_path / "results", *words)
-    assert ended.returncode == 0, ended.stderr
+    assert main(["bench", "--backend", "gloo", "--out", str(tmp_path / "results"), *words]) == 0
     names = ["local", "FSDP2"]
-    table = [line for line in ended.stdout.splitlines() if line.startswith(tuple(names))]
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(names))]
     assert [line.split()[0] for line in table] == names
     stem = tmp_path / "results" / "bench_small_w2_gloo"
     assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

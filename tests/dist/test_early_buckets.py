@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, local
 from helpers.inside import Recorder, all_reduced, engine_of, full_from, over, parts_from
+from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
 from torch import nn
@@ -92,10 +93,11 @@ def test_sums_begin_while_backward_runs(style: str) -> None:
             assert before_first[0] >= 2, (before_first, seen)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
-@pytest.mark.parametrize("large_numel", [40, 1 << 20])
-@pytest.mark.parametrize("style", ["mesh", "older"])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("style", "large_numel", "transport", "num_ranks"),
+    pairwise(["mesh", "older"], [40, 1 << 20], ["auto", "gloo"], [2, 4]),
+)
 def test_gradients_are_those_of_one_process(style: str, large_numel: int, transport: Transport) -> None:
     ways = [(), ("", "twice"), ("", "left out", "left out"), ("", "reentrant", "", "reentrant"), ("not reentrant",) * 6]
     with small_buckets(large_numel), over(transport):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.torchs_tests import check, check_sharded_parity, same_losses, train_beside
 from torch import nn
@@ -52,8 +52,8 @@ def run_2d_mlp(with_pipeline_axis: bool) -> None:
         mesh = init_device_mesh("cpu", (1, dp, size // dp), mesh_dim_names=("pp", "dp", "tp"))
     else:
         mesh = init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "tp"))
-    widths = (3, 16, 17) if size == 2 or with_pipeline_axis else (16, 17)
-    for reshard, recomputes, width in itertools.product((False, True), (False, True), widths):
+    widths = (3, 16, 17) if size == 2 else (16, 17)
+    for reshard, recomputes, width in pairwise((False, True), (False, True), widths):
         torch.manual_seed(42)
         model = MLPStack(width)
         reference = DistributedDataParallel(copy.deepcopy(model), process_group=mesh["dp"].get_group())
@@ -123,7 +123,7 @@ def test_train_parity_2d_transformer_checkpoint_resume(tmp_path: Path) -> None:
     dp = 2 if size > 2 else 1
     mesh = init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "tp"))
     args = ModelArgs(n_layers=1, dropout_p=0.0)
-    cases = itertools.product((False, True), (False, True), (torch.optim.Adam, torch.optim.AdamW))
+    cases = pairwise((False, True), (False, True), (torch.optim.Adam, torch.optim.AdamW))
     for number, (sequence_parallel, reuse, optimizer_class) in enumerate(cases):
         model = parallel_transformer(args, mesh, sequence_parallel)
         optim = optimizer_class(model.parameters(), lr=1e-2, foreach=False)
@@ -161,7 +161,7 @@ def test_train_parity_hsdp() -> None:
     size = dist.get_world_size()
     shards = 2 if size > 2 else 1
     mesh = init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
-    for reshard, recomputes, width, sync_last in itertools.product(
+    for reshard, recomputes, width, sync_last in pairwise(
         (False, True), (False, True), (17,) if size == 2 else (3, 16), (True, False)
     ):
         torch.manual_seed(42)

@@ -35,7 +35,7 @@ def assert_used(model: nn.Module, transport: Transport) -> None:
     assert (link.name if link is not None else None) == LINKS[transport]
 
 
-def against_one_process(model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 4) -> None:
+def against_one_process(model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 3) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     reference, sharded = build(model), build_sharded(model, reshard_after_forward=reshard)
     optimizers = [OPTIMIZERS[optimizer](list(each.parameters())) for each in (reference, sharded)]
@@ -59,12 +59,12 @@ def against_one_process(model: str, optimizer: str, reshard: bool | None, transp
 @on_ranks()
 @pytest.mark.parametrize(
     ("optimizer", "transport", "num_ranks"),
-    [("sgd", "auto", 2), *(("adamw-foreach", *each) for each in TRANSPORTS_AND_RANKS)],
+    [("sgd", "auto", 2), ("adamw-foreach", "gloo", 2), ("adamw-foreach", "auto", 4)],
 )
 def test_equals_one_process_on_the_whole_batch(optimizer: str, transport: Transport) -> None:
     with over(transport), parts_from(8):
         for model in MODELS:
-            for reshard in (None, True, False) if dist.get_world_size() == 2 else (None, False):
+            for reshard in (None, True, False) if optimizer == "sgd" else (None, False):
                 against_one_process(model, optimizer, reshard, transport)
 
 
@@ -80,7 +80,7 @@ def against_peers(num_steps: int, transport: Transport) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tolerance = EXACT if size == 2 or transport == "collective" else REORDERED
     cases = [("plain", "adamw", True), ("frozen", "adamw-foreach", False)]
-    if size == 2:
+    if size == 2 and transport == "auto":
         cases += [("plain", "adamw-fused", False), ("plain", "sgd", True), ("frozen", "adamw", True)]
     for name, optimizer, reshard in cases:
         theirs = build(name)
@@ -109,14 +109,14 @@ def against_peers(num_steps: int, transport: Transport) -> None:
     ("transport", "num_ranks"), [("auto", 2), ("gloo", 2), ("collective", 2), ("auto", 4), ("collective", 4)]
 )
 def test_equals_torch_fsdp2_to_the_bit_and_ddp(transport: Transport) -> None:
-    run_against_peers(num_steps=4, transport=transport)
+    run_against_peers(num_steps=3, transport=transport)
 
 
 def accumulate(transport: Transport) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in MODELS:
         for reshard in (True, False) if size == 2 else (True,):
-            for sync_each in (True, False):
+            for sync_each in (True, False) if transport == "auto" else (False,):
                 reference, sharded = build(name), build_sharded(name, reshard_after_forward=reshard)
                 for step in range(2):
                     for microbatch in range(3):

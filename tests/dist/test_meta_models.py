@@ -121,8 +121,13 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(full(model.state_dict()[name]), expected), name
 
 
-@pytest.mark.parametrize("init_fn", [None, _by_hand])
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    ("api", "init_fn"),
+    [
+        *((api, None) for api in APIS),
+        *((api, _by_hand) for api in ("fully_shard", "tensor parallel", "replicate, older", "plain")),
+    ],
+)
 @on_ranks(4)
 def test_an_initialized_model_has_the_values_of_one_process(
     api: str, init_fn: Callable[[nn.Module], object] | None

@@ -211,9 +211,9 @@ def test_a_program_trains_as_on_one_process(program: Program, transport: str) ->
     run(program=program, middle="Linear", reshard=None, transport=transport, prefetch=False)
 
 
-@on_ranks(4)
+@on_ranks()
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not averaged_weights], ids=lambda p: p.__name__)
-@pytest.mark.parametrize("reshard", [False, 2])
+@pytest.mark.parametrize(("reshard", "num_ranks"), [(False, 2), (2, 4)])
 def test_it_does_so_when_parameters_stay_after_forward(program: Program, reshard: bool | int) -> None:
     run(program=program, middle="Linear", reshard=reshard, transport="auto", prefetch=False)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, full
 from helpers.inside import over
+from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
@@ -52,9 +53,10 @@ def test_gradients_are_dropped_through_what_was_unsharded_by_hand(way: str, wait
         torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("api", [fully_shard, replicate])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("transport", "api", "num_ranks"), pairwise(["auto", "gloo", "collective"], [fully_shard, replicate], [2, 1])
+)
 def test_an_evaluation_that_comes_first_after_a_change_leaves_memory_to_train_in(api: Any, transport: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), nn.Linear(6, 6))
@@ -76,9 +78,8 @@ def test_an_evaluation_that_comes_first_after_a_change_leaves_memory_to_train_in
     assert len(keeps) == 4
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("api", [fully_shard, replicate])
-@pytest.mark.parametrize("evaluates", [True, False])
+@on_ranks()
+@pytest.mark.parametrize(("api", "evaluates", "num_ranks"), pairwise([fully_shard, replicate], [True, False], [2, 1]))
 def test_shards_that_are_put_in_place_need_not_be_contiguous(api: Any, evaluates: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), nn.Linear(6, 6))
@@ -118,9 +119,7 @@ def test_replicated_parameters_compute_as_they_lie_after_a_transposition_in_plac
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("crosses", [True, False])
-@pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("api", [fully_shard, replicate])
+@pytest.mark.parametrize(("crosses", "warm", "api"), pairwise([True, False], [True, False], [fully_shard, replicate]))
 def test_shared_weights_stay_shared_or_say_so(api: Callable[[nn.Module], Any], warm: bool, crosses: bool) -> None:
     """Loading with ``assign=True`` leaves one parameter per place."""
     texts: list[str] = []
@@ -243,9 +242,10 @@ class Ahead(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", [{}, {"device_ids": None}], ids=["DTensors", "older way"])
-@pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+@pytest.mark.parametrize(
+    ("way", "reshard", "transport"),
+    pairwise([{}, {"device_ids": None}], [False, True], ["auto", "gloo", "collective"]),
+)
 def test_units_unsharded_by_hand_inside_a_replicated_module(way: dict[str, Any], reshard: bool, transport: Any) -> None:
     torch.manual_seed(0)
     model = Ahead()
@@ -280,9 +280,8 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x[None])[0][0])
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("reshard", [True, False, 2])
-@pytest.mark.parametrize("copies", [False, True])
+@on_ranks()
+@pytest.mark.parametrize(("reshard", "copies", "num_ranks"), [(True, False, 2), (False, True, 2), (2, True, 4)])
 def test_modules_that_follow_a_parameter_get_the_one_that_computes(reshard: bool | int, copies: bool) -> None:
     for make in (lambda: nn.Sequential(Follower(6, 6), nn.Tanh(), Follower(6, 6)), Recurrent):
         torch.manual_seed(0)
@@ -311,9 +310,10 @@ class TwoRecurrent(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("units", [["first"], ["second"], ["first", "second"]])
-@pytest.mark.parametrize("api", [fully_shard, replicate])
-@pytest.mark.parametrize("begun", [False, True], ids=["", "after a forward"])
+@pytest.mark.parametrize(
+    ("units", "api", "begun"),
+    pairwise([["first"], ["second"], ["first", "second"]], [fully_shard, replicate], [False, True]),
+)
 def test_recurrent_modules_that_share_weights_are_converted(units: list[str], api: Any, begun: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(TwoRecurrent())  # plain: what is converted is found from above the units
@@ -335,8 +335,7 @@ def test_recurrent_modules_that_share_weights_are_converted(units: list[str], ap
 
 
 @on_ranks(2, timeout_s=60)
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("when", [1, 2, 3])
+@pytest.mark.parametrize(("transport", "when"), [("auto", 1), ("auto", 2), ("auto", 3), ("gloo", 2), ("collective", 3)])
 def test_a_hook_that_raises_on_one_rank_leaves_the_ranks_in_step(transport: Any, when: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(6, 9), Block(6, 7))
@@ -383,8 +382,17 @@ class Hollow(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
-@pytest.mark.parametrize("api", ["fully_shard", "kept", "hybrid", "replicate"])
+@pytest.mark.parametrize(
+    ("transport", "api"),
+    [
+        ("auto", "fully_shard"),
+        ("gloo", "fully_shard"),
+        ("collective", "kept"),
+        ("auto", "hybrid"),
+        ("collective", "hybrid"),
+        ("gloo", "replicate"),
+    ],
+)
 def test_parameters_may_have_no_elements(transport: Any, api: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Hollow(only=True), Hollow(only=False), nn.Linear(6, 6))

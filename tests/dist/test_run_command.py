@@ -10,19 +10,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.commands import Ended, children, is_alive, run, start
+from helpers.commands import COMMAND, Ended, children, is_alive, run
+from helpers.forked_commands import ForkedCommand, run_forked, start_forked
+from helpers.forked_ranks import fork_calls
 from helpers.network import listeners
 
 from shardwise import ConfigError, RankError, notebook_launch
 from shardwise.cli.main import main
 from shardwise.loop import launch
 
-RUN = ["env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "shardwise.cli.main", "run"]
+RUN = [*COMMAND[: COMMAND.index("train")], "run"]
 # A rank that has a process of its own, notes what it gets, and waits to be ended.
 WAITS = """
 import os, signal, subprocess, sys, time
@@ -66,7 +67,7 @@ def script(folder: Path, text: str) -> str:
 
 
 def run_here(folder: Path, *words: str) -> Ended:
-    return run([*RUN, *words], TMPDIR=str(folder))
+    return run_forked([*RUN, *words], TMPDIR=str(folder))
 
 
 class SlowOutput(io.StringIO):
@@ -75,11 +76,11 @@ class SlowOutput(io.StringIO):
         return len(text)
 
 
-def wait_until_ready(process: Any, *paths: Path) -> list[int]:
+def wait_until_ready(process: ForkedCommand, *paths: Path) -> list[int]:
     """Return the processes below ``process`` once all of ``paths`` are there."""
     deadline = time.monotonic() + 100
     while not all(path.exists() for path in paths):
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.errors()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return children(process.pid)
@@ -97,7 +98,8 @@ def test_ranks_of_a_module_are_told_what_torchrun_tells_them(tmp_path: Path, mon
     (tmp_path / "package" / "__init__.py").write_text("VALUE = 1\n")
     (tmp_path / "package" / "program.py").write_text(IS_TOLD)
     monkeypatch.chdir(tmp_path)
-    ended = run_here(tmp_path, "-n", "2", "-m", "package.program", "--lr", "3", "-n", "9", str(tmp_path))
+    words = [*RUN, "-n", "2", "-m", "package.program", "--lr", "3", "-n", "9", str(tmp_path)]
+    ended = run(["env", "-u", "OMP_NUM_THREADS", *words], TMPDIR=str(tmp_path))  # a new interpreter, for this once
     assert (ended.code, ended.err) == (0, "")
     for rank in range(2):
         assert json.loads((tmp_path / f"rank-{rank}").read_text()) == {
@@ -169,14 +171,13 @@ def test_a_script_knows_its_file_after_it_changed_folders(tmp_path: Path, monkey
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
 def test_a_signal_reaches_all_ranks_and_no_process_is_left_over(tmp_path: Path, number: signal.Signals) -> None:
     words = [*RUN, "-n", "2", script(tmp_path, WAITS), str(tmp_path)]
-    with start(words, {"TMPDIR": str(tmp_path)}) as process:
+    with start_forked(words, {"TMPDIR": str(tmp_path)}) as process:
         below = wait_until_ready(process, tmp_path / "ready-0", tmp_path / "ready-1")
         assert len(below) >= 5, "two ranks, a process of each, and who ends them if the launcher cannot"
         assert [each for each in listeners([process.pid, *below]) if not each.address.is_loopback] == []
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
+        assert "Traceback" not in process.communicate(timeout=60)[1]
+        assert process.returncode == 128 + number
     assert all((tmp_path / f"{number.name}-{rank}").exists() for rank in range(2))
     assert are_gone(below)
     assert not [path for path in tmp_path.glob("shardwise-*") if not path.name.startswith("shardwise-records-")]
@@ -184,7 +185,7 @@ def test_a_signal_reaches_all_ranks_and_no_process_is_left_over(tmp_path: Path, 
 
 def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_killed(tmp_path: Path) -> None:
     words = [*RUN, "-n", "2", script(tmp_path, WAITS), str(tmp_path)]
-    with start(words, {"TMPDIR": str(tmp_path)}) as process:
+    with start_forked(words, {"TMPDIR": str(tmp_path)}) as process:
         below = wait_until_ready(process, tmp_path / "ready-0", tmp_path / "ready-1")
 
         def num_stopped() -> int:
@@ -198,7 +199,7 @@ def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_kille
                 time.sleep(0.05)
             assert num_stopped() == expected
         process.send_signal(signal.SIGKILL)
-        process.wait(60)
+        process.wait()
         assert are_gone(below)
 
 
@@ -263,6 +264,7 @@ def floods() -> None:
 
 
 def test_ranks_that_print_without_a_pause_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_calls(monkeypatch)
     monkeypatch.setattr(sys, "stdout", SlowOutput())
     with pytest.raises(ValueError, match="no such column"):
         notebook_launch(floods, 2)
@@ -276,7 +278,10 @@ def prints_lines() -> None:
     dist.destroy_process_group()
 
 
-def test_lines_of_ranks_that_print_at_the_same_time_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_ranks_that_print_at_the_same_time_are_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_calls(monkeypatch)
     notebook_launch(prints_lines, 2)
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == sorted(f"{rank} {count}" for rank in range(2) for count in range(2000))
@@ -300,8 +305,13 @@ def test_notebook_launch_returns_what_rank_0_returned_and_shows_what_ranks_print
     ids=["raised", "not-picklable", "killed", "exited"],
 )
 def test_notebook_launch_raises_what_a_rank_raised(
-    function: Callable[..., object], args: tuple[str, ...], kind: type[Exception], said: str
+    function: Callable[..., object],
+    args: tuple[str, ...],
+    kind: type[Exception],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fork_calls(monkeypatch)
     with pytest.raises(kind, match=said) as found:
         notebook_launch(function, 2, *args)
     if kind is ValueError:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.commands import COMMAND, Ended, is_alive, options, start, wait_for_training
+from helpers.commands import COMMAND, Ended, is_alive, options, wait_for_training
 from helpers.commands import run as run_command
 from helpers.forked_commands import run_forked, start_forked
 from helpers.runs import copy_cut_back, metrics_of, write_text
@@ -54,7 +54,7 @@ def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended])
 
 def test_the_config_file_of_a_run_repeats_it(trained: tuple[Path, Ended], tmp_path: Path) -> None:
     run = tmp_path / "again"
-    ended = run_command([*COMMAND[:4], "--config", str(trained[0] / "config.toml"), "--out", str(run)])
+    ended = run_forked([*COMMAND[:4], "--config", str(trained[0] / "config.toml"), "--out", str(run)])
     assert (ended.code, ended.err) == (0, "")
     assert "on 2 cpu rank(s)" in ended.out
     assert _losses(run) == _losses(trained[0])
@@ -149,18 +149,15 @@ def test_no_rank_outlives_the_others(
 def test_the_first_signal_saves_and_the_second_ends_every_rank_at_once(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "endless"
     command = [*COMMAND, *options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
-    with start(command) as process:
-        try:
-            ranks = wait_for_training(process, run)
-            for rank in ranks:
-                os.kill(rank, signal.SIGSTOP)  # now they cannot do what the first signal asks for
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
-            assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=30)
-        finally:
-            process.kill()
+    with start_forked(command) as process:
+        ranks = wait_for_training(process, run)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # now they cannot do what the first signal asks for
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert err == "shardwise: ended by SIGTERM; every rank has ended too\n"
     assert not [pid for pid in ranks if is_alive(pid)]

@@ -84,6 +84,7 @@ def base(pool: WorkerPool, text: Path, tmp_path_factory: pytest.TempPathFactory)
 
 SPLIT = 25_024 / 42_880  # share of the parameters that tensor parallelism splits: matrices of the blocks, some biases
 COMPILE: dict[str, object] = {"compile": True, "compile_backend": "aot_eager"}
+TRACE: dict[str, object] = {"compile": True, "compile_backend": "eager"}
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,11 @@ EACH, MERGED = ["(root)", "blocks.0", "blocks.1"], ["(root)", "blocks.0-1"]
 UNITS = {"full": EACH, "full-tp": MERGED, "hybrid": MERGED, "replicate": EACH, "replicate-tp": EACH}
 BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer compilations
     "full-tp": {"shard": "gradients", "recompute": True, **COMPILE},
-    "hybrid": {"shard": "optimizer", **COMPILE},
-    "replicate-tp": {"shard": "none", "recompute": True, **COMPILE},
+    "hybrid": {"shard": "optimizer", **TRACE},
+    "replicate-tp": {"shard": "none", "recompute": True, **TRACE},
     "gradients": {"shard": "replicate", "recompute": True, "offload": True, **COMPILE},
     "optimizer": {"shard": "full", "recompute": True, "offload": True, **COMPILE},
-    "none": {"shard": "full", "tp": 2, "recompute": True, "compile": True, "compile_backend": "eager"},
+    "none": {"shard": "full", "tp": 2, "recompute": True, **TRACE},
 }
 
 

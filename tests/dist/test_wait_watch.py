@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.commands import Ended
-from helpers.commands import run as run_command
+from helpers.forked_ranks import run_script
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -25,7 +24,6 @@ from shardwise.cli.main import main
 from shardwise.consistency.recorder import default_place
 from shardwise.observe import explain_end
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BEGIN = """
 import datetime, sys, torch, torch.distributed as dist, shardwise
 from torch import nn
@@ -45,7 +43,7 @@ UNEQUAL = "for _ in range(3 + rank):\n    model(torch.ones(2, 8)).sum().backward
 def ended(program: str, folder: Path) -> tuple[Ended, str]:
     script = folder / "program.py"
     script.write_text(BEGIN + program + "dist.barrier()\n")
-    return run_command([sys.executable, *TORCHRUN, str(script)], TMPDIR=str(folder)), str(script)
+    return run_script(script, 2, TMPDIR=str(folder)), str(script)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.inside import counted
+from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.zero_models import loss_of_rank, mixed_model, zero_of
 from torch.distributed.algorithms.join import Join
@@ -53,7 +54,7 @@ def _same_on_all_ranks(value: torch.Tensor) -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_is_that_of_one_process(norm_type: float) -> None:
     """Whichever way gradients came to be averaged, by the method or the function; and so is what is trained."""
-    for partition, way, by_function in product(PARTITIONS, ("ddp", "owners"), (False, True)):
+    for partition, way, by_function in pairwise(PARTITIONS, ("ddp", "owners"), (False, True)):
         plain = mixed_model()
         model = mixed_model()
         adam = torch.optim.AdamW(plain.parameters(), lr=0.05)
@@ -272,7 +273,7 @@ def test_module_zero_grad_drops_what_was_averaged() -> None:
 @pytest.mark.parametrize("overflow", [False, True])
 def test_a_scaler_agrees(overflow: bool) -> None:
     """All ranks skip a step, or none does, though the value that is not finite is with one owner."""
-    for partition, way, unscale_first in product(PARTITIONS, ("ddp", "owners"), (False, True)):
+    for partition, way, unscale_first in pairwise(PARTITIONS, ("ddp", "owners"), (False, True)):
         plain, model = mixed_model(), mixed_model()
         ddp = DDP(model, find_unused_parameters=True) if way == "ddp" else model
         adam, zero = torch.optim.AdamW(plain.parameters(), lr=0.05), zero_of(model, partition)

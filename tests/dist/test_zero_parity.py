@@ -1,4 +1,4 @@
-"""Parity with one process: optimizers, implementations, bucket views and partitions, over ten steps."""
+"""Parity with one process: optimizers, implementations, bucket views and partitions, over some steps."""
 
 import copy
 from itertools import product
@@ -13,7 +13,7 @@ from helpers.sharded import share
 
 from shardwise import ZeroRedundancyOptimizer
 
-NUM_STEPS = 10
+NUM_STEPS = 4
 ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,12 +26,19 @@ from shardwise.loop import launch
 class Forked:
     """The part of ``subprocess.Popen`` that the launcher uses, for a ``multiprocessing`` process that has been started."""
 
+    note: Callable[[str], None] | None = None  # as of launch.Rank
+
     def __init__(self, process: Any) -> None:
         self._process = process
         self.pid: int = process.pid
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        if self.returncode is not None and self.note is not None:
+            note, self.note = self.note, None
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            note(f"-{self.pid}")
+        return self.returncode
 
     @property
     def returncode(self) -> int | None:
@@ -49,16 +56,23 @@ class Forked:
 
 
 class ForkedCommand(Forked):
-    """``shardwise WORDS``, with standard output and error in files."""
+    """``shardwise WORDS``, with standard error and output in files; ``out`` may be a FIFO in place of the latter."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], largest_file: int | None = None) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        largest_file: int | None = None,
+        out: Path | None = None,
+    ) -> None:
         context: Any = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-command-")
         folder = Path(self._folder.name)
-        self._out, self._err = folder / "out", folder / "err"
+        self._out, self._err = out or folder / "out", folder / "err"
         process = context.Process(
-            target=_run_command, args=(list(words), dict(environment), os.getcwd(), folder, largest_file)
+            target=_run_command,
+            args=(list(words), dict(environment), os.getcwd(), (self._out, self._err), largest_file),
         )
         process.start()
         super().__init__(process)
@@ -87,9 +101,11 @@ class ForkedCommand(Forked):
         self._folder.cleanup()
 
 
-def start_forked(words: Sequence[str], environment: Mapping[str, str] | None = None) -> ForkedCommand:
-    """Start ``words``, which begin with :data:`helpers.commands.COMMAND`."""
-    return ForkedCommand(_own(words), clean_environment() | dict(environment or {}))
+def start_forked(
+    words: Sequence[str], environment: Mapping[str, str] | None = None, out: Path | None = None
+) -> ForkedCommand:
+    """Start ``words``, which begin as :data:`helpers.commands.COMMAND` does."""
+    return ForkedCommand(_own(words), clean_environment() | dict(environment or {}), out=out)
 
 
 def run_forked(words: Sequence[str], largest_file: int | None = None, **more: str) -> Ended:
@@ -107,14 +123,9 @@ def _own(words: Sequence[str]) -> list[str]:
 
 
 def _run_command(
-    words: list[str], environment: dict[str, str], place: str, folder: Path, largest_file: int | None
+    words: list[str], environment: dict[str, str], place: str, outputs: tuple[Path, Path], largest_file: int | None
 ) -> None:
-    for number, name in ((1, "out"), (2, "err")):
-        fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(fd, number)
-        os.close(fd)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  of the whole process
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _write_to(outputs)
     os.chdir(place)
     sys.path.insert(0, place)  # as ``python -m`` does
     if largest_file is not None:
@@ -123,27 +134,67 @@ def _run_command(
     _run_main(words, environment)
 
 
-def _fork_rank(words: Sequence[str], environment: Mapping[str, str], _place: launch.LaunchContext) -> Forked:
-    kept = launch._KEPT_FROM_RANKS  # pyright: ignore
+def _write_to(outputs: tuple[Path, Path]) -> None:
+    for number, path in enumerate(outputs, start=1):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  of the whole process
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def run_main_script(script: str, environment: dict[str, str], outputs: tuple[Path, Path]) -> None:
+    """Run ``script`` as ``python`` does, with standard output and error in files."""
+    _write_to(outputs)
+    tempfile.tempdir = None  # of another TMPDIR
+    run_code(["-c", f"import runpy; runpy.run_path({script!r}, run_name='__main__')"], environment)
+
+
+def _fork_rank(words: Sequence[str], environment: Mapping[str, str], place: launch.LaunchContext) -> Forked:
+    kept: Any = () if place.own_sessions else launch._KEPT_FROM_RANKS  # pyright: ignore
     signal.pthread_sigmask(signal.SIG_BLOCK, kept)
     try:
-        process = mp.get_context("fork").Process(target=_run_rank, args=(list(words[2:]), dict(environment)))
+        arguments = (list(words), dict(environment), place.own_sessions)
+        process = mp.get_context("fork").Process(target=_run_rank, args=arguments)
         process.start()
         return Forked(process)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, kept)
 
 
-def _run_rank(words: list[str], environment: dict[str, str]) -> None:
+def _run_rank(words: list[str], environment: dict[str, str], own_session: bool) -> None:
+    if own_session:
+        os.setsid()
     with open(os.devnull) as nothing:  # ``exec`` closes descriptors, such as those of the launcher's locks
         for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing.fileno()}:
             with contextlib.suppress(OSError):  # that of the list itself
                 if not os.get_inheritable(fd):
                     os.dup2(nothing.fileno(), fd, inheritable=False)
-    for number in (*launch.SIGNALS, signal.SIGUSR1):  # handlers end where a new interpreter begins
+    for number in (*launch.SIGNALS, signal.SIGUSR1, signal.SIGTSTP):  # handlers end where a new interpreter begins
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    _run_main(words, environment)
+    if words[0] == "-c":
+        run_code(words, environment)
+    _run_main(words[2:], environment)
+
+
+def run_code(words: list[str], environment: dict[str, str]) -> None:
+    """Do what ``python WORDS`` does, of which the first is ``-c``, up to its exit code."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["-c", *words[2:]]
+    try:
+        exec(words[1], {"__name__": "__main__"})
+    except SystemExit:
+        raise
+    except BaseException:
+        kind, error, trace = sys.exc_info()
+        sys.excepthook(kind, error, trace and trace.tb_next)  # pyright: ignore  # without this frame
+        if kind is KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        sys.exit(1)
+    sys.exit(0)
 
 
 def _run_main(words: list[str], environment: dict[str, str]) -> None:

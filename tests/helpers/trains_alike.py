@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from helpers.compare import average_gradients, full
+from helpers.compare import REORDERED, average_gradients, comparable
 from helpers.sharded import noise
 
 batch = functools.partial(noise, width=6)
@@ -27,4 +27,4 @@ def assert_trains_alike(
             optimizer.step()
             optimizer.zero_grad()
         for (name, left), right in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
-            torch.testing.assert_close(full(right), left, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+            torch.testing.assert_close(*comparable(right, left), **REORDERED, msg=lambda text, name=name: name + text)

@@ -1,0 +1,26 @@
+"""Fewer cases than the product of several axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return cases of one value per axis, so that every two values of different axes meet in at least one case.
+
+    The result is the same on every rank.  Two axes give their product.
+    """
+    values = [list(axis) for axis in axes]
+    cases = list(itertools.product(*(range(len(each)) for each in values)))
+
+    def pairs_of(case: tuple[int, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    missing = set().union(*map(pairs_of, cases))
+    chosen: list[tuple[int, ...]] = []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs_of(case) & missing)))
+        missing -= pairs_of(chosen[-1])
+    return [tuple(axis[index] for axis, index in zip(values, case, strict=True)) for case in chosen]
