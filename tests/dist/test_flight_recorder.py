@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 from chaos.program import DIVERGENCES, Door, Program
 from chaos.rank_program import train
-from helpers.commands import clean_environment
+from helpers.forked_ranks import run_script
 from helpers.jobs import Job, tell
 from torch import nn
 from torch.distributed.flight_recorder.components.types import Collective
@@ -44,14 +42,22 @@ def recorded(
             train(program, Path(folder))
 
 
+class AnalyzerFailed(Exception):
+    """Has what it printed."""
+
+
 def analyzed(folder: Path, *options: str) -> tuple[str, list[Collective]]:
     """Return what torch's analyzer says of the dumps of the records in ``folder``, and the collectives that it has matched."""
     out, found = folder / "dumps", folder / "found"
     assert main(["diagnose", str(folder), "--flight-recorder", str(out)]) == 0
-    command = [sys.executable, "-m", ANALYZER, str(out), "-o", str(found), *options]
-    run = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120, check=True)
+    script = folder / "analyze.py"
+    words = [ANALYZER, str(out), "-o", str(found), *options]
+    script.write_text(f"import runpy, sys\nsys.argv = {words!r}\nrunpy.run_module({ANALYZER!r}, run_name='__main__')\n")
+    run = run_script(script, 1)
+    if run.code:
+        raise AnalyzerFailed(run.err)
     _, database = pickle.loads(found.read_bytes())
-    return run.stdout + run.stderr, database.collectives
+    return run.out + run.err, database.collectives
 
 
 def missing(collectives: list[Collective]) -> list[tuple[int, str, set[int]]]:
@@ -150,9 +156,8 @@ def test_of_a_rank_without_a_record_the_analyzer_says_that_its_dump_is_missing(t
     events = (Event(1.0, 7, "", 0, "all-gather", ""), Event(1.0, 7, "engine 1", 1, "unshard", "blocks.0"))
     record = Record(0, 2, "host", 1, 7, 2.0, events=events, groups=group)
     (tmp_path / "rank-00000.jsonl").write_text("\n".join(to_lines(record)))
-    with pytest.raises(subprocess.CalledProcessError) as failed:
+    with pytest.raises(AnalyzerFailed, match=r"Missing dump files from ranks \{1\}"):
         analyzed(tmp_path)
-    assert "Missing dump files from ranks {1}" in failed.value.stderr
     text, _ = analyzed(tmp_path, "--allow-incomplete-ranks")
     assert "we missed FR dumps from ranks ({1})" in text
 

@@ -24,8 +24,8 @@ from shardwise.plan.schedule import peak_bytes
 from shardwise.testing.models import Block, batch_for
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("transport", ["auto", "gloo", "collective"])
+@on_ranks()
+@pytest.mark.parametrize(("transport", "num_ranks"), [("auto", 2), ("gloo", 2), ("collective", 2), ("auto", 4)])
 def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
     set_default_transport(transport)
     for name in ("plain", "tied"):

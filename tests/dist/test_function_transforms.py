@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compare import full
+from helpers.compare import comparable
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -39,6 +39,8 @@ APIS: dict[str, Callable[[nn.Sequential], Any]] = {
     "replicate, older": lambda model: replicate(model, device_ids=None),
 }
 
+START = {api: place % 2 for place, api in enumerate(APIS)}  # an API meets every second program, a program every second
+
 Program = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 PROGRAMS: dict[str, Program] = {
     "jacrev": lambda run, x: jacrev(run)(x),
@@ -67,13 +69,13 @@ def _first_and_later(api: Callable[[nn.Sequential], Any], program: Program) -> N
             optimizer.step()
             optimizer.zero_grad()
     for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(mine), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*comparable(mine, expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("api", APIS)
 @on_ranks(2)
 def test_a_transform_over_the_inputs_of_a_model_is_that_of_one_process(api: str) -> None:
-    for name, program in PROGRAMS.items():
+    for name, program in list(PROGRAMS.items())[START[api] :: 2]:
         try:
             _first_and_later(APIS[api], program)
         except Exception as error:
@@ -106,7 +108,7 @@ def _with_vjp(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @on_ranks(2)
 def test_a_loss_over_transformed_outputs_trains_as_on_one_process(api: str) -> None:
     x = torch.linspace(-1, 1, 10).view(2, 5)
-    for name, loss in LOSSES.items():
+    for name, loss in list(LOSSES.items())[START[api] :: 2]:
         plain, model = _model(), _model()
         model = APIS[api](model) or model
         for step in range(3):
@@ -115,4 +117,4 @@ def test_a_loss_over_transformed_outputs_trains_as_on_one_process(api: str) -> N
                 loss(net, x).backward()
             for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
                 assert mine.grad is not None, f"{name}, step {step}"
-                assert torch.allclose(full(mine.grad), expected.grad, 1e-5, 1e-6), f"{name}, step {step}"
+                assert torch.allclose(*comparable(mine.grad, expected.grad), 1e-5, 1e-6), f"{name}, step {step}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import full
+from helpers.compare import comparable, full
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
 from torch import nn
@@ -55,7 +55,9 @@ def assert_gradients(model: nn.Module, reference: nn.Module, dtype: torch.dtype)
         assert param.grad_dtype is dtype, name
         assert param.grad.dtype is dtype, name
         assert full(param.grad).dtype is dtype, name
-        torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            *comparable(param.grad, other.grad), rtol=1e-6, atol=1e-9, msg=lambda m, n=name: n + m
+        )
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import full
+from helpers.compare import comparable, full
 from helpers.folders import folder_of_all
 from helpers.inside import over
 from helpers.live_bytes import LiveBytes
@@ -118,7 +118,7 @@ def _by_hand(net: Any) -> None:
 
 def _assert_same(model: nn.Module, plain: nn.Module) -> None:
     for name, expected in plain.state_dict().items():
-        assert torch.equal(full(model.state_dict()[name]), expected), name
+        assert torch.equal(*comparable(model.state_dict()[name], expected)), name
 
 
 @pytest.mark.parametrize(

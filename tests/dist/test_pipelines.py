@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as torchs
-from helpers.compare import CLOSE, EXACT, full
+from helpers.compare import CLOSE, EXACT, comparable
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -132,7 +132,7 @@ def assert_alike(ours: nn.Module, theirs: nn.Module, where: str, tolerance: dict
             assert left is not None, f"{where} {name}"
             assert right is not None, f"{where} {name}"
             torch.testing.assert_close(
-                full(left), full(right), **tolerance, msg=lambda text, name=name: f"{where} {name}: {text}"
+                *comparable(left, right), **tolerance, msg=lambda text, name=name: f"{where} {name}: {text}"
             )
 
 

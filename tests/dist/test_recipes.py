@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.run as torchrun
 import yaml
 from helpers.snippets import ROOT, main_of_example
 
@@ -105,8 +106,13 @@ def test_the_pods_of_the_jobset_run_their_command(tmp_path: Path) -> None:
     here = {"NUM_NODES": "1", "RANKS_PER_NODE": "2", "MASTER": "127.0.0.1", "RUN": str(tmp_path / "run")}
     assert here.keys() <= env.keys()
     command = [*container["command"], *container["args"]]
-    found = run(command, environment(tmp_path, **{**env, **here}, JOB_COMPLETION_INDEX="0"))
-    assert "2 rank(s), steps 1 to 20" in found
+    in_pod = environment(tmp_path, **{**env, **here}, JOB_COMPLETION_INDEX="0")
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')  # the test before this one starts it
+    (tmp_path / "torchrun").chmod(stat.S_IRWXU)
+    given = torchrun.parse_args(run(command, in_pod).splitlines())
+    assert (given.nnodes, given.nproc_per_node, given.node_rank) == ("1", "2", 0)
+    assert (ROOT / given.training_script).exists()
+    assert given.training_script_args == [str(tmp_path / "run")]
 
 
 def check(value: Any, field: Any, place: str) -> None:

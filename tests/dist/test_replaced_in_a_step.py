@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from fuzz.codes import Codes
 from helpers.compare import assert_same, average_gradients, local
+from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
@@ -43,9 +44,8 @@ def _replace(model: nn.Sequential, sharded: list[nn.Parameter], *_: object) -> N
         setattr(model[layer], name, _halved(param))
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("when", ["unsharded by hand", "end of backward"])
+@on_ranks()
+@pytest.mark.parametrize(("api", "when", "num_ranks"), pairwise(APIS, ["unsharded by hand", "end of backward"], [2, 1]))
 def test_what_is_put_in_place_of_full_parameters_stays(api: Any, when: str) -> None:
     model, plain = _model(), _model()
     api(model)
@@ -96,9 +96,9 @@ def test_a_parameter_that_is_replaced_before_its_unit_is_full_is_named(api: Any,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("when", ["before the first step", "between steps", "in backward"])
-@pytest.mark.parametrize("way", ["none", "gone"])
+@pytest.mark.parametrize(
+    ("api", "when", "way"), pairwise(APIS, ["before the first step", "between steps", "in backward"], ["none", "gone"])
+)
 def test_a_parameter_that_is_set_to_none_does_not_come_back(api: Any, when: str, way: str) -> None:
     model = _through(api, _model())
 
@@ -181,9 +181,11 @@ def _and_back(model: nn.Sequential) -> None:
     model.double().float()
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("api", [fully_shard, replicate])
-@pytest.mark.parametrize("change", [_write_past_torchs_count, _rounded, _and_back])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("api", "change", "num_ranks"),
+    pairwise([fully_shard, replicate], [_write_past_torchs_count, _rounded, _and_back], [2, 1, 4]),
+)
 def test_values_that_change_by_a_conversion_between_forward_and_backward_are_named(api: Any, change: Any) -> None:
     model = _through(api, _model())
     model(batch(0)).sum().backward()
@@ -202,10 +204,16 @@ def test_values_that_change_by_a_conversion_between_forward_and_backward_are_nam
     assert all(param.grad is not None for param in model.parameters())
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("api", [fully_shard, replicate])
-@pytest.mark.parametrize("change", [_write_past_torchs_count, _rounded, _and_back])
-@pytest.mark.parametrize("between", ["two forwards", "two backwards"])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("api", "change", "between", "num_ranks"),
+    pairwise(
+        [fully_shard, replicate],
+        [_write_past_torchs_count, _rounded, _and_back],
+        ["two forwards", "two backwards"],
+        [2, 4],
+    ),
+)
 def test_graphs_of_before_a_conversion_are_told_apart_from_those_of_after_it(
     api: Any, change: Any, between: str
 ) -> None:

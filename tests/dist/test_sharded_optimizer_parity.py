@@ -180,17 +180,17 @@ def assert_same_state(full: dict[str, Any], plain: Optimizer, what: object, fuse
         assert {k: v for k, v in found.items() if k != "param_names"} == wanted, what
 
 
-def parity(name: str) -> None:
+def parity(name: str, has_variants: bool = True) -> None:
     """Steps with all gradients, with gradients in flat memory, and with some missing; then state and options."""
     optimizer_class = getattr(torch.optim, name)
     shapes = _shapes(name)
-    for options in [{}, *VARIANTS.get(name, [])]:
+    for options in [{}, *(VARIANTS.get(name, []) if has_variants else [])]:
         for layout, make in LAYOUTS.items():
             what = (name, options, layout, dist.get_world_size())
             params, plain = make(shapes), _plain(shapes)
             found = ShardedOptimizer(params, optimizer_class, lr=0.1, **options)
             expected = optimizer_class(list(plain.values()), lr=0.1, **options)
-            for step in range(6):
+            for step in range(5):
                 without = ("uneven", "short") if step in (2, 3) else ()
                 drawn = gradients(shapes, step, without)
                 for tensors, optimizer in ((params, found), (plain, expected)):
@@ -233,4 +233,4 @@ def test_every_class_of_torch_optim(name: str) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "Adafactor"])
 def test_four_ranks(name: str) -> None:
-    parity(name=name)
+    parity(name, has_variants=False)

@@ -37,7 +37,7 @@ def test_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 def test_examples_learn(tmp_path: Path) -> None:
     for name in sorted({example.stem for example in EXAMPLES} - {*EXAMPLES_OF_CLIENTS, *RECIPES_OF_CLIENTS}):
         folder = {"folder": str(tmp_path / name)} if name in ("resume", "zero2") else {}
-        losses = main_of_example(name)(**folder, steps=10, width=16)
+        losses = main_of_example(name)(**folder, steps=5, width=16)
         assert losses[-1] < losses[0], f"{name}: {losses}"
 
 

@@ -187,15 +187,15 @@ def test_a_missing_extra_is_named() -> None:
         check_extras(("json", "no_such_package"))
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [("info", "transports"), ("train", "needs rich, tensorboard, matplotlib"), ("checkpoint show x", "needs rich")],
-)
-def test_the_command_starts_without_the_packages_of_its_extras(words: str, expected: str) -> None:
+def test_the_command_starts_without_the_packages_of_its_extras() -> None:
     blocked = "import sys; sys.modules.update(dict.fromkeys(('rich', 'tensorboard', 'matplotlib'))); "
-    program = f"{blocked}from shardwise.cli.main import main; sys.exit(main({words.split()!r}))"
+    called = "".join(f"main({words.split()!r}); " for words in ("info", "train", "checkpoint show x"))
+    program = f"{blocked}from shardwise.cli.main import main; {called}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert expected in done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "transports" in done.stdout
+    for expected in ("needs rich, tensorboard, matplotlib", "needs rich"):
+        assert expected in done.stderr
     assert "Traceback" not in done.stderr
 
 
