@@ -14,9 +14,11 @@ from torch import nn
 
 from shardwise.cli import bench
 from shardwise.cli.main import main
+from shardwise.recipes.bench import setup
 from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
-from shardwise.recipes.bench.setup import BenchConfig, Setup
+from shardwise.recipes.bench.setup import BenchConfig, BenchShape, Setup
 from shardwise.recipes.bench.timing import RankTimes, time_steps
+from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT
 from shardwise.testing import WorkerPool
 
@@ -27,8 +29,7 @@ def _config(*names: str, ranks: int = 2) -> BenchConfig:
     return BenchConfig("small", ranks, 1, 2, "gloo", 0, names)
 
 
-def _no_communication(model: GPT, setup: Setup) -> nn.Module:
-    del setup
+def _no_communication(model: GPT, _: Setup) -> nn.Module:
     return model
 
 
@@ -36,6 +37,14 @@ def time_with_a_wrong_door(config: BenchConfig) -> RankTimes:
     """Runs on every rank: one contender forgets to communicate."""
     wrong = dataclasses.replace(CONTENDERS["shardwise full"], wrap=_no_communication)
     return time_steps(config, {**CONTENDERS, wrong.name: wrong})
+
+
+def time_steps_of_little(config: BenchConfig) -> RankTimes:
+    """Runs on every rank, with a smaller model than any shape that the command has."""
+    little = BenchShape(ModelShape(layers=2, width=32, heads=2, context=16), grouped_blocks=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "SHAPES", {"small": little})
+        return time_steps(config)
 
 
 def test_a_contender_that_does_not_communicate_is_found(pool: WorkerPool) -> None:
@@ -50,7 +59,7 @@ def test_a_contender_that_does_not_communicate_is_found(pool: WorkerPool) -> Non
 def test_every_contender_trains_alike(pool: WorkerPool, patterns: list[str] | None, ranks: int) -> None:
     names = choose_names(patterns, ranks, "gloo")
     config = dataclasses.replace(_config(*names, ranks=ranks), rounds=1)
-    for times in pool.run(time_steps, num_ranks=ranks, fresh=True, timeout_s=240, config=config):
+    for times in pool.run(time_steps_of_little, num_ranks=ranks, fresh=True, timeout_s=240, config=config):
         assert times.wrong == ()
         assert {name: len(seconds) for name, seconds in times.seconds.items()} == dict.fromkeys(names, 1)
 

@@ -69,13 +69,13 @@ def diverge(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["skip", "order"])
 def test_a_rank_that_leaves_the_order_is_named(pool: WorkerPool, how: str) -> None:
-    messages = pool.run(diverge, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=6.0, fresh=True)
+    messages = pool.run(diverge, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=4.0, fresh=True)
     assert all(message.startswith("DesyncError") for message in messages), messages
     assert all("rank 1" in message and "unit 'blocks." in message for message in messages), messages
 
 
 def test_another_number_of_microbatches_is_named(pool: WorkerPool) -> None:
-    messages = pool.run(diverge, how="microbatches", num_ranks=2, timeout_s=60.0, group_timeout_s=6.0, fresh=True)
+    messages = pool.run(diverge, how="microbatches", num_ranks=2, timeout_s=60.0, group_timeout_s=4.0, fresh=True)
     assert messages[1].startswith("DesyncError"), messages
     assert "rank 0" in messages[1], messages
 
@@ -129,7 +129,7 @@ def train_differently(api: str, how: str) -> str:
 def test_ranks_that_would_reduce_different_gradients_meet_before(pool: WorkerPool, api: str, how: str) -> None:
     """Backends that are given other sizes than their peers end the process; of the same size they mix parameters."""
     messages = pool.run(
-        train_differently, api=api, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=5.0, fresh=True
+        train_differently, api=api, how=how, num_ranks=2, timeout_s=60.0, group_timeout_s=4.0, fresh=True
     )
     assert all(message.startswith("DesyncError") for message in messages), messages
     what = {"width": "of shape (16, 8)", "block": "2.weight of shape (8, 8)", "frozen": "frozen"}

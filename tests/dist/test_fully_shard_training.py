@@ -308,6 +308,7 @@ def test_train_parity_with_shared_params() -> None:
 
 
 NUM_MLPS, NUM_MICROBATCHES = 3, 3
+MODES = ("all", "root_only", "some_mlps", "scatter_only")
 RESHARDS: tuple[Reshard, ...] = (True, False, 2)
 
 
@@ -364,7 +365,7 @@ def accumulate(mesh: DeviceMesh, mode: str, reshard: Reshard, after_backward: bo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mode", ["all", "root_only", "some_mlps"])
+@pytest.mark.parametrize("mode", MODES[:3])
 def test_gradient_accumulation(mode: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     offloads = (OffloadPolicy(), CPUOffloadPolicy())
@@ -373,12 +374,11 @@ def test_gradient_accumulation(mode: str) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("mode", ["all", "root_only", "some_mlps", "scatter_only"])
+@pytest.mark.parametrize("mode", MODES)
 def test_gradient_accumulation_over_replicas(mode: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for number, (reshard, after_backward) in enumerate(itertools.product(RESHARDS, (False, True))):
-        # In turns, so that offload meets every value of the others: two ranks have had all of both.
-        offload = CPUOffloadPolicy() if number in (0, 3, 4) else OffloadPolicy()
+    cases = pairwise(RESHARDS, (False, True), (OffloadPolicy(), CPUOffloadPolicy()))
+    for reshard, after_backward, offload in cases[MODES.index(mode) % 2 :: 2]:  # two ranks have had all of them
         accumulate(mesh, mode, reshard, after_backward, offload)
 
 

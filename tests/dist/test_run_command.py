@@ -162,6 +162,17 @@ def test_a_thread_that_goes_on_after_an_exception_does_not_keep_the_ranks(tmp_pa
     assert "ValueError: no such column" in ended.err
 
 
+def test_what_a_rank_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "open(sys.argv[1] + os.environ['RANK'], 'w').write(str(child.pid))\n"
+    )
+    place = launch.LaunchContext(own_sessions=True)  # interpreters of their own: commands of other tests are forked
+    assert launch.run_ranks(2, "cpu", ("-c", code, f"{tmp_path}/child-"), place).failure is None
+    assert are_gone([int((tmp_path / f"child-{rank}").read_text()) for rank in range(2)])
+
+
 def test_a_script_knows_its_file_after_it_changed_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, "import os\nos.chdir('/')\nopen(__file__).close()\n")
     monkeypatch.chdir(tmp_path)

