@@ -253,6 +253,7 @@ class Op(str, Enum):
     REDUCE = "reduce"  # reduce-scatter (and all-reduce over replicas) launched
     HOLD = "hold"  # gradients stored unreduced for a later backward
     COMMIT = "commit"  # reduced gradients are in ``.grad``
+    SERVE = "serve"  # all-gather launched for other ranks alone (``set_allow_rank_divergence``)
 
 
 @dataclass(frozen=True, slots=True)

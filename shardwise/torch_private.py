@@ -537,8 +537,10 @@ def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DT
     DTensor.redistribute = redistribute
 
 
-def clip_mixed_by(clip: Callable[..., torch.Tensor]) -> None:
+def clip_mixed_by(clip: Callable[..., torch.Tensor], before: Callable[[Sequence[torch.Tensor]], object]) -> None:
     """Use ``clip`` in ``torch.nn.utils.clip_grad_norm_`` for a mix of DTensor and plain gradients, where torch's raises.
+
+    ``before`` is called with the parameters first.
 
     The function is public, but is replaced in its modules, once.
     """
@@ -549,6 +551,7 @@ def clip_mixed_by(clip: Callable[..., torch.Tensor]) -> None:
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        before(params)
         if len({isinstance(param.grad, DTensor) for param in params if param.grad is not None}) < 2:
             return original(params, max_norm, *args, **kwargs)
         kwargs.pop("foreach", None)
@@ -805,6 +808,13 @@ def put_state_that_tools_ask_for(module: nn.Module, state: object) -> None:
 
 def _registry_key() -> str:
     return getattr(sys.modules.get("torch.distributed._composable.contract"), "REGISTRY_KEY", "")
+
+
+def no_join() -> Any:
+    """Return the configuration of an object of torch's ``Join`` that is in none."""
+    from torch.distributed.algorithms.join import _JoinConfig
+
+    return _JoinConfig.construct_disabled_join_config()
 
 
 def composable_apis_of(module: nn.Module) -> list[str]:

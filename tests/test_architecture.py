@@ -111,7 +111,7 @@ def test_no_file_imports_one_that_imports_it() -> None:
 
 
 # Mixins get their class at run time from the module that they are mixed into; type checkers are told that it is a module's.
-FOR_TYPE_CHECKERS = {"fsdp/module.py": ["_Base = nn.Module"]}
+FOR_TYPE_CHECKERS = {"fsdp/module.py": ["class _Base(nn.Module, Joinable):\n    ..."]}
 
 
 @of_each(FILES)
@@ -264,6 +264,7 @@ ONE_IDEA = {
     "fsdp/flat_buffer.py:Shards": "moves between shards and full parameters, each made once",
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
+    "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
     "fsdp/reductions.py:Reductions": "reductions on their way, from launched to committed or put off",
     "collectives/host/group_link.py:GroupLink": "one link, and what its users have said of themselves before it is made",
     "collectives/host/shared_memory.py:HostLink": "addresses of shared words, looked up once",

@@ -165,6 +165,7 @@ class Link(Protocol):
 
     name: str
     compares_contents: bool  # the link detects that ranks send different parameters
+    is_one_sided: bool  # a gather reads the shards of other ranks without their help
 
     @property
     def sums(self) -> InPlaceSums | None:
@@ -343,7 +344,7 @@ class PassTracker:
         if entry is None or not self._depth:
             return None
         if not entry.is_prepared:
-            self._prepare(group, entry)
+            self._prepare(group.group_name, entry)
         if entry.link is None or not takes(entry.link):
             return None
         if not entry.is_open:
@@ -357,15 +358,25 @@ class PassTracker:
         if entry is None or not self._depth:
             return None
         if not entry.is_prepared:
-            self._prepare(group, entry)
+            self._prepare(group.group_name, entry)
         if entry.link is None or entry.link.sums is None or not entry.link.sums.takes(tensor, scale):
             return None
         entry.has_sums = True
         return entry.link.sums
 
-    def _prepare(self, group: dist.ProcessGroup, entry: _Entry) -> None:
+    def open_links(self) -> list[str]:
+        """Open all links, for a pass in which ranks may take different collectives; return the names of the usable ones."""
+        for name, entry in self.entries.items():
+            if not entry.is_prepared:
+                self._prepare(name, entry)
+            if entry.link is not None and not entry.is_open:
+                entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
+                entry.is_open = True
+        return [name for name, entry in self.entries.items() if entry.is_agreed]
+
+    def _prepare(self, name: str, entry: _Entry) -> None:
         try:
-            entry.link = self.known_links[group.group_name] = entry.prepare()
+            entry.link = self.known_links[name] = entry.prepare()
         except DesyncError as error:
             self.tell(str(error))  # ranks of other groups may wait for this rank
             raise

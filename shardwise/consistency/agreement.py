@@ -254,7 +254,10 @@ def _generation_of(members: Iterable[int]) -> int:
 # collectives that they protect.
 # A collective that ranks enter with different plans hangs or, worse, mixes tensors of the same size.
 
-_RULE = "Ranks must run the same units in the same order, the same number of times."
+_RULE = (
+    "Ranks must run the same units in the same order, the same number of times, unless the root has "
+    "set_allow_rank_divergence(True)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +285,7 @@ class MismatchCheck:
     def __init__(self, exchange: StoreExchange) -> None:
         self._exchange = exchange
         self._rank = exchange.members[exchange.rank]  # as errors name it
+        self.members = exchange.members
         number = exchange.prefix.rsplit("/", 1)[-1]
         self.topic = (
             f"engine {number} of ranks {min(exchange.members)} to {max(exchange.members)}"  # the same on all of them

@@ -322,6 +322,18 @@ _CPU = torch.device("cpu")
 _num_reconnected: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+def largest_words(words: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace each of ``words`` by the largest of all ranks of ``group``, a gloo group."""
+    await_collective(dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True), group)
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the picklable objects of all ranks of ``group``."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def groups_within(members: Collection[int]) -> list[dist.ProcessGroup]:
     """Return this rank's gloo groups of several ranks that are all in ``members`` (global), in the same order on each rank."""
     found = [
@@ -376,11 +388,14 @@ def reconnect_group(group: dist.ProcessGroup) -> None:
 _alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a new process group of global ``ranks``, this one included; only these ranks wait."""
+def group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Return a new process group of global ``ranks``, this one included; only these ranks wait.
+
+    ``backend``: its backend; None: that of all ranks.
+    """
     world = dist.group.WORLD
     limit = None if world is None else timedelta(seconds=timeout_s_of(world))
-    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     check_peers()
     return group

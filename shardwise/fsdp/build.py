@@ -201,6 +201,7 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
     if old.is_root and source.uses_default_reshard:
         unit.policy = source.policy  # a root that has run does not reshard after forward; neither does its copy
     unit.max_reductions = source.max_reductions
+    unit.may_diverge = source.may_diverge
     unit.transport = source.transport
     unit.ahead_bytes = source.ahead_bytes
     unit.all_reduce_hook = source.all_reduce_hook

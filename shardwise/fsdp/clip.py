@@ -290,6 +290,17 @@ class Limit:
         return norm
 
 
+before_norms: list[
+    Callable[[Sequence[torch.Tensor]], object]
+] = []  # called with parameters before a norm of their gradients
+
+
+def before_norm(params: Sequence[torch.Tensor]) -> None:
+    """Call what :data:`before_norms` has: gradients of ``params`` may not be complete yet."""
+    for function in before_norms:
+        function(params)
+
+
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -321,6 +332,7 @@ def clip_grad_norm_(
     """
     limit = Limit(max_norm, norm_type, error_if_nonfinite)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    before_norm(params)
     gradients = [param.grad for param in params if param.grad is not None]
     parts = [part_of(gradient) for gradient in gradients if not isinstance(gradient, OwnedGradient)]
     return clip_parts(parts, [gradient for gradient in gradients if isinstance(gradient, OwnedGradient)], limit)

@@ -18,6 +18,7 @@ from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
 from shardwise.consistency.failure_report import in_short, leave
 from shardwise.errors import ShardwiseError, StateError
+from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import Converted, ExecOrderTracker, WrittenAlike
 from shardwise.fsdp.initial_values import compare_replicas, have_replicas
 from shardwise.fsdp.local_gradients import run_gradient_hooks
@@ -353,7 +354,7 @@ class Engine:
         converted: dtype and device conversions since shards were packed.
         compares_replicas: the replicas' parameters were not compared yet.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
-        logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.
+        logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
     """
 
     def __init__(self, comm_ctx: CommContext) -> None:
@@ -377,6 +378,7 @@ class Engine:
         self.awaits_backward = False
         self.converted = Converted()
         self.compares_replicas = False
+        self.divergence: Divergence | None = None
         live_engines.add(self)
 
     def adopt(self, units: Iterable[Unit]) -> None:
@@ -389,7 +391,7 @@ class Engine:
             owner: [u for u in self.units if owner in u.tied_units] for u in self.units for owner in u.tied_units
         }
         for unit in self.units:
-            unit.host_ref = weakref.ref(self)
+            unit.host_ref, unit.number = weakref.ref(self), self.exec_order.numbers[unit]
             instruments = self.exec_order.instruments
             instruments += [each for each in unit.log.instruments if each not in instruments]
             unit.log = self.exec_order.log
@@ -492,6 +494,8 @@ class Engine:
         # Without gathers and without gradients a forward takes no collective: one rank may run it alone, so ranks do not
         # compare it.
         is_aside = not (self.exec_order.gathers or torch.is_grad_enabled())
+        if self.divergence is not None and self.exec_order.gathers:
+            self.divergence.begin("forward")
         if not is_aside:
             track = self.exec_order.log.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
@@ -522,6 +526,8 @@ class Engine:
             for group in unit.groups:
                 group.ensure_packed(in_step=kind == "backward")
         self.comm_ctx.pass_tracker.begin(kind)
+        if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):
+            self.divergence.enter(kind)
 
     def _end_forward(self, outermost: Unit) -> None:
         self.forwards.frame = None
@@ -534,17 +540,20 @@ class Engine:
                     self.reshard_in_step(unit, after_forward=True)
             if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
+        if self.divergence is not None and self.divergence.is_open:
+            self.divergence.end()
         self._is_graphless = not torch.is_grad_enabled()
         self.awaits_backward = not self._is_graphless
         if self._is_graphless and self.comm_ctx.streams.are_concurrent:  # else the end of backward waits
             # User code on the host may write to offloaded shards next, while copies on a stream still read them.
             self.comm_ctx.streams.host_waits_for_copies()
-        self._leave_pass()
+        self.leave_pass()
         if self.forwards.has_reported:
             self.forwards.withdraw_report()
         exec_order = self.exec_order
         if (
             self._is_graphless
+            and not exec_order.diverges
             and (exec_order.gathers or exec_order.mismatch_check is None)
             and not exec_order.has_planned_forward()
         ):
@@ -553,7 +562,8 @@ class Engine:
             exec_order.resume()
         exec_order.log.track.running = ""
 
-    def _leave_pass(self) -> None:
+    def leave_pass(self) -> None:
+        """End a forward or backward: wait until no rank reads the shards, then copy writes to full parameters into them."""
         try:
             self.comm_ctx.pass_tracker.end()
         except RuntimeError as error:
@@ -570,6 +580,8 @@ class Engine:
                     unit.keep(self._post_writes)
 
     def _post_writes(self, unit: Unit, written: Written) -> None:
+        if self.divergence is not None:
+            self.divergence.refuse_writes(unit)
         place = f"{self._num_forwards}/{self.units.index(unit)}/{unit.writes.num_compared}"
         self.written.post(unit, written, place, self.exec_order.mismatch_check)
 
@@ -714,6 +726,8 @@ class Engine:
         if self.converted.before:
             self.converted.settle(self.exec_order, is_backward=True)
         self.manual.check_completed("a backward")
+        if self.divergence is not None:
+            self.divergence.begin("backward")
         self.manual.begin_backward()
         new_end = self.watch.begin()
         track = self.exec_order.log.track
@@ -743,12 +757,14 @@ class Engine:
                 elif unit.is_full and not unit.holders and self._may_go(unit):
                     self.reshard_in_step(unit)
                     self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
+            if self.divergence is not None:
+                self.divergence.end()
             self.watch.stop()
             is_joint = self.exec_order.gathers or self.reductions.has_launched
             params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
             if self.written.posted:  # all ranks have posted theirs: their gradients have been reduced
                 self.written.check(self.exec_order)
-            if is_joint:
+            if is_joint and not self.exec_order.diverges:
                 self.exec_order.replan()
             self.exec_order.log.track.running = ""
         except BaseException:
@@ -782,7 +798,7 @@ class Engine:
     def defer(self) -> list[ShardedParam]:
         """End a backward whose gradients are set together with those of a later one; return no parameters."""
         self.reductions.wait_for_inputs()
-        self._leave_pass()
+        self.leave_pass()
         self.reductions.defer()
         self.unstash_gradients()
         return []
@@ -790,7 +806,7 @@ class Engine:
     def commit(self) -> list[ShardedParam]:
         """Set the gradients of this backward and of earlier pending ones; return the parameters that received any."""
         self.reductions.wait()
-        self._leave_pass()
+        self.leave_pass()
         params = self.reductions.commit()
         self.unstash_gradients()
         if params and self.compares_replicas:
@@ -849,6 +865,8 @@ class Engine:
         self.exec_order.log.track.running = ""
         self.forwards.clear()
         self.comm_ctx.pass_tracker.abort()
+        if self.divergence is not None:
+            self.divergence.abort()
         for unit in self.units:
             unit.abandon()
         self.exec_order.forget()

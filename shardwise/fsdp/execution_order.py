@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ _IN_WORDS = {
     Op.REDUCE: "reduction of",
     Op.HOLD: "unsynced gradients of",
     Op.COMMIT: "new .grad of",
+    Op.SERVE: "all-gather for other ranks of",
 }
 
 
@@ -66,6 +68,8 @@ class ExecOrderTracker:
         gathers: forward takes collectives.  If not, a rank may run a forward, or a backward without sync, alone, so ranks
             compare their order only when gradients are reduced.
         uncompared: how this rank has deviated from the plan, if it was not compared with the other ranks yet; else "".
+        units: the units, by number.
+        diverges: ranks may take different ways, so they do not compare theirs.
     """
 
     def __init__(self) -> None:
@@ -75,7 +79,9 @@ class ExecOrderTracker:
         self.instruments = self.log.instruments
         self.mismatch_check: MismatchCheck | None = None
         self.agreed: set[frozenset[ShardedParam]] = set()
-        self._units: Sequence[Unit] = ()
+        self.units: Sequence[Unit] = ()
+        self.diverges = False
+        self._own: list[OrderEntry] | None = None  # the order of this rank, once it has left the plan
         self.numbers: dict[Unit, int] = {}
         self.gathers = True
         self.uncompared = ""
@@ -90,7 +96,7 @@ class ExecOrderTracker:
 
     def adopt(self, units: Sequence[Unit]) -> None:
         """Track ``units`` from now on; ``units[i]`` is number i."""
-        self._units = units
+        self.units = units
         self.numbers = {unit: number for number, unit in enumerate(units)}
         self.gathers = any(group.is_collective for unit in units for group in unit.groups)
         self.plan = None
@@ -115,7 +121,7 @@ class ExecOrderTracker:
     def begin(self, aside: bool = False) -> None:
         """Start a step; ``aside``: an evaluation, possibly on this rank only, after which the interrupted step continues."""
         self._aside = (self._entries, self._follows_plan, self.uncompared, self._left_order) if aside else None
-        self._entries = []
+        self._entries, self._own = [], None
         self._follows_plan = self.plan is not None
         self.uncompared = ""
 
@@ -157,10 +163,14 @@ class ExecOrderTracker:
             planned = expected[position]
             if planned.unit == number and planned.event is event:
                 self._entries.append(planned)
+                if self._own is not None:
+                    self._own.append(planned)
                 return self._prefetches[position]
+        if self.diverges:
+            return self._go_on_at(OrderEntry(number, event))
         self._entries.append(OrderEntry(number, event))
         self._follows_plan = False
-        name = self._units[expected[position].unit].name if position < len(expected) else "end of step"
+        name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
         self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
         for instrument in self.instruments:
             instrument.on_event(OrderChanged(name, unit.name))
@@ -168,6 +178,25 @@ class ExecOrderTracker:
         if self.gathers:
             self.compare_deviation()
         return ()
+
+    def _go_on_at(self, entry: OrderEntry) -> Sequence[Unit]:
+        """Follow the plan from where ``entry`` comes next; if it does not, from where this rank was."""
+        assert self.plan is not None
+        expected = self.plan.order.entries
+        if self._own is None:
+            self._own = list(self._entries)
+        self._own.append(entry)
+        try:
+            position = expected.index(entry, len(self._entries))
+        except ValueError:
+            return ()
+        self._entries = list(expected[: position + 1])
+        return self._prefetches[position]
+
+    @property
+    def own_order(self) -> Sequence[OrderEntry]:
+        """The entries of this step on this rank."""
+        return self._entries if self._own is None else self._own
 
     def compare_deviation(self) -> None:
         """Compare this rank's deviation from the plan with the other ranks.  Raises: DesyncError if they differ."""
@@ -185,7 +214,7 @@ class ExecOrderTracker:
         if self.mismatch_check is not None and any(not group.compares_reductions for group in unit.groups):
             if not self.agreed:
                 self.compare_parameters()
-                for each in self._units:
+                for each in self.units:
                     self.agreed.add(frozenset([param for param in each.params if param.sharded.requires_grad]))
             if params not in self.agreed:
                 what = f"gradients of {unit_in_words(unit.name)}"
@@ -196,7 +225,7 @@ class ExecOrderTracker:
     def compare_parameters(self) -> None:
         """Compare the parameters of all units between ranks.  Raises: DesyncError on every rank if ranks differ."""
         if self.mismatch_check is not None:
-            facts = [_fact_of(param) for each in self._units for param in each.params]
+            facts = [_fact_of(param) for each in self.units for param in each.params]
             self.mismatch_check.check_facts("parameters", facts, self.position())
 
     def buckets(self) -> tuple[UnitBucket, ...]:
@@ -204,9 +233,11 @@ class ExecOrderTracker:
 
         Raises: DesyncError on every rank if ranks differ.
         """
+        if self.diverges:
+            return () if self.plan is None else self.plan.buckets
         if self._follows_plan and self.plan is not None:
             return self.plan.buckets
-        sharing = [unit.sharing for unit in self._units]
+        sharing = [unit.sharing for unit in self.units]
         buckets = form_buckets(ExecutionOrder(ExecutionOrder(tuple(self._entries)).forward), sharing)
         key = tuple([bucket.units for bucket in buckets if len(bucket.units) > 1])
         if key and key not in self._agreed_buckets:
@@ -224,7 +255,7 @@ class ExecOrderTracker:
 
     def _shown(self, buckets: Sequence[UnitBucket]) -> list[str]:
         """Return one text per bucket of several units, for the comparison between ranks."""
-        names = [[f"'{self._units[unit].name}'" for unit in bucket.units] for bucket in buckets]
+        names = [[f"'{self.units[unit].name}'" for unit in bucket.units] for bucket in buckets]
         return [f"one reduction of units {', '.join(each)}" for each in names if len(each) > 1]
 
     def has_planned_forward(self) -> bool:
@@ -237,12 +268,12 @@ class ExecOrderTracker:
         Raises: DesyncError if ranks would plan different collectives.
         """
         order = ExecutionOrder(tuple(self._entries))
-        made_from = self.budget, tuple([unit.policy for unit in self._units])
+        made_from = self.budget, tuple([unit.policy for unit in self.units])
         if self.plan is not None and self.plan.order == order and made_from == self._planned_from:
             return
         plan = plan_step(order, self.facts(), self.budget)
         if self.mismatch_check is not None:
-            apart = {unit.name for unit in self._units if unit.keeps_sums}
+            apart = {unit.name for unit in self.units if unit.keeps_sums}
             calls = [
                 f"{c.op.value} of {unit_in_words(c.unit)}{' without its replicas' * (c.op is Op.REDUCE and c.unit in apart)}"
                 for c in plan.calls
@@ -253,11 +284,23 @@ class ExecOrderTracker:
             self.mismatch_check.check_plan([*calls, *self._shown(plan.buckets)], self.position())
         self._agree_on_buckets(tuple([bucket.units for bucket in plan.buckets if len(bucket.units) > 1]))
         self.plan, self._planned_from, self._left_order = plan, made_from, ""
-        self._prefetches = [[self._units[number] for number in numbers] for numbers in plan.prefetches]
+        self._prefetches = [[self.units[number] for number in numbers] for numbers in plan.prefetches]
+
+    def allow_divergence(self, is_allowed: bool) -> None:
+        """Set whether ranks may take different ways, and forget the plan."""
+        self.diverges, self.plan, self._own = is_allowed, None, None
+
+    def plan_from(self, order: ExecutionOrder) -> None:
+        """Plan the next passes from ``order``, which is the same on all ranks; a backward may follow."""
+        # The ranks may differ in whether they reduce gradients in this backward.
+        facts = [replace(each, policy=replace(each.policy, sync=True)) for each in self.facts()]
+        self.plan = plan_step(order, facts, self.budget)
+        self._prefetches = [[self.units[number] for number in numbers] for numbers in self.plan.prefetches]
+        self._entries, self._own, self._follows_plan = list(order.forward), None, True
 
     def facts(self) -> tuple[UnitFacts, ...]:
         """Return the inputs of planning, one per unit."""
-        return tuple(self._facts_of(unit) for unit in self._units)
+        return tuple(self._facts_of(unit) for unit in self.units)
 
     def _facts_of(self, unit: Unit) -> UnitFacts:
         gather_bytes, in_place = unit.gather_staging

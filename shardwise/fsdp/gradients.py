@@ -359,10 +359,19 @@ class Reduction:
         """Return this rank's reduced shards in the reduce dtype, windows of one buffer; call it after :meth:`finish`."""
         return dict(zip(self.params, self._layout.windows(self._packing.target()), strict=True))
 
-    def set_gradients(self, is_hooked: bool) -> BaseException | None:
+    def scale_result(self, factor: float) -> None:
+        """Multiply the result by ``factor``."""
+        packing = self._packing
+        for tensor in (
+            self._stored if self.is_stored else [packing.target() if packing.result is None else packing.result.flat]
+        ):
+            tensor.mul_(factor)
+
+    def set_gradients(self, is_hooked: bool, unused: Collection[ShardedParam] = ()) -> BaseException | None:
         """Accumulate the result into ``.grad`` of the sharded parameters; call it once, after :meth:`finish`.
 
-        ``is_hooked``: run the users' gradient hooks first, which may change the result.  Returns: the exception of a hook.
+        ``is_hooked``: run the users' gradient hooks first, which may change the result.  ``unused``: leave these as they are.
+        Returns: the exception of a hook.
         """
         olds: list[torch.Tensor] = []
         news: list[torch.Tensor] = []
@@ -370,8 +379,12 @@ class Reduction:
         gradients = (
             packing.result.gradients if packing.result is not None and packing.is_final else self._as_gradients()
         )
-        failed = change_by_hooks(self.params, gradients) if is_hooked else None
-        for param, gradient in zip(self.params, gradients, strict=True):
+        params: Sequence[ShardedParam] = self.params
+        if unused:
+            kept = [number for number, param in enumerate(params) if param not in unused]
+            params, gradients = [params[number] for number in kept], [gradients[number] for number in kept]
+        failed = change_by_hooks(params, gradients) if is_hooked else None
+        for param, gradient in zip(params, gradients, strict=True):
             sharded = param.sharded
             existing = sharded.grad
             if existing is None:

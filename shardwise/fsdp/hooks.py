@@ -25,9 +25,10 @@ from shardwise import observe, torch_private
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import StateError
+from shardwise.fsdp.clip import before_norms
 from shardwise.fsdp.engine import Engine, live_engines
 from shardwise.fsdp.reductions import check_weights
-from shardwise.fsdp.roots import SHARES_BUFFERS, Attachment, Pass, attachment_of, live_engine
+from shardwise.fsdp.roots import SHARES_BUFFERS, Attachment, Pass, attachment_of, live_engine, roots_to_come
 from shardwise.fsdp.unit import is_in_backward
 from shardwise.observe import listeners, log_for_torch, logger
 from shardwise.torch_private import beside_transforms, innermost_transform, is_profiling
@@ -532,6 +533,7 @@ def watch_optimizers() -> None:
     """Install global optimizer hooks that reshard units and count steps as writes; refuse shards as inputs of backwards."""
     if not _watches:
         check_backward_inputs()
+        before_norms.append(serve_others)
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
         _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
 
@@ -546,6 +548,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     observe.note("optimizer steps", type(optimizer).__name__)
     if id(optimizer) not in _checked:
         _check_forms(optimizer)
+    serve_others([param for group in optimizer.param_groups for param in group["params"]])
     for engine in live_engines:
         if engine.forwards:
             leave_interrupted(engine)
@@ -555,7 +558,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if engine.manual.awaits_completion or engine.has_full_units or engine.awaits_backward
     ]
     if engines:
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        stepped = _stepped(optimizer)
         for engine in engines:
             engine.manual.check_step(stepped, engine.units)
             if engine.awaits_backward:
@@ -570,9 +573,27 @@ def leave_interrupted(engine: Engine | None) -> None:
         engine.reset()
 
 
+def serve_others(params: Sequence[torch.Tensor]) -> None:
+    """Serve the passes that other ranks still run, before gradients of ``params`` are read: they are not complete yet."""
+    if not roots_to_come and all(engine.divergence is None for engine in live_engines):
+        return
+    ids = {*map(id, params)}
+    for attachment in list(roots_to_come):
+        if not ids.isdisjoint([id(param) for module in attachment.unit.modules for param in module.parameters()]):
+            live_engine(attachment)  # other ranks run a first forward that this one does not run
+    for engine in live_engines:
+        mine = (param for unit in engine.units for param in unit.params)
+        if engine.divergence is not None and any(id(param.sharded) in ids for param in mine):
+            engine.divergence.begin(None)
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
 def _check_forms(optimizer: torch.optim.Optimizer) -> None:
     number = id(optimizer)
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    stepped = _stepped(optimizer)
     for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
         if param.full is not None and param.full is not param.sharded and id(param.full) in stepped:
             raise StateError(
@@ -624,14 +645,16 @@ def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Broadcast the buffers of the group's first rank before each forward of ``module``, as DDP does.
 
     A forward that follows one without gradients or without sync does not broadcast.  So the first forward of an evaluation
-    uses the first rank's buffers, and later ones need no other rank.
+    uses the first rank's buffers, and later ones need no other rank.  Nor does one where ranks may take different ways.
     """
     calm = weakref.WeakSet[nn.Module]()  # modules, copies included, whose last forward had no gradients or no sync
 
     def before_forward(module: nn.Module, _: Any) -> None:
+        attachment = attachment_of(module)
+        if attachment is not None and attachment.unit.may_diverge:
+            return  # other ranks may run no forward now
         if module not in calm:
             broadcast_from_first(list(module.buffers()), group)
-        attachment = attachment_of(module)
         if torch.is_grad_enabled() and (attachment is None or attachment.unit.policy.sync):
             calm.discard(module)
         else:

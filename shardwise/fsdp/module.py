@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from shardwise import torch_private
 from shardwise.collectives.protocol import AllGatherFunction, ReduceScatterFunction
@@ -20,8 +21,9 @@ from shardwise.collectives.routes import Transport, check_transport
 from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError, did_you_mean
 from shardwise.fsdp.build import copy_module
-from shardwise.fsdp.clip import clip_grad_norm_
+from shardwise.fsdp.clip import before_norm, clip_grad_norm_
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
+from shardwise.fsdp.divergence import ServeHook
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.hooks import complete, end_step, launch_rest, set_manual
 from shardwise.fsdp.param import ShardedParam
@@ -32,8 +34,11 @@ from shardwise.fsdp.roots import (
     bind_units,
     limit_gathers,
     limit_reductions,
+    live_engine,
     materializing,
     provisional_engine,
+    roots_to_come,
+    set_divergence,
     use_transport,
 )
 from shardwise.fsdp.unit import Unit
@@ -133,7 +138,7 @@ def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
     # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
     for name in ("fully_shard", "replicate"):
         torch_private.enter_composable_api(module, name)
-    torch_private.clip_mixed_by(clip_grad_norm_)
+    torch_private.clip_mixed_by(clip_grad_norm_, before_norm)
     torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
 
 
@@ -310,7 +315,8 @@ def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
 
 
 if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
-    _Base = nn.Module
+
+    class _Base(nn.Module, Joinable): ...
 else:
     _Base = object
 
@@ -322,6 +328,7 @@ class FSDPModule(_Base):
     """
 
     _original_class: type
+    _join_config = torch_private.no_join()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain module: a slice of a sharded container is a new container, which is not sharded."""
@@ -370,7 +377,7 @@ class FSDPModule(_Base):
 
     @_ddp_params_and_buffers_to_ignore.setter
     def _ddp_params_and_buffers_to_ignore(self, names: list[str]) -> None:
-        self.__dict__["_ddp_ignored"] = names
+        vars(self)["_ddp_ignored"] = names
 
     # ---- parameters ----
 
@@ -442,6 +449,58 @@ class FSDPModule(_Base):
         engine = engine_of(unit)
         if engine is not None:
             use_transport(engine, unit.transport)
+
+    def set_allow_rank_divergence(self, enabled: bool) -> None:
+        """Set whether ranks may run different units within a forward and backward, in another order or number, or none.
+
+        Call it on the root, on every rank, before the first forward or between two steps.  A rank that does not run a unit
+        serves its shards, and counts as zeros in the average of the gradients.  ``.grad`` of a parameter that no rank has
+        used stays as it is.  Ranks may also differ in whether they run a forward or a backward at all: a rank that comes to
+        another one, or to an optimizer step, serves the others first.
+
+        A step of ranks that take the same way takes five small all-reduces more, on the host.  With
+        ``reshard_after_forward`` as an int units are resharded to all ranks.
+
+        Raises: StateError if this is not the root module; ConfigError if ``grad_dtype`` of a parameter is None and
+            ``reduce_dtype`` is not set.
+        """
+        attachment = self._attachment()
+        if attachment.is_root is False:
+            raise StateError(
+                f"set_allow_rank_divergence must be called on the root module; this is '{attachment.unit.name}'"
+            )
+        attachment.unit.may_diverge = enabled
+        (roots_to_come.add if enabled and not attachment.is_root else roots_to_come.discard)(attachment)
+        if attachment.is_root:
+            set_divergence(self._engine(), enabled)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook by which ``torch.distributed.algorithms.Join`` lets ranks run unequal numbers of passes.
+
+        From here on ranks may take different ways, see :meth:`set_allow_rank_divergence`.  In ``with Join([model]):`` a rank
+        that has left the body serves the forwards and backwards of the others until all have left it.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size`` (True): average gradients over all ranks; False: over those that have
+                not left the body.
+        """
+        attachment = self._attachment()
+        attachment.unit.may_diverge = True
+        engine = live_engine(attachment)
+        set_divergence(engine, True)
+        return ServeHook(cast(nn.Module, self), engine.divergence, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the messages of ``Join``."""
+        return self._engine().comm_ctx.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks of the model."""
+        divergence, world = self._engine().divergence, dist.group.WORLD
+        assert world is not None
+        return world if divergence is None or divergence.group.size() == world.size() else divergence.group
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last of the step; only the last one waits for pending reductions."""
@@ -731,6 +790,9 @@ class FSDPModule(_Base):
         with converting(self._unit().groups, units, fn) as convert:
             convert = materializing(convert, self._attachment())
             return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+Joinable.register(FSDPModule)
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

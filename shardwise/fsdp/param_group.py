@@ -19,7 +19,17 @@ from shardwise.collectives.routes import Link, RoutedCommunicator
 from shardwise.collectives.streams import CommStreams
 from shardwise.errors import StateError
 from shardwise.fsdp.extension import ExtensionParams
-from shardwise.fsdp.flat_buffer import Delivery, FlatBucket, Packing, ParamStorage, ReduceLayout, Shards, SubBucket
+from shardwise.fsdp.flat_buffer import (
+    Delivery,
+    FlatBucket,
+    FullBuffer,
+    Packing,
+    ParamStorage,
+    ReduceLayout,
+    ShardEnds,
+    Shards,
+    SubBucket,
+)
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
 from shardwise.fsdp.param import ShardedParam, Swap, mark_full, mark_sub
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
@@ -446,6 +456,36 @@ class ParamGroup:
             delivery.deliver(delivery.shard())
             return None
         return comm.all_gather(delivery)
+
+    @property
+    def is_read_by_peers(self) -> bool:
+        """True if ranks read each other's shards without help, or have all of them."""
+        if self.packing is None or not self.is_collective:
+            return True
+        link = self._planned_link(self.packing)
+        return link is not None and link.is_one_sided
+
+    def give_shards(self) -> tuple[Handle, Sequence[FullBuffer]] | None:
+        """Launch the all-gather for other ranks alone.  None: it takes no collective.
+
+        Returns: the handle, to be cancelled, and then the buffers to be dropped.
+        """
+        packing, comm = self.packing, self.comm.shards
+        if packing is None or comm is None:
+            return None
+        shards, is_extended = packing.shards, bool(self.extended.params)
+        fulls = [
+            FullBuffer(each.layout, each.full_dtype, self.device, False) for each in self.main_buckets if each.travels
+        ]
+        ends = [] if is_extended else [ShardEnds(shards, number, full) for number, full in enumerate(fulls)]
+        for each in ends:
+            each.pool = self.pool
+        delivery = Delivery(shards, fulls, self.pool, ends) if shards.buckets else None
+        if is_extended:
+            handle = self.extended.gather(delivery, comm, self.pool)
+        else:
+            handle = None if delivery is None else comm.all_gather(delivery)
+        return None if handle is None else (handle, fulls)
 
     def register_full(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
         """Register the full parameters on the modules; return how many of them are trainable.

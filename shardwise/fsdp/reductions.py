@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -27,7 +27,7 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, unit_in_words
-from shardwise.plan.schedule import UnitBucket
+from shardwise.plan.schedule import AgreedSchedule, UnitBucket
 
 # ---- Split backwards of pipeline schedules: of the inputs first, of the weights later, by calls of the schedule.
 
@@ -152,6 +152,8 @@ class _Launch:
         absorbed: pending launches of earlier backwards whose partial sums were taken, with the parameters of these sums.
         taken: parameters whose partial sums a later launch has taken from this one.
         others: other units whose gradients are in the same bucket.
+        unused: parameters that have a gradient on no rank.
+        factor: the gradients are multiplied by it.
     """
 
     unit: Unit
@@ -161,6 +163,8 @@ class _Launch:
     absorbed: list[tuple[_Launch, set[ShardedParam]]] = field(default_factory=list[tuple["_Launch", set[ShardedParam]]])
     taken: set[ShardedParam] = field(default_factory=set[ShardedParam])
     others: list[Unit] = field(default_factory=list["Unit"])
+    unused: set[ShardedParam] = field(default_factory=set[ShardedParam])
+    factor: float = 1.0
 
     @property
     def params(self) -> frozenset[ShardedParam]:
@@ -192,6 +196,9 @@ class Reductions:
 
     Attributes:
         max_inputs: how many reduce-scatter inputs may be allocated at once.
+        schedule: the schedule that ranks share; None unless they may take different ways.
+        reach: ``reach(unit, gradients)`` is called before a reduction that is not next in the schedule, or not of all
+            gradients.  It adds zeros to ``gradients`` and returns True, or keeps them for later and returns False.
         is_followed: parameters of the last commit have post-accumulate-grad hooks of users.
         failed_hook: the exception of a user's gradient hook in the last commit.
     """
@@ -205,6 +212,8 @@ class Reductions:
         self._deferred: list[_Launch] = []
         self._terms: dict[Unit, ReductionTerms] = {}  # the last terms of each unit, reused while its policy is the same
         self._fresh_held: list[tuple[Unit, Gradients]] = []
+        self.schedule: AgreedSchedule | None = None
+        self.reach: Callable[[Unit, Gradients], bool] = lambda _, __: True
         self.is_followed = False
         self.failed_hook: BaseException | None = None
         self._buckets = OpenBuckets[_InBucket]()
@@ -233,7 +242,14 @@ class Reductions:
         self.skip(unit)
 
     def skip(self, unit: Unit) -> None:
-        """Launch the buckets that waited for ``unit``, whose backward has ended."""
+        """Launch the buckets that waited for ``unit``, whose backward has ended.
+
+        Where ranks may diverge, other ranks may have gradients of it: then only its reduction ends it.
+        """
+        if not self._exec_order.diverges:
+            self._end_in_buckets(unit)
+
+    def _end_in_buckets(self, unit: Unit) -> None:
         number, buckets = self._exec_order.numbers.get(unit, -1), self._buckets
         if buckets.unsent:
             self._send(buckets.end(number))
@@ -242,6 +258,13 @@ class Reductions:
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and the unit's gradients of earlier backwards.  Raises: DesyncError, TransportError."""
+        schedule = self.schedule
+        if schedule is not None:
+            if fresh and schedule.reductions[schedule.cursor] == unit.number and len(fresh) == unit.backward.counted[0]:
+                schedule.cursor += 1
+                schedule.whole.append(unit.number)
+            elif not self.reach(unit, fresh):
+                return
         in_flight = self._in_flight
         while in_flight and self._is_next_due(in_flight[0]):
             self._advance(in_flight.pop(0))
@@ -271,7 +294,7 @@ class Reductions:
             if not concerns_others(error):
                 raise
             raise self._exec_order.explain(error, launch.whose) from error
-        self.skip(unit)
+        self._end_in_buckets(unit)
         unit.note(Op.REDUCE, lambda: (sum(r.num_bytes for r in launch.reductions if r.is_collective), False))
         self._in_flight += launch.reductions[before:]
         if listeners:
@@ -306,6 +329,21 @@ class Reductions:
     def has_early(self) -> bool:
         """True while some gradients of a unit are being reduced and its backward still runs."""
         return self._early is not None
+
+    @property
+    def early_params(self) -> frozenset[ShardedParam]:
+        """The parameters whose gradients are being reduced, of a unit whose backward still runs."""
+        return frozenset() if self._early is None else self._early.params
+
+    def scale_launched(self, factor: float) -> None:
+        """Multiply the gradients of this backward by ``factor``."""
+        for launch in self._launched:
+            launch.factor = factor
+
+    def note_unused(self, unused: set[ShardedParam]) -> None:
+        """Drop what this backward has reduced of ``unused``: zeros, since no rank has a gradient."""
+        for launch in self._launched:
+            launch.unused = unused
 
     def early_buckets(self, unit: Unit) -> EarlyBuckets | None:
         """Return the buckets of ``unit`` that may be reduced before its backward ends; None if there are none."""
@@ -491,16 +529,26 @@ class Reductions:
         self._keep_held()
         self._deferred, self._launched = [], []
         self._in_flight.clear()
-        params = [p for launch in launched for each in launch.reductions if not each.is_partial for p in each.params]
+        params = [
+            param
+            for launch in launched
+            for each in launch.reductions
+            if not each.is_partial
+            for param in each.params
+            if param not in launch.unused
+        ]
         is_hooked, self.is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
         self.failed_hook = None
         for launch in launched:
             for reduction in launch.reductions:
+                if launch.factor != 1.0:
+                    reduction.scale_result(launch.factor)
                 if not reduction.is_partial:
-                    failed = reduction.set_gradients(is_hooked)
+                    failed = reduction.set_gradients(is_hooked, launch.unused)
                     self.failed_hook = self.failed_hook or failed
                 else:
-                    left = {p: value for p, value in reduction.windows().items() if p not in launch.taken}
+                    gone = launch.taken | launch.unused
+                    left = {p: value for p, value in reduction.windows().items() if p not in gone}
                     launch.unit.earlier.keep_partial(left)
             launch.unit.num_commits += 1
             launch.unit.note(Op.COMMIT)

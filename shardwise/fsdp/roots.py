@@ -22,6 +22,7 @@ from shardwise.collectives.compressed import CompressedCommunicator, Compression
 from shardwise.collectives.routes import (
     LinkProvider,
     LinkUsers,
+    PassKind,
     RoutedCommunicator,
     Transport,
     default_transport,
@@ -29,9 +30,10 @@ from shardwise.collectives.routes import (
 )
 from shardwise.collectives.streams import SideStream, watch_device
 from shardwise.consistency.agreement import MismatchCheck, Position, open_numbered_exchange
-from shardwise.consistency.process_groups import patience_s
+from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.initial_values import compare_beginnings
 from shardwise.fsdp.mesh import MeshAxes
@@ -40,6 +42,7 @@ from shardwise.fsdp.param_group import GroupComm, ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
+from shardwise.observe import unit_in_words
 from shardwise.plan.grouping import compress_paths
 from shardwise.plan.schedule import PrefetchBudget
 
@@ -158,7 +161,63 @@ def new_engine(units: list[Unit]) -> Engine:
     policies = _policies(units)
     if mismatch_check is not None and policies:
         mismatch_check.check_facts("compression policies", policies, engine.exec_order.position())
+    if units and units[0].may_diverge:
+        set_divergence(engine, True)
     return engine
+
+
+def set_divergence(engine: Engine, is_allowed: bool) -> None:
+    """Set whether the ranks of ``engine`` may take different ways.  Collective.
+
+    Raises: ConfigError if the dtype of some gradients is unknown, so that a rank without them could not send zeros.
+    """
+    check = engine.exec_order.mismatch_check
+    if is_allowed is (engine.divergence is not None) or check is None:
+        return
+    for unit in engine.units:
+        unit.may_diverge, unit.schedule = is_allowed, None
+    engine.divergence = engine.reductions.schedule = None
+    engine.exec_order.allow_divergence(is_allowed)
+    for unit in engine.units if is_allowed else ():
+        for group in unit.groups:
+            for param in group.params:
+                if group.dtypes.takes_any_gradient(param):
+                    raise ConfigError(
+                        f"{param.fqn} ({unit_in_words(unit.name)}) has grad_dtype None, so on a rank that does not use it the "
+                        "dtype of the zeros that set_allow_rank_divergence sends is unknown; set reduce_dtype in mp_policy, or "
+                        "set grad_dtype to a dtype"
+                    )
+    if not is_allowed:
+        return
+    this = weakref.ref(engine)
+
+    def serve(kind: PassKind) -> None:
+        found = this()
+        assert found is not None  # its divergence calls
+        _serve_pass(found, kind)
+
+    group = group_of(check.members, "gloo")
+    engine.divergence = Divergence(engine.exec_order, engine.reductions, engine.comm_ctx, group, serve)
+
+
+def _serve_pass(engine: Engine, kind: PassKind) -> None:
+    """Take part in a pass that only other ranks run: serve this rank's shards, with gradients of zero."""
+    divergence = engine.divergence
+    assert divergence is not None
+    if kind == "forward":
+        engine.enter_pass(kind)
+        divergence.end(ran_here=False)
+        engine.leave_pass()
+        return
+    engine.stash_gradients()
+    try:
+        engine.enter_pass(kind)
+        divergence.end(ran_here=False)
+        params = engine.commit() if engine.is_last_backward else engine.defer()
+    except BaseException:
+        engine.abort_backward()
+        raise
+    engine.run_hooks(params)
 
 
 def _policies(units: Sequence[Unit]) -> list[str]:
@@ -389,6 +448,10 @@ class Attachment:
         memo[id(self)] = result
         memo.setdefault(PENDING, []).append((self, result))
         return result
+
+
+# Roots that let ranks take different ways, and have not run a forward on this rank.
+roots_to_come: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
 def is_managed_by_torch(module: nn.Module) -> bool:
@@ -733,6 +796,7 @@ def _become_root(attachment: Attachment) -> Engine:
             _inherit(engine, inner.engine)
         inner.is_root, inner.engine = False, None
     attachment.is_root, attachment.engine = True, engine
+    roots_to_come.discard(attachment)
     return engine
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -36,7 +36,7 @@ from shardwise.observe import (
     thread,
     unit_in_words,
 )
-from shardwise.plan.schedule import Sharing, UnitPolicy
+from shardwise.plan.schedule import AgreedSchedule, Sharing, UnitPolicy
 
 # ---- The progress of a unit's backward: its stage, the gradients that have arrived, the passes that are open.
 
@@ -317,6 +317,9 @@ class Unit:
         groups: the unit's parameters, one group per mesh.
         policy: the unit's settings; setters replace it by another immutable value.
         is_full: the full parameters are registered: the state is Unsharded.
+        number: index among the units of its engine.
+        may_diverge: ranks may take different ways; the root's counts.
+        schedule: the schedule of its gathers if ranks may take different ways and a gather needs all of them; else None.
         name: paths of the unit's modules in the root, from the first forward on.
         log: the event log.
         num_commits: how often gradients of the unit have been set; an optimizer is expected to change the shards after each.
@@ -341,6 +344,9 @@ class Unit:
         self.log = EventLog()
         self.state: UnitState = Sharded()
         self.is_full = False
+        self.number = -1
+        self.may_diverge = False
+        self.schedule: AgreedSchedule | None = None
         self.backward = UnitBackward()
         self.earlier = EarlierGradients()
         self.num_commits = 0
@@ -493,6 +499,7 @@ class Unit:
         is_sharded = type(state) is Sharded
         if isinstance(state, (Gathering, Unsharded)):
             if self._is_from_now(state, pass_number):
+                self._serve_others(pass_number)
                 return
             if isinstance(state, Gathering):
                 self.discard()
@@ -515,6 +522,12 @@ class Unit:
                 host.before_gather()
         if isinstance(state, Subsharded):
             self.writes.check_sub(self.name, self.params)
+        schedule = self.schedule
+        if schedule is not None and pass_number is not None:
+            if schedule.gathers[schedule.cursor] == self.number:
+                schedule.cursor += 1
+            else:
+                schedule.reach_gather(self.number)
         if listeners:
             begin(self.log.track.name, "unshard", self.name)
         try:
@@ -530,11 +543,18 @@ class Unit:
         if listeners:
             end("unshard", self.name, self.gather_staging[0])
 
+    def _serve_others(self, pass_number: int | None) -> None:
+        """Launch the all-gather for other ranks if it is next in the schedule: this rank has the full parameters."""
+        schedule = self.schedule
+        if schedule is not None and pass_number is not None and schedule.gathers[schedule.cursor] == self.number:
+            schedule.serve_next()
+
     def wait(self, pass_number: int | None = None) -> None:
         """Wait for the all-gather, launching it if it is not in flight, and register the full parameters."""
         state = self.state
         if type(state) is not Gathering or pass_number is None or state.pass_number != pass_number:
             if isinstance(state, Unsharded) and self._is_from_now(state, pass_number):
+                self._serve_others(pass_number)
                 return
             self.unshard(pass_number)
             state = self.state
@@ -680,7 +700,9 @@ class Unit:
         wanted = self.policy.reshard_after_forward
         if wanted is False or not isinstance(self.state, Unsharded):
             return True
-        if wanted is True or not self.groups:
+        if (
+            wanted is True or not self.groups or self.may_diverge
+        ):  # a rank that skips the unit has no part on the smaller mesh
             return self.reshard(in_pass=True)
         if any(group.sub_axes is None or group.extended.params for group in self.groups):
             return self.reshard(in_pass=True)
@@ -764,14 +786,20 @@ class Unit:
             if gradients is None:
                 gradients = take_gradients(group)
             if self.policy.reduces_unused:
-                self._add_zeros(group, gradients)
+                self.add_zeros(group, gradients)
             taken.update(gradients)
         self.backward.leave(is_late, not self.policy.reshard_after_backward)
         return taken
 
-    def _add_zeros(self, group: ParamGroup, gradients: Gradients) -> None:
+    @property
+    def is_read_by_peers(self) -> bool:
+        """True if no rank takes part in an all-gather of another: it reads the shards itself."""
+        return all(group.is_read_by_peers for group in self.groups)
+
+    def add_zeros(self, group: ParamGroup, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
+        """Add zeros for trainable parameters without a gradient, except for those that were ``sent`` already."""
         for param in group.params:
-            if not param.sharded.requires_grad:
+            if not param.sharded.requires_grad or param in sent:
                 continue
             if group.dtypes.takes_any_gradient(param):  # also if its gradient has arrived, so that every rank raises
                 raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -455,3 +455,40 @@ def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], budget: Prefet
     return StepPlan(
         order, tuple(simulation.calls), tuple(simulation.prefetches), routes, tuple(simulation.starts), buckets=buckets
     )
+
+
+# ---- The schedule that ranks share which may take different ways (fsdp/divergence.py).
+
+
+@dataclass(slots=True)
+class AgreedSchedule:
+    """The collectives of the running pass, in the order in which every rank launches them.
+
+    Attributes:
+        gathers: for each collective the number of the unit whose parameters are gathered; -1 if it is no gather.
+        reductions: the number of the unit whose gradients are reduced; -1 if it is no reduction.
+        cursor: how many of them this rank has launched.  The last entry of both lists is -1, so it is always an index.
+        whole: numbers of units that had gradients of all their parameters on this rank.
+        reach_gather: ``reach_gather(unit)`` launches for other ranks what comes before the gather of ``unit``.
+        serve_next: launches for other ranks what comes next.
+    """
+
+    reach_gather: Callable[[int], None]
+    serve_next: Callable[[], None]
+
+    gathers: list[int] = field(default_factory=lambda: [-1])
+    reductions: list[int] = field(default_factory=lambda: [-1])
+    cursor: int = 0
+    whole: list[int] = field(default_factory=list[int])
+
+    def find(self, calls: Sequence[int], unit: int) -> int | None:
+        """Return where ``unit`` comes next in ``calls``; None: it does not."""
+        try:
+            return calls.index(unit, self.cursor)
+        except ValueError:
+            return None
+
+    def append(self, gathers: Sequence[int], reductions: Sequence[int]) -> None:
+        """Append gathers, then reductions."""
+        self.gathers[-1:] = [*gathers, *[-1] * len(reductions), -1]
+        self.reductions[-1:] = [*[-1] * len(gathers), *reductions, -1]

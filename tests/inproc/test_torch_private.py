@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -983,7 +984,11 @@ def test_clipping_of_mixed_gradients_is_done_by_another(one_rank: object, monkey
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         monkeypatch.setattr(module, "clip_grad_norm_", inspect.unwrap(torch.nn.utils.clip_grad_norm_))
     mixed: list[Any] = []
-    private.clip_mixed_by(lambda params, *args, **kwargs: mixed.append((len(params), args, kwargs)) or torch.ones(()))
+    seen: list[int] = []
+    private.clip_mixed_by(
+        lambda params, *args, **kwargs: mixed.append((len(params), args, kwargs)) or torch.ones(()),
+        lambda params: seen.append(len(params)),
+    )
     plain = nn.Parameter(torch.ones(4))
     shard = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
     for param in (plain, shard):
@@ -991,7 +996,22 @@ def test_clipping_of_mixed_gradients_is_done_by_another(one_rank: object, monkey
     for params in ([plain], [shard], plain):
         torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
     assert torch.allclose(plain.grad, torch.full((4,), 0.5))
-    assert mixed == []
+    assert (mixed, seen) == ([], [1, 1, 1])
     torch.nn.utils.clip_grad_norm_(iter([plain, shard]), 1.0, 2.0, False, None)
     torch.nn.utils.clip_grad_norm_([plain, shard], 1.0, norm_type=1.0, foreach=False)
     assert mixed == [(2, (1.0, 2.0, False), {}), (2, (1.0,), {"norm_type": 1.0})]
+
+
+def test_an_object_in_no_join_tells_none(one_rank: object) -> None:
+    class Alone(Joinable):
+        def __init__(self) -> None:
+            super().__init__()
+            assert self._join_config == private.no_join()
+
+        def join_hook(self, **kwargs: Any) -> JoinHook:
+            return JoinHook()
+
+        join_device = torch.device("cpu")
+        join_process_group = None
+
+    assert Join.notify_join_context(Alone()) is None

@@ -13,7 +13,8 @@ import shardwise.checkpoint
 
 _MESH = "dp_mesh_dims mesh replicate_mesh_dim shard_mesh_dim spmd_mesh"
 _MODULE = """compression_report compression_state finalize_backward load_state_dict release_memory
-    reset_iter_state reshard set_all_reduce_hook
+    join_device join_hook join_process_group
+    reset_iter_state reshard set_all_reduce_hook set_allow_rank_divergence
     set_allocate_memory_from_process_group_for_comm set_custom_all_gather set_custom_reduce_scatter
     set_force_sum_reduction_for_comms set_gather_ahead_bytes set_gradient_divide_factor set_is_last_backward
     set_keep_unsharded_storage set_manual_backward_finalization set_modules_to_backward_prefetch

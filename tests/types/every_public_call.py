@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -154,6 +155,9 @@ def configures(model: FSDPModule) -> None:
     model.set_force_sum_reduction_for_comms(False)
     model.set_unshard_in_backward(True)
     model.set_transport("gloo")
+    model.set_allow_rank_divergence(True)
+    with Join([model], divide_by_initial_world_size=False):
+        pass
     model.set_gather_ahead_bytes(1 << 20)
     model.release_memory()
     with policy(model, sync=False):

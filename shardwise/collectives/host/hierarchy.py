@@ -49,6 +49,7 @@ class TieredLink:
 
     name = "shared memory, send/recv between hosts"
     compares_contents = False
+    is_one_sided = False
     sums = None
 
     def __init__(self, inside: HostLink, between: PeerLink, inboxes: Inboxes) -> None:

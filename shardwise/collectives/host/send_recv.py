@@ -186,6 +186,7 @@ class PeerLink:
 
     name = "send/recv"
     compares_contents = False
+    is_one_sided = False
     sums = None
 
     def __init__(

@@ -370,6 +370,7 @@ class HostLink:
 
     name = "shared memory"
     compares_contents = True
+    is_one_sided = True
 
     def __init__(
         self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
