@@ -173,6 +173,14 @@ def test_what_a_rank_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
     assert are_gone([int((tmp_path / f"child-{rank}").read_text()) for rank in range(2)])
 
 
+def test_a_rank_that_was_killed_is_named_before_one_that_says_that_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "POLL_S", 1.0)  # both have ended when the launcher looks
+    code = "import os; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else os._exit(3)"
+    ended = launch.run_ranks(2, "cpu", ("-c", code), launch.LaunchContext())
+    assert ended.failure == launch.FailedRank(1, -9)
+    assert sorted(ended.codes) == [-9, 3]
+
+
 def test_a_script_knows_its_file_after_it_changed_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, "import os\nos.chdir('/')\nopen(__file__).close()\n")
     monkeypatch.chdir(tmp_path)
