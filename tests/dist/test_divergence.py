@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -72,3 +74,49 @@ def test_a_tower_on_some_ranks(kind: str, transport: str, num_ranks: int) -> Non
 def test_ways_drawn_at_random(kind: str, transport: str, num_ranks: int) -> None:
     for seed in range(4):
         check(drawn(seed, num_ranks, 3), kind, transport, joins=seed % 2 == 1)
+
+
+class Wide(nn.Module):
+    """Blocks of eight parameters."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def calls_of_a_step(num_blocks: int, transport: str, is_on: bool) -> int:
+    model = Wide(num_blocks)
+    for block in model.blocks:
+        fully_shard(block)
+    root = fully_shard(model)
+    root.set_transport(cast(Any, transport))
+    root.set_allow_rank_divergence(is_on)
+    calls, fewest = 0, sys.maxsize
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and "/shardwise/fsdp/" in frame.f_code.co_filename
+
+    for _ in range(12):
+        calls = 0
+        sys.setprofile(count)
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        finally:
+            sys.setprofile(None)
+        model.zero_grad()
+        dist.barrier()
+        fewest = min(fewest, calls)  # of the first steps, and where a reduction was still on its way, more
+    return fewest
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+@on_ranks(2)
+def test_ranks_that_take_the_same_way_make_no_more_calls_per_unit(transport: str) -> None:
+    off, on = ([calls_of_a_step(num, transport, is_on) for num in (3, 6)] for is_on in (False, True))
+    assert on[1] - on[0] == off[1] - off[0] > 0, (on, off)
