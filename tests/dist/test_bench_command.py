@@ -40,7 +40,7 @@ def time_with_a_wrong_door(config: BenchConfig) -> RankTimes:
 
 
 def time_steps_of_little(config: BenchConfig) -> RankTimes:
-    """Runs on every rank, with a smaller model than any shape that the command has."""
+    """Time a model that is smaller than every shape of the command.  Runs on every rank."""
     little = BenchShape(ModelShape(layers=2, width=32, heads=2, context=16), grouped_blocks=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "SHAPES", {"small": little})
@@ -68,7 +68,7 @@ def test_every_contender_trains_alike(pool: WorkerPool, patterns: list[str] | No
 def test_the_command_measures_times_and_memory_and_writes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "WorkerPool", functools.partial(WorkerPool, preload=PRELOAD))  # forked, not started
+    monkeypatch.setattr(bench, "WorkerPool", functools.partial(WorkerPool, preload=PRELOAD))  # forks its processes
     words = ["--shape", "small", "--ranks", "2", "--rounds", "1", "--only", "FSDP2"]
     assert main(["bench", "--backend", "gloo", "--out", str(tmp_path / "results"), *words]) == 0
     names = ["local", "FSDP2"]

@@ -43,7 +43,7 @@ def recorded(
 
 
 class AnalyzerFailed(Exception):
-    """Has what it printed."""
+    """The text is what the analyzer printed."""
 
 
 def analyzed(folder: Path, *options: str) -> tuple[str, list[Collective]]:

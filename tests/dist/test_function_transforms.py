@@ -39,7 +39,7 @@ APIS: dict[str, Callable[[nn.Sequential], Any]] = {
     "replicate, older": lambda model: replicate(model, device_ids=None),
 }
 
-START = {api: place % 2 for place, api in enumerate(APIS)}  # an API meets every second program, a program every second
+START = {api: place % 2 for place, api in enumerate(APIS)}  # an API runs every second program
 
 Program = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 PROGRAMS: dict[str, Program] = {

@@ -107,7 +107,7 @@ def test_the_pods_of_the_jobset_run_their_command(tmp_path: Path) -> None:
     assert here.keys() <= env.keys()
     command = [*container["command"], *container["args"]]
     in_pod = environment(tmp_path, **{**env, **here}, JOB_COMPLETION_INDEX="0")
-    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')  # the test before this one starts it
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')  # the test above runs the real one
     (tmp_path / "torchrun").chmod(stat.S_IRWXU)
     given = torchrun.parse_args(run(command, in_pod).splitlines())
     assert (given.nnodes, given.nproc_per_node, given.node_rank) == ("1", "2", 0)

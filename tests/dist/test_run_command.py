@@ -99,7 +99,7 @@ def test_ranks_of_a_module_are_told_what_torchrun_tells_them(tmp_path: Path, mon
     (tmp_path / "package" / "program.py").write_text(IS_TOLD)
     monkeypatch.chdir(tmp_path)
     words = [*RUN, "-n", "2", "-m", "package.program", "--lr", "3", "-n", "9", str(tmp_path)]
-    ended = run(["env", "-u", "OMP_NUM_THREADS", *words], TMPDIR=str(tmp_path))  # a new interpreter, for this once
+    ended = run(["env", "-u", "OMP_NUM_THREADS", *words], TMPDIR=str(tmp_path))  # other tests fork their commands
     assert (ended.code, ended.err) == (0, "")
     for rank in range(2):
         assert json.loads((tmp_path / f"rank-{rank}").read_text()) == {
@@ -168,7 +168,7 @@ def test_what_a_rank_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
         "child = subprocess.Popen(['sleep', '600'])\n"
         "open(sys.argv[1] + os.environ['RANK'], 'w').write(str(child.pid))\n"
     )
-    place = launch.LaunchContext(own_sessions=True)  # interpreters of their own: commands of other tests are forked
+    place = launch.LaunchContext(own_sessions=True)  # these ranks are new interpreters
     assert launch.run_ranks(2, "cpu", ("-c", code, f"{tmp_path}/child-"), place).failure is None
     assert are_gone([int((tmp_path / f"child-{rank}").read_text()) for rank in range(2)])
 

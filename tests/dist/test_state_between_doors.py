@@ -216,7 +216,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
 )
 def test_what_one_api_saves_all_apis_read(pool: WorkerPool, tmp_path: Path, number: int, api: str, form: Form) -> None:
     pool.run(save, num_ranks=1 if api.startswith("plain") else 4, api=api, form=form, folder=str(tmp_path))
-    # An API reads every second file: of every API some forms, of every form those of some APIs.
+    # An API reads every second file: some forms of every API, and every form of some APIs.
     on_two = [name for place, name in enumerate(ON_TWO) if (place + number + list(FORMS).index(api)) % 2 == 0]
     on_one = list(APIS) if api == "zero even" else PLAIN  # what is in the files does not depend on who reads them
     for num_ranks, apis in ((2, on_two), (1, on_one)):

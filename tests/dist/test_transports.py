@@ -65,7 +65,7 @@ def train(model: nn.Module, name: str, num_steps: int, flat: bool) -> list[torch
 
 
 def run_all_transports(large_numel: int, halves: bool) -> None:
-    """Every model with and without resharding where two ranks have tensors of both kinds, else with one of both."""
+    """Compare models with and without resharding; most sizes and numbers of ranks take one of the two for each model."""
     arguments: dict[str, object] = {}
     if halves:
         arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -82,7 +82,7 @@ def _train_overlapped(
 
 @on_ranks(2, 4)
 def test_overlapped_steps_equal_ddp_with_a_local_optimizer() -> None:
-    """All 16 combinations on two ranks, every pair of options on four; parity from the first step on."""
+    """Two ranks run all 16 combinations, four ranks every pair of options; parity holds from the first step on."""
     start = list(_model().parameters())
     axes = ((False, True), (False, True), (hook_with_zero_step, hook_with_zero_step_interleaved), (False, True))
     cases = list(product(*axes) if dist.get_world_size() == 2 else pairs.pairwise(*axes))

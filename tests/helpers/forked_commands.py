@@ -26,7 +26,7 @@ from shardwise.loop import launch
 class Forked:
     """The part of ``subprocess.Popen`` that the launcher uses, for a ``multiprocessing`` process that has been started."""
 
-    note: Callable[[str], None] | None = None  # as of launch.Rank
+    note: Callable[[str], None] | None = None  # see launch.Rank
 
     def __init__(self, process: Any) -> None:
         self._process = process
@@ -56,7 +56,7 @@ class Forked:
 
 
 class ForkedCommand(Forked):
-    """``shardwise WORDS``, with standard error and output in files; ``out`` may be a FIFO in place of the latter."""
+    """Runs ``shardwise WORDS`` with standard output and error in files; ``out``: another file for the output, or a FIFO."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ def _run_rank(words: list[str], environment: dict[str, str], own_session: bool) 
 
 
 def run_code(words: list[str], environment: dict[str, str]) -> None:
-    """Do what ``python WORDS`` does, of which the first is ``-c``, up to its exit code."""
+    """Run ``words`` as ``python`` does and exit with its code; the first word is ``-c``."""
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["-c", *words[2:]]

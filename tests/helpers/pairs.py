@@ -1,4 +1,4 @@
-"""Fewer cases than the product of several axes."""
+"""Choose fewer cases than the product of several axes has."""
 
 from __future__ import annotations
 
