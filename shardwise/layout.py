@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -389,7 +389,7 @@ class Bucket:
         offsets: elements from the start of a section to the shard of each tensor.
         section_numel: elements of one section, padding included.
         full_offsets: elements from the start of the unsharded buffer to each full tensor.
-        full_numel: elements of the unsharded buffer.
+        full_numel: elements of the unsharded buffer; padding included if :attr:`is_one_tensor`.
     """
 
     shards: tuple[ChunkShard, ...]
@@ -431,6 +431,17 @@ class Bucket:
     def are_rows(self) -> bool:
         """True if every tensor is cut along dimension 0; rows of :attr:`num_even` may also follow dimensions of size one."""
         return all(shard.dim == 0 for shard in self.shards)
+
+    @cached_property
+    def is_one_tensor(self) -> bool:
+        """True if a packed buffer is the full tensor, then padding of less than one shard: gathering it copies nothing.
+
+        One tensor, whose shards are adjacent in memory and not empty.  With several, the shards of one lie a section apart.
+        """
+        if len(self.shards) != 1 or self.section_numel != self.shards[0].section_numel:
+            return False
+        shard = self.shards[0]
+        return shard.outer == 1 and not shard.is_whole and shard.num_holders == shard.num_shards
 
     @cached_property
     def num_large(self) -> int:
@@ -488,4 +499,5 @@ def build_bucket(shards: Sequence[ChunkShard], alignment: int = 1, full_alignmen
         full_offsets.append(full_numel)
         section_numel = align(section_numel + shard.section_numel, alignment)
         full_numel = align(full_numel + shard.numel, full_alignment)
-    return Bucket(tuple(shards), tuple(offsets), section_numel, tuple(full_offsets), full_numel)
+    bucket = Bucket(tuple(shards), tuple(offsets), section_numel, tuple(full_offsets), full_numel)
+    return replace(bucket, full_numel=section_numel * shards[0].num_shards) if bucket.is_one_tensor else bucket

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardwise import torch_private
-from shardwise.collectives.streams import device_of
+from shardwise.collectives.streams import SideStream, device_of
 from shardwise.errors import StateError
 
 # ---- Keep glibc from returning the heap to the kernel between steps.
@@ -230,13 +230,17 @@ class PooledBuffer:
     """One storage of the pool and the tensors over it; :meth:`release` returns it to the pool, once per use.
 
     Every user of the storage gets the same object and the same tensors, so a warm step makes none.
+
+    Attributes:
+        reuser: the side stream whose later allocations may get the memory although the current stream has read it.
     """
 
-    __slots__ = ("_tensors", "num_bytes", "pool", "size", "storage")
+    __slots__ = ("_tensors", "num_bytes", "pool", "reuser", "size", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, size: int) -> None:
         """``size``: the size class, and bytes of the storage."""
         self.pool: BufferPool | None = None  # None while it is idle
+        self.reuser: SideStream | None = None
         self.storage = storage
         self.size = size
         self.num_bytes = 0
@@ -262,6 +266,9 @@ class PooledBuffer:
         if pool is None:
             raise StateError("this buffer was released before; release a buffer once, after its last reader")
         pool.used_bytes -= self.num_bytes
+        if self.reuser is not None:
+            self.reuser.wait_current()
+            self.reuser = None
         if not pool.keeps:
             torch_private.swap_storage(
                 self.storage, torch.empty(0, dtype=torch.uint8, device=pool.device).untyped_storage()

@@ -87,9 +87,12 @@ def all_to_all_rows(
 
 
 class Launched:
-    """A collective of ``group`` on the host; ``wait`` waits for ``work``, calls ``end(result)``, releases ``buffer``; once."""
+    """A collective of ``group`` on the host; ``wait`` waits for ``work``, calls ``end(result)``, releases ``buffer``; once.
 
-    __slots__ = ("_buffer", "_end", "_group", "_result", "_work")
+    ``take_over(buffer)`` comes first, if it is given; neither happens if it returns True.
+    """
+
+    __slots__ = ("_buffer", "_end", "_group", "_result", "_take_over", "_work")
     holds_input = True
 
     def __init__(
@@ -99,8 +102,10 @@ class Launched:
         result: torch.Tensor,
         buffer: PooledBuffer | None,
         group: dist.ProcessGroup,
+        take_over: Callable[[PooledBuffer], bool] | None = None,
     ) -> None:
         self._work, self._result, self._group, self._buffer = work, result, group, buffer
+        self._take_over = take_over
         self._end: Callable[[torch.Tensor], None] | None = end
 
     def is_done(self) -> bool:
@@ -117,9 +122,12 @@ class Launched:
                 work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a custom collective's own Work class
             except RuntimeError as error:
                 self._outlast(work, error)
+        buffer, take_over = self._buffer, self._take_over
+        if take_over is not None and buffer is not None and take_over(buffer):
+            return
         end(self._result)
-        if self._buffer is not None:
-            self._buffer.release()
+        if buffer is not None:
+            buffer.release()
 
     def cancel(self) -> None:
         # The backend may still write to the buffers, so they must live until its work is done.
@@ -263,8 +271,20 @@ class C10dCommunicator:
     def rank(self) -> int:
         return self._rank
 
+    @property
+    def gathers_to_pool(self) -> bool:
+        """True if results of all-gathers are in buffers of the pool."""
+        return self.custom.all_gather is None and not self._allocates_from_group
+
+    @property
+    def _allocates_from_group(self) -> bool:
+        device = self.pool.device
+        return self.custom.allocates_from_group and torch_private.backend_of(self.group, device).supports_tensor_alloc(
+            device
+        )
+
     def all_gather(self, ends: GatherEnds) -> Handle:
-        """All-gather sections into one packed buffer, which ``wait`` passes to ``ends.deliver``.
+        """All-gather sections into one packed buffer, which ``wait`` passes to ``ends.take_over`` or ``ends.deliver``.
 
         The side stream does not wait for the current stream; the engine orders it after writes to shards.
         """
@@ -278,7 +298,7 @@ class C10dCommunicator:
         else:
             packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, custom.all_gather)
             work = self._start_gather(packed, shard, async_op=True)
-        return Launched(work, ends.deliver, packed, buffer, self.group)
+        return Launched(work, ends.deliver, packed, buffer, self.group, ends.take_over)
 
     def _all_gather_on_stream(self, ends: GatherEnds) -> Handle:
         stream, fetch = self.stream, self.fetch
@@ -293,6 +313,9 @@ class C10dCommunicator:
                 work.wait()  # the side stream waits, not the host
 
         def end() -> None:
+            if ends.take_over is not None and buffer is not None and ends.take_over(buffer):
+                buffer.reuser = stream  # which allocated it; the current stream reads it until it is released
+                return
             ends.deliver(packed)
             # The side stream allocated ``packed`` and the current stream has read it; order later uses of that memory by the
             # side stream after this read.
@@ -412,10 +435,9 @@ class C10dCommunicator:
     ) -> tuple[torch.Tensor, PooledBuffer | None]:
         if custom is not None:
             return custom.allocate((numel,), dtype=dtype, device=self.pool.device), None
-        if self.custom.allocates_from_group:
+        if self._allocates_from_group:
             backend = torch_private.backend_of(self.group, self.pool.device)
-            if backend.supports_tensor_alloc(self.pool.device):
-                return backend.allocate_tensor(numel, dtype=dtype, device=self.pool.device), None
+            return backend.allocate_tensor(numel, dtype=dtype, device=self.pool.device), None
         buffer = self.pool.acquire(numel * dtype.itemsize)
         return buffer.tensor(dtype), buffer
 

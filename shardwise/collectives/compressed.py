@@ -448,6 +448,8 @@ class _CodedSum:
 class _CodedGather:
     """The ends of an all-gather of coded sections: every rank decodes all sections, its own included."""
 
+    take_over = None
+
     def __init__(
         self,
         bucket_ends: Sequence[BucketEnds],

@@ -8,13 +8,14 @@ tensors and sections.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from shardwise.collectives.buffer_pool import PooledBuffer
 from shardwise.formatting import format_ranks
 from shardwise.layout import Bucket
 
@@ -221,6 +222,14 @@ class BucketEnds(Protocol):
 
 class GatherEnds(Protocol):
     """The two ends of an all-gather."""
+
+    @property
+    def take_over(self) -> Callable[[PooledBuffer], bool] | None:
+        """Makes a pooled buffer with the result the memory of the full parameter; None: :meth:`deliver` must copy it.
+
+        It returns False, with nothing done, if the parameter has memory already.
+        """
+        ...
 
     def buckets(self) -> Sequence[BucketEnds]:
         """Return the buckets if they can travel in parts; nothing if they must be packed."""

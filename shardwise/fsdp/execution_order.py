@@ -313,6 +313,7 @@ class ExecOrderTracker:
             reduce_bytes=unit.reduce_bytes,
             route=unit.route,
             sharing=unit.sharing,
+            copied_bytes=unit.planned_copies,
             tied_units=tuple(self.numbers[other] for other in unit.tied_units),
             forward_prefetch=_numbers_of(unit.forward_prefetch, self.numbers),
             backward_prefetch=_numbers_of(unit.backward_prefetch, self.numbers),

@@ -201,6 +201,8 @@ class ExtensionParams:
 class _MixedEnds:
     """Plain shards and extension inputs in one section of bytes."""
 
+    take_over = None
+
     def __init__(self, owner: ExtensionParams, plain: GatherEnds | None, pool: BufferPool) -> None:
         self._owner = owner
         self._pool = pool

@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer, is_own, suballocate, suballocate_all
+from shardwise.collectives.buffer_pool import BufferPool, is_own, suballocate, suballocate_all
 from shardwise.collectives.protocol import BucketEnds
 from shardwise.collectives.routes import Link, link_providers, section_parts
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
+from shardwise.fsdp.full_buffer import FullBuffer, make_full_parameter
 from shardwise.fsdp.param import FreedParameter, Registration, ShardedParam, Snapshot, Swap, mark_freed
 from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
 from shardwise.layout import Bucket, Move, align, build_bucket, row_major
@@ -437,12 +438,8 @@ def as_gradient(param: ShardedParam, window: torch.Tensor) -> torch.Tensor:
     return torch_private.dtensor_from_local(window, spec)
 
 
-# ---- From shards to full parameters: sections, the copies out of the gathered buffer, and the memory of full parameters.
+# ---- From shards to full parameters: sections, and the copies out of the gathered buffer.
 
-_RESHARDED = (
-    "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it, or read the "
-    "parameter where it is unsharded."
-)
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share
 
 
@@ -486,87 +483,6 @@ def _forget(kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]
         del kept[key]
 
 
-class FullBuffer:
-    """The memory of the full parameters of one bucket, which is allocated and freed under one storage object.
-
-    Autograd saves references to the storage, so that must be the same object in forward and backward.
-
-    Attributes:
-        is_shared: the full parameters are the shards themselves.
-        is_held: the memory is allocated.
-    """
-
-    def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:
-        """Make a buffer without memory; ``is_shared``: it needs none, since the full parameters are the shards."""
-        self._pooled: PooledBuffer | None = None
-        self.is_shared = self.is_held = is_shared
-        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        if not is_shared:  # without this, a kernel that reads the storage while it has no memory crashes the process
-            torch_private.refuse_reads(self._storage, _RESHARDED)
-        self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
-        self._dtype = dtype
-        self._flat: torch.Tensor | None = None
-
-    def hold(self, pool: BufferPool) -> torch.Tensor:
-        """Take memory from ``pool`` unless there is some already; return the 1-D buffer."""
-        if self._pooled is None:
-            self._pooled = pool.acquire(self.num_bytes)
-            self.is_held = True
-            torch_private.swap_storage(self._storage, self._pooled.storage)
-            if self._flat is None:
-                with torch.inference_mode(False):
-                    empty = torch.empty(0, dtype=self._dtype, device=self._storage.device)
-                    self._flat = empty.set_(self._storage, 0, (self.num_bytes // self._dtype.itemsize,), (1,))
-        assert self._flat is not None
-        return self._flat
-
-    def drop(self) -> None:
-        """Return the memory to its pool; tensors on it must not be read until the next :meth:`hold`."""
-        if self._pooled is not None:
-            pooled, self._pooled = self._pooled, None
-            self.is_held = self.is_shared
-            torch_private.swap_storage(self._storage, pooled.storage)
-            pooled.release()
-
-    @property
-    def num_holders(self) -> int:
-        """The number of tensors that use this memory; 0 if the full parameters are the shards, which are never freed."""
-        return 0 if self.is_shared else torch_private.storage_use_count(self._storage)
-
-    def lose(self) -> object:
-        """Release the memory without returning it to the pool, since a peer may still write to it; return its owner."""
-        if self._pooled is None:
-            return None
-        pooled, self._pooled = self._pooled, None
-        self.is_held = self.is_shared
-        torch_private.swap_storage(self._storage, pooled.storage)
-        return pooled.lose()
-
-
-def make_full_parameter(
-    memory: torch.Tensor, offset: int, param: ShardedParam, stride: tuple[int, ...] | None = None
-) -> nn.Parameter:
-    """Return the full parameter of ``param``: a window of ``memory`` with a version counter of its own.
-
-    ``offset``: its first element.  ``stride``: its strides; None: row-major.
-    """
-    shape = param.shard.shape
-    with torch.inference_mode(False), torch.no_grad():
-        # set_ instead of a view: a gather into ``memory`` must not bump the version counter of saved tensors.
-        local = torch.empty(0, dtype=memory.dtype, device=memory.device)
-        local.set_(
-            memory.untyped_storage(),
-            memory.storage_offset() + offset,
-            shape,
-            row_major(shape) if stride is None else stride,
-        )
-        if param.inner_spec is not None:
-            local = torch_private.dtensor_from_local(local, param.inner_spec)
-        full = nn.Parameter(local, requires_grad=param.sharded.requires_grad)
-    torch_private.give_attributes(param.attributes, full)
-    return full
-
-
 class Shards:
     """The sections of one placement of a unit's parameters, and the copies from the gathered buffer, computed once."""
 
@@ -574,8 +490,9 @@ class Shards:
         self.buckets = buckets
         self.num_shards = num_shards
         self._place = place
-        offset = 0
+        offset = self.payload_bytes = 0
         for bucket in buckets:
+            self.payload_bytes += sum(shard.numel for shard in bucket.layout.shards) * bucket.full_dtype.itemsize
             bucket.byte_offset = offset
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
         self._section_bytes = offset
@@ -600,6 +517,11 @@ class Shards:
     def packed_bytes(self) -> int:
         """Bytes of the packed buffer of all ranks."""
         return self.num_shards * self._section_numel * self.packed_dtype.itemsize
+
+    def are_full(self, fulls: Sequence[FullBuffer]) -> bool:
+        """Return True if the packed buffer is the full buffer: nothing needs to be copied out of it."""
+        is_one = len(self.buckets) == 1 and self.buckets[0].layout.is_one_tensor
+        return is_one and self.packed_bytes == fulls[0].num_bytes  # those of a smaller mesh may have less padding
 
     def _bucket_moves(self, bucket: FlatBucket | SubBucket) -> list[tuple[int, Move]]:
         itemsize = bucket.full_dtype.itemsize
@@ -715,13 +637,14 @@ class Delivery:
     ``ends``: the buckets, if transports may send their shards one by one.  ``shard()`` returns this rank's section.
     """
 
-    __slots__ = ("_ends", "fulls", "pool", "shard", "shards")
+    __slots__ = ("_ends", "fulls", "pool", "shard", "shards", "take_over")
 
     def __init__(
         self, shards: Shards, fulls: Sequence[FullBuffer], pool: BufferPool, ends: Sequence[BucketEnds] = ()
     ) -> None:
         self.shards, self.fulls, self.pool, self._ends = shards, fulls, pool, ends
         self.shard = shards.section
+        self.take_over = fulls[0].take_over if shards.are_full(fulls) else None
 
     def buckets(self) -> Sequence[BucketEnds]:
         return self._ends
@@ -729,6 +652,7 @@ class Delivery:
     def deliver(self, packed: torch.Tensor) -> None:
         pool, fulls = self.pool, self.fulls
         self.shards.unpack(packed, (fulls[0].hold(pool),) if len(fulls) == 1 else [full.hold(pool) for full in fulls])
+        fulls[0].copied_bytes = self.shards.payload_bytes
 
 
 class Packing:

@@ -218,12 +218,36 @@ class ParamGroup:
         """Bytes of the full parameters beyond the shards."""
         return 0 if self.packing is None else self.packing.full_bytes
 
-    @property
-    def gather_staging(self) -> tuple[int, bool]:
-        """Bytes that a launched all-gather allocates, and whether they include the full parameters."""
+    def gather_staging(self, keeps_memory: bool = False) -> tuple[int, bool]:
+        """Return the bytes that a launched all-gather allocates, and whether they include the full parameters.
+
+        ``keeps_memory``: full parameters stay in the memory that they have.
+        """
         if self.packing is None or not self.is_collective:
             return 0, False
-        return self.packing.staging(self._planned_link(self.packing))
+        num_bytes, in_place = self.packing.staging(self._planned_link(self.packing))
+        return num_bytes, in_place or self._takes_over(self.packing, keeps_memory)
+
+    def planned_copies(self, keeps_memory: bool) -> int:
+        """Return the bytes that a gather is expected to copy from its buffer into full parameters."""
+        packing = self.packing
+        if packing is None or self.gather_coding is not None or not packing.travelling:
+            return 0
+        is_linked = self.is_collective and self._planned_link(packing) is not None
+        return 0 if is_linked or self._takes_over(packing, keeps_memory) else packing.shards.payload_bytes
+
+    def _takes_over(self, packing: Packing, keeps_memory: bool) -> bool:
+        """Return True if the buffer of a collective becomes the full parameter: one tensor, as it is, in a pooled buffer."""
+        comm = None if self.bound_comm is None else self.bound_comm.shards
+        if keeps_memory or comm is None or not comm.packed.gathers_to_pool or self._planned_link(packing) is not None:
+            return False
+        return self.gather_coding is None and not self.extended.params and packing.shards.are_full(packing.travelling)
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes that the last gather has copied from its buffer into full parameters."""
+        travelling = () if self.packing is None else self.packing.travelling
+        return travelling[0].copied_bytes if travelling else 0
 
     @property
     def route(self) -> str:

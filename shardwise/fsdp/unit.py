@@ -414,8 +414,8 @@ class Unit:
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched all-gather allocates, and whether they include all full parameters."""
         if len(self.groups) == 1 and not self.policy.keeps_full_memory:
-            return self.groups[0].gather_staging
-        stagings = [group.gather_staging for group in self.groups]
+            return self.groups[0].gather_staging()
+        stagings = [group.gather_staging(self.policy.keeps_full_memory) for group in self.groups]
         if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
             return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
         # If only some groups gather in place, the full parameters are counted at the wait.
@@ -423,6 +423,11 @@ class Unit:
             group.full_bytes for group, (_, is_in_place) in zip(self.groups, stagings, strict=True) if is_in_place
         )
         return sum(num_bytes for num_bytes, _ in stagings) - held, False
+
+    @property
+    def planned_copies(self) -> int:
+        """Bytes that a gather is expected to copy from its buffers into full parameters."""
+        return sum(group.planned_copies(self.policy.keeps_full_memory) for group in self.groups)
 
     @property
     def route(self) -> str:
@@ -480,7 +485,8 @@ class Unit:
         if hearers:
             tell(op, self.name)
         if log.instruments:
-            call = Call(op, self.name, *measure())
+            copied = sum(group.copied_bytes for group in self.groups) if op is Op.WAIT else 0
+            call = Call(op, self.name, *measure(), copied)
             for instrument in log.instruments:
                 instrument.on_event(call)
 

@@ -224,6 +224,7 @@ class Candidate:
         fits: in the part of the device's memory that a plan may fill.
         padding_ratio: elements that are stored and moved divided by those of the model.
         num_units: of the model.
+        copied_bytes: that a step copies from gathered buffers into full parameters.
     """
 
     setting: Setting
@@ -233,6 +234,7 @@ class Candidate:
     fits: bool
     padding_ratio: float
     num_units: int
+    copied_bytes: int = 0
 
     @property
     def rank_s(self) -> float:
@@ -281,6 +283,7 @@ def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidat
         fits=memory.peak.total <= hardware.usable * hardware.memory_bytes,
         padding_ratio=padded / numel if numel else 1.0,
         num_units=len(units),
+        copied_bytes=setting.accumulate * sum(call.copied_bytes for call in steps.plan.calls),
     )
 
 
@@ -485,7 +488,20 @@ class Search:
         )
 
 
-_HEADINGS = ("", "way", "peak", "of which", "step", "samples/s", "compute", "exposed", "host", "sent", "padding")
+_HEADINGS = (
+    "",
+    "way",
+    "peak",
+    "of which",
+    "step",
+    "samples/s",
+    "compute",
+    "exposed",
+    "host",
+    "sent",
+    "copied out",
+    "padding",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,6 +604,7 @@ class Plan:
             _seconds(time.exposed_s),
             _seconds(time.host_s),
             format_bytes(time.inside_bytes + time.between_bytes),
+            format_bytes(candidate.copied_bytes),
             f"{candidate.padding_ratio:.2f}",
         )
 
@@ -760,6 +777,7 @@ def _json_of(candidate: Candidate) -> dict[str, object]:
         "held_bytes": dict(zip(KINDS, candidate.peak.held, strict=True)),
         "host_bytes": candidate.host_bytes,
         "seconds": asdict(candidate.time),
+        "copied_bytes": candidate.copied_bytes,
         "padding_ratio": candidate.padding_ratio,
         "units": candidate.num_units,
     }

@@ -181,7 +181,7 @@ class _Rank:
         if call.op is Op.UNSHARD:
             self.held["staging"] += unit.cast_bytes
             held_full = unit.facts.full_bytes if unit.facts.in_place else 0
-            if unit.moved_bytes:
+            if unit.facts.gather_bytes > held_full:
                 self.acquire("gather", number, unit.facts.gather_bytes - held_full)
             if held_full:
                 self.acquire("full", number, held_full)
@@ -240,7 +240,7 @@ class _Rank:
             self.give_back("scatter", number)
             self.coded += unit.coded_bytes
             held["staging"] += unit.coded_bytes
-        if unit.facts.in_place:
+        if unit.sends:
             self.sent += summed + self.arrived[number]  # messages are sent in place
         else:
             held["full gradients"] -= summed + self.arrived[number]

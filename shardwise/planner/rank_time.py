@@ -365,9 +365,9 @@ def _carry_out(clock: _Clock, call: Call, unit: RankUnit, numbers: Mapping[str, 
         clock.ends[number] = end
     elif call.op is Op.WAIT:
         clock.wait(name, clock.ends.get(number, 0.0))
-        clock.now += 0.0 if unit.facts.in_place else unit.moved_bytes * copy_s  # messages arrive in place
+        clock.now += 0.0 if unit.facts.in_place else unit.moved_bytes * copy_s
     elif call.op is Op.REDUCE and is_last:
-        is_packed = setting.num_shards > 1 and not unit.facts.in_place
+        is_packed = setting.num_shards > 1 and not unit.sends
         clock.now += unit.reduced_bytes * copy_s if is_packed else 0.0
         clock.launch(name, unit.scattered_bytes if setting.num_shards > 1 else 0, setting.num_shards, is_within)
     if call.op is Op.REDUCE and is_last:

@@ -221,6 +221,7 @@ class RankUnit:
     Attributes:
         facts: what planning a step needs.
         blocks: its blocks.  params: its parameters, by number.
+        sends: its tensors travel as messages, in place.
         shard_bytes: of its sections, padding included.
         state_numel: elements that the optimizer updates here.
         section_bytes: of its reduced gradients, as the reduction leaves them.
@@ -251,6 +252,7 @@ class RankUnit:
     scattered_bytes: int
     summed_bytes: int
     cast_bytes: int
+    sends: bool = False
     decoding_bytes: int = 0
     coding_bytes: int = 0
     coded_bytes: int = 0
@@ -323,9 +325,9 @@ class _UnitSizes:
         kept: dict[tuple[str, int], list[ParamFacts]] = {}
         for param in params:
             kept.setdefault((param.dtype, self._full_itemsize(param)), []).append(param)
-        shard_bytes = packed = full_bytes = section = cast = messages = decoding = tails = 0
+        shard_bytes = packed = full_bytes = section = cast = messages = decoding = tails = payload = 0
         sends = bool(numbers) and self._setting.transport == SEND_RECV
-        is_coded = False
+        is_coded = is_full = False
         for (_, full_itemsize), members in kept.items():
             itemsize = members[0].itemsize
             bucket = self._bucket(members, self._alignment(itemsize), self._alignment(full_itemsize))
@@ -334,7 +336,10 @@ class _UnitSizes:
             sends = sends and is_worth_messages(bucket)
             section = -(-(section + bucket.section_numel * full_itemsize) // _BYTE_ALIGNMENT) * _BYTE_ALIGNMENT
             cast += bucket.section_numel * full_itemsize if itemsize != full_itemsize else 0
-            full_bytes += bucket.full_numel * full_itemsize if self._travels(itemsize, full_itemsize) else 0
+            if self._travels(itemsize, full_itemsize):
+                full_bytes += bucket.full_numel * full_itemsize
+                payload += sum(shard.numel for shard in bucket.shards) * full_itemsize
+            is_full = self._is_cut and bucket.is_one_tensor and len(kept) == 1
             packed = bucket.section_numel * full_itemsize * self._setting.num_shards
             coded = None if self._codings is None else self._codings.section("gather", members, bucket, full_itemsize)
             is_coded = is_coded or coded is not None
@@ -342,12 +347,22 @@ class _UnitSizes:
             decoding = max(decoding, packed)
         if len(kept) > 1:
             packed, cast = section * self._setting.num_shards, section
+        is_linked = self._is_cut and (sends or self._setting.transport in (SHARED, TIERS))
         if is_coded:
             packed = messages * self._setting.num_shards
         return self._assembled(
             blocks,
             numbers,
-            _Moved(shard_bytes, packed, full_bytes, cast, decoding * is_coded, tails if sends else None),
+            _Moved(
+                shard_bytes,
+                packed,
+                full_bytes,
+                cast,
+                decoding * is_coded,
+                tails if sends else None,
+                is_full and not is_coded,
+                0 if is_full or is_coded or is_linked else payload,
+            ),
         )
 
     def _travels(self, itemsize: int, full_itemsize: int) -> bool:
@@ -376,6 +391,7 @@ class _UnitSizes:
             in_place=in_place,
             full_bytes=moved.full_bytes,
             reduce_bytes=staged,
+            copied_bytes=moved.copied_bytes,
         )
         kept_bytes = sum(param.num_bytes for param in params)
         return RankUnit(
@@ -391,6 +407,7 @@ class _UnitSizes:
             padding_ratio=moved.shard_bytes * setting.num_shards / kept_bytes if kept_bytes else 1.0,
             moved_bytes=moved.packed if self._is_cut else 0,
             cast_bytes=moved.cast_bytes,
+            sends=self._is_cut and moved.tail_bytes is not None,
             decoding_bytes=moved.decoding_bytes if self._is_cut else 0,
             **asdict(travels),
         )
@@ -401,7 +418,7 @@ class _UnitSizes:
             return 0, False  # sections are read in place
         if moved.tail_bytes is not None:
             return moved.full_bytes + (self._setting.num_shards - 1) * moved.tail_bytes, True
-        return moved.packed, False
+        return moved.packed, moved.is_full
 
     def _reduce_staging(self, bucket: Bucket, itemsize: int) -> int:
         setting = self._setting
@@ -463,6 +480,8 @@ class _Moved:
     cast_bytes: int
     decoding_bytes: int
     tail_bytes: int | None  # of small tensors, which are one message; None: nothing is sent as messages
+    is_full: bool  # the buffer of a collective becomes the full parameter
+    copied_bytes: int  # from the buffer of a collective to full parameters
 
 
 # ---- The step of a profile as the engine would run it with some units: events, and the calls that follow from each

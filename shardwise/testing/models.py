@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -78,7 +79,19 @@ def frozen() -> nn.Module:
     return model
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"plain": plain, "mixed": mixed, "frozen": frozen, "tied": TiedModel}
+def matrices() -> nn.Module:
+    """Return four uneven matrices: units of one parameter."""
+    widths = (7, 61, 29, 31, 9)
+    return nn.Sequential(*(nn.Linear(width, rows, bias=False) for width, rows in itertools.pairwise(widths)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": plain,
+    "mixed": mixed,
+    "frozen": frozen,
+    "tied": TiedModel,
+    "matrices": matrices,
+}
 
 
 def build(name: str, seed: int = 0) -> nn.Module:

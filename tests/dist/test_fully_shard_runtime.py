@@ -28,7 +28,7 @@ from shardwise.testing.models import Block, batch_for
 @pytest.mark.parametrize(("transport", "num_ranks"), [("auto", 2), ("gloo", 2), ("collective", 2), ("auto", 4)])
 def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
     set_default_transport(transport)
-    for name in ("plain", "tied"):
+    for name in ("plain", "tied", "matrices"):
         for reshard in (None, True, False):
             model = build_sharded(name, reshard_after_forward=reshard)
             loss_of(model, name=name).backward()

@@ -12,7 +12,8 @@ from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.host.local_peers import take_shareable
 from shardwise.collectives.host.send_recv import PeerLink
 from shardwise.collectives.routes import section_parts
-from shardwise.fsdp.flat_buffer import FullBuffer, full_window
+from shardwise.fsdp.flat_buffer import full_window
+from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.layout import Bucket, ChunkShard, build_bucket
 
 Shapes = tuple[tuple[tuple[int, ...], int], ...]  # of each tensor: its shape, and the dim along which it is cut
@@ -61,6 +62,7 @@ class Ends:
     shares: bool = False
     lost: list[object] = field(default_factory=list)
     num_delivered: int = 0
+    take_over: None = None
 
     def __post_init__(self) -> None:
         self.layout = layout_for(self.at.size, self.shapes)

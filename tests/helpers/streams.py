@@ -351,6 +351,11 @@ PROGRAMS = [
     Program("hybrid, raises", api="hybrid", step=raises_in_backward),
     Program("hybrid, offload, raises", api="hybrid", options=OFFLOAD, step=raises_in_backward),
     Program("shard_model", api="shard_model", model="tied"),
+    Program("matrices", model="matrices"),
+    Program("matrices, offload, bf16", model="matrices", options={**OFFLOAD, "mp_policy": BF16}),
+    Program("matrices, a smaller mesh", model="matrices", options={"reshard_after_forward": 2}),
+    Program("matrices, hybrid, keep storage", api="hybrid", model="matrices", step=keeps_its_storage),
+    Program("matrices, raise in backward", model="matrices", step=raises_in_backward),
 ]
 
 

@@ -26,7 +26,7 @@ def standing_for(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["plain", "tied"])
+@pytest.mark.parametrize("name", ["plain", "tied", "matrices"])
 def test_every_rank_plans_the_same_and_does_it(name: str) -> None:
     plans = set()
     for rank in (0, 1, 5, 7):

@@ -87,7 +87,7 @@ def test_the_host_waits_once_for_gradients_that_live_there() -> None:
 
 
 def test_staging_memory_peaks_where_the_plan_says() -> None:
-    for name in ("plain", "bf16", "mixed", "tied", "offload, bf16", "hybrid"):
+    for name in ("plain", "bf16", "mixed", "tied", "offload, bf16", "hybrid", "matrices", "matrices, offload, bf16"):
         measured, planned = result_of(name).peaks[-1]
         assert measured == planned, name
 
@@ -222,6 +222,7 @@ MISSED: dict[Site, tuple[str, str]] = {
     ("_come_after", "current_waits", "reduce"): ("plain", "reuse: empty"),
     ("_come_after", "wait_event", "fetch"): ("offload", "reuse: empty"),
     ("end", "wait_current", "gather"): ("plain", "reuse: empty"),
+    ("release", "wait_current", "gather"): ("matrices", "reuse: empty"),
     ("_all_gather_on_stream", "wait_event", "gather"): ("offload", "race: _allgather_base_"),
     ("_reduce_scatter_on_stream", "wait_current", "reduce"): ("plain", "race: _reduce_scatter_base_"),
     ("all_reduce", "wait_current", "replicas"): ("replicate", "race: allreduce_"),

@@ -93,6 +93,27 @@ def test_even_sections_are_columns_of_all_tensors_and_the_others_padding(
     assert not packed[num_even:].any()
 
 
+@given(chunk_shards(), st.integers(1, 3))
+def test_a_packed_buffer_that_is_one_tensor_has_its_elements_in_order(shard: ChunkShard, alignment: int) -> None:
+    bucket = build_bucket([shard], alignment, alignment)
+    packed = torch.full((shard.num_shards * bucket.section_numel,), -1.0)
+    full = torch.arange(shard.numel, dtype=torch.float32)
+    for move in bucket.moves(0, into_full=False):
+        target = packed.as_strided(move.shape, move.packed_stride, move.packed_offset)
+        target.copy_(full.as_strided(move.shape, move.full_stride, move.full_offset))
+    if bucket.is_one_tensor:
+        assert torch.equal(packed[: shard.numel], full)
+        assert packed.numel() == bucket.full_numel < shard.numel + bucket.section_numel
+    else:
+        is_in_order = torch.equal(packed[: shard.numel], full)
+        is_trivial = shard.num_shards == 1 or shard.is_whole or not shard.shard_numel(shard.num_shards - 1)
+        assert not is_in_order or is_trivial or bucket.section_numel > shard.section_numel
+
+
+def test_several_tensors_are_not_in_one_order() -> None:
+    assert not build_bucket([ChunkShard((4, 8), 0, 2), ChunkShard((8,), 0, 2)]).is_one_tensor
+
+
 @given(chunk_shards())
 def test_at_most_two_moves_for_any_number_of_ranks(shard: ChunkShard) -> None:
     assert len(shard.moves(0, shard.section_numel, into_full=True)) <= 2

@@ -103,7 +103,8 @@ def test_a_rank_holds_its_shards_and_two_units_at_a_time() -> None:
     profile = a_profile()
     memory = held(profile, Setting(ranks=4))
     assert {moment.held[PARAMETERS] for moment in memory.moments} == {(3 * BLOCK + NORM) // 4}
-    assert max(moment.held[FULL] for moment in memory.moments) == BLOCK + NORM  # one is full, the next is on its way
+    # One is full, the next is on its way: the buffer of a gather of one tensor becomes the full parameter.
+    assert max(moment.held[FULL] for moment in memory.moments) == 2 * BLOCK + NORM
     assert memory.moments[-1].held[GRADIENTS] == (3 * BLOCK + NORM) // 4
 
 
@@ -287,7 +288,7 @@ def test_messages_that_are_received_where_they_belong_stage_nothing_but_small_te
         )
         for transport in ("collective", SEND_RECV)
     }
-    assert most["collective"] >= 2 * BLOCK  # of an all-gather's result beside a reduction's input
+    assert most["collective"] >= BLOCK  # of a reduction's input; an all-gather's result becomes the full parameter
     assert most[SEND_RECV] == pooled(BLOCK // 2)  # gradients that another rank has sent
 
 

@@ -1,0 +1,106 @@
+"""The memory of full parameters: allocated and freed under storages that stay the same objects from step to step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
+from shardwise.fsdp.param import ShardedParam
+from shardwise.layout import Bucket, row_major
+
+_RESHARDED = (
+    "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it, or read the "
+    "parameter where it is unsharded."
+)
+
+
+class FullBuffer:
+    """The memory of the full parameters of one bucket, which is allocated and freed under one storage object.
+
+    Autograd saves references to the storage, so that must be the same object in forward and backward.
+
+    Attributes:
+        is_shared: the full parameters are the shards themselves.
+        is_held: the memory is allocated.
+        copied_bytes: what the last gather of the packing copied into full parameters; of its first buffer only.
+    """
+
+    def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:
+        """Make a buffer without memory; ``is_shared``: it needs none, since the full parameters are the shards."""
+        self._pooled: PooledBuffer | None = None
+        self.is_shared = self.is_held = is_shared
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        if not is_shared:  # without this, a kernel that reads the storage while it has no memory crashes the process
+            torch_private.refuse_reads(self._storage, _RESHARDED)
+        self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
+        self.copied_bytes = 0
+        self._dtype = dtype
+        self._flat: torch.Tensor | None = None
+
+    def hold(self, pool: BufferPool, gathered: PooledBuffer | None = None) -> torch.Tensor:
+        """Take memory from ``pool``, or that of ``gathered``, unless there is some already; return the 1-D buffer."""
+        if self._pooled is None:
+            self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
+            self.is_held, self.copied_bytes = True, 0
+            torch_private.swap_storage(self._storage, self._pooled.storage)
+            if self._flat is None:
+                with torch.inference_mode(False):
+                    empty = torch.empty(0, dtype=self._dtype, device=self._storage.device)
+                    self._flat = empty.set_(self._storage, 0, (self.num_bytes // self._dtype.itemsize,), (1,))
+        assert self._flat is not None
+        return self._flat
+
+    def take_over(self, gathered: PooledBuffer) -> bool:
+        """Use the memory of ``gathered``; return False if there is memory already, which must stay where it is."""
+        if self.is_held or gathered.pool is None:
+            return False
+        self.hold(gathered.pool, gathered)
+        return True
+
+    def drop(self) -> None:
+        """Return the memory to its pool; tensors on it must not be read until the next :meth:`hold`."""
+        if self._pooled is not None:
+            pooled, self._pooled = self._pooled, None
+            self.is_held = self.is_shared
+            torch_private.swap_storage(self._storage, pooled.storage)
+            pooled.release()
+
+    @property
+    def num_holders(self) -> int:
+        """The number of tensors that use this memory; 0 if the full parameters are the shards, which are never freed."""
+        return 0 if self.is_shared else torch_private.storage_use_count(self._storage)
+
+    def lose(self) -> object:
+        """Release the memory without returning it to the pool, since a peer may still write to it; return its owner."""
+        if self._pooled is None:
+            return None
+        pooled, self._pooled = self._pooled, None
+        self.is_held = self.is_shared
+        torch_private.swap_storage(self._storage, pooled.storage)
+        return pooled.lose()
+
+
+def make_full_parameter(
+    memory: torch.Tensor, offset: int, param: ShardedParam, stride: tuple[int, ...] | None = None
+) -> nn.Parameter:
+    """Return the full parameter of ``param``: a window of ``memory`` with a version counter of its own.
+
+    ``offset``: its first element.  ``stride``: its strides; None: row-major.
+    """
+    shape = param.shard.shape
+    with torch.inference_mode(False), torch.no_grad():
+        # set_ instead of a view: a gather into ``memory`` must not bump the version counter of saved tensors.
+        local = torch.empty(0, dtype=memory.dtype, device=memory.device)
+        local.set_(
+            memory.untyped_storage(),
+            memory.storage_offset() + offset,
+            shape,
+            row_major(shape) if stride is None else stride,
+        )
+        if param.inner_spec is not None:
+            local = torch_private.dtensor_from_local(local, param.inner_spec)
+        full = nn.Parameter(local, requires_grad=param.sharded.requires_grad)
+    torch_private.give_attributes(param.attributes, full)
+    return full
