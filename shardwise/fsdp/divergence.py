@@ -34,7 +34,7 @@ from shardwise.consistency.process_groups import gather_objects, largest_words
 from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.flat_buffer import FullBuffer
+from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions

@@ -22,7 +22,6 @@ from shardwise.fsdp.extension import ExtensionParams
 from shardwise.fsdp.flat_buffer import (
     Delivery,
     FlatBucket,
-    FullBuffer,
     Packing,
     ParamStorage,
     ReduceLayout,
@@ -30,6 +29,7 @@ from shardwise.fsdp.flat_buffer import (
     Shards,
     SubBucket,
 )
+from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
 from shardwise.fsdp.param import ShardedParam, Swap, mark_full, mark_sub
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
