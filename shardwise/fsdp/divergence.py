@@ -116,7 +116,8 @@ class Divergence:
     Args:
         exec_order, reductions, comm_ctx: those of the engine.
         group: a gloo group of all ranks of the engine.
-        serve_pass: ``serve_pass(kind)`` takes part in a pass that only other ranks run; it calls :meth:`enter` and :meth:`end`.
+        calls: ``serve_pass(kind)``, which takes part in a pass that only other ranks run and calls :meth:`enter` and
+            :meth:`end`; ``reset()``, which cleans up after a failure and calls :meth:`abort`.
 
     Attributes:
         schedule: the schedule of the running pass.
@@ -131,10 +132,10 @@ class Divergence:
         reductions: Reductions,
         comm_ctx: CommContext,
         group: dist.ProcessGroup,
-        serve_pass: Callable[[PassKind], None],
+        calls: tuple[Callable[[PassKind], None], Callable[[], None]],
     ) -> None:
         self._exec_order, self._reductions, self._comm_ctx, self.group = exec_order, reductions, comm_ctx, group
-        self._serve_pass = serve_pass
+        self._serve_pass, self._reset = calls
         self._units: Sequence[Unit] = exec_order.units
         params = [param for unit in self._units for param in unit.params]
         self._places = {param: place for place, param in enumerate(params)}
@@ -236,7 +237,7 @@ class Divergence:
         if self._planned[0] != (plan, links):
             self._planned = (plan, links), {}
             for unit in self._units:
-                unit.schedule = None if unit.is_read_by_peers else self.schedule
+                unit.schedule = None if unit.is_read_by_peers(links) else self.schedule
         calls = self._planned[1].get((kind, self._syncs))
         if calls is None:
             calls = self._planned[1][kind, self._syncs] = self._calls_of(kind)
@@ -297,7 +298,7 @@ class Divergence:
         self._serve_until(at)
         schedule.cursor += 1
         early = self._reductions.early_params
-        self._used.update(gradients, unit.earlier.held, early)
+        self._used.update(gradients, unit.earlier.held, unit.earlier.partial, self._reductions.partial_params, early)
         for group in unit.groups:
             unit.add_zeros(group, gradients, early)
         return True
@@ -305,12 +306,15 @@ class Divergence:
     def end(self, ran_here: bool = True) -> None:
         """Serve the other ranks until none needs anything more in this pass; ``ran_here``: this rank runs the pass, too."""
         schedule = self.schedule
-        while True:
-            self._serve_until(len(schedule.gathers) - 1)
-            num_calls = len(schedule.gathers)
-            said = self._round([])
-            if len(schedule.gathers) == num_calls:
-                break
+        said, num_calls = list[int](), 0
+        try:
+            while len(schedule.gathers) != num_calls:
+                num_calls = len(schedule.gathers)
+                self._serve_until(num_calls - 1)
+                said = self._round([])
+        except BaseException:
+            self._reset()
+            raise
         while self._given:
             self._given.popleft().drop()
         self.is_open = False

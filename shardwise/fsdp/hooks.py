@@ -28,7 +28,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.clip import before_norms
 from shardwise.fsdp.engine import Engine, live_engines
 from shardwise.fsdp.reductions import check_weights
-from shardwise.fsdp.roots import SHARES_BUFFERS, Attachment, Pass, attachment_of, live_engine, roots_to_come
+from shardwise.fsdp.roots import SHARES_BUFFERS, Attachment, Pass, attachment_of, diverging, live_engine, roots_to_come
 from shardwise.fsdp.unit import is_in_backward
 from shardwise.observe import listeners, log_for_torch, logger
 from shardwise.torch_private import beside_transforms, innermost_transform, is_profiling
@@ -575,13 +575,13 @@ def leave_interrupted(engine: Engine | None) -> None:
 
 def serve_others(params: Sequence[torch.Tensor]) -> None:
     """Serve the passes that other ranks still run, before gradients of ``params`` are read: they are not complete yet."""
-    if not roots_to_come and all(engine.divergence is None for engine in live_engines):
+    if not (roots_to_come or diverging):
         return
     ids = {*map(id, params)}
     for attachment in list(roots_to_come):
         if not ids.isdisjoint([id(param) for module in attachment.unit.modules for param in module.parameters()]):
             live_engine(attachment)  # other ranks run a first forward that this one does not run
-    for engine in live_engines:
+    for engine in list(diverging):
         mine = (param for unit in engine.units for param in unit.params)
         if engine.divergence is not None and any(id(param.sharded) in ids for param in mine):
             engine.divergence.begin(None)

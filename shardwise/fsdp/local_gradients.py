@@ -184,7 +184,7 @@ class EarlierGradients:
 
     def keep_partial(self, sums: Gradients) -> None:
         """Store ``sums`` over the shard axis for a later backward; they include the sums stored before."""
-        self.partial.update(sums)
+        self.partial = add_gradients(self.partial, sums)  # a backward may have reduced a unit twice
 
     def take(self, params: Iterable[ShardedParam]) -> tuple[Gradients, Gradients]:
         """Remove and return all unsynced gradients, and the partial sums of their parameters and of ``params``."""

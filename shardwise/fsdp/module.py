@@ -470,7 +470,9 @@ class FSDPModule(_Base):
                 f"set_allow_rank_divergence must be called on the root module; this is '{attachment.unit.name}'"
             )
         attachment.unit.may_diverge = enabled
-        (roots_to_come.add if enabled and not attachment.is_root else roots_to_come.discard)(attachment)
+        roots_to_come.pop(attachment, None)
+        if enabled and not attachment.is_root:
+            roots_to_come[attachment] = None
         if attachment.is_root:
             set_divergence(self._engine(), enabled)
 
@@ -483,7 +485,14 @@ class FSDPModule(_Base):
         Args:
             kwargs: ``divide_by_initial_world_size`` (True): average gradients over all ranks; False: over those that have
                 not left the body.
+
+        Raises: ConfigError if the ``Join`` has other objects, too.
         """
+        if torch_private.num_joinables() > 1:
+            raise ConfigError(
+                "Join was given a sharded model and other objects, whose passes and steps a rank that has left cannot tell "
+                "apart. Write Join([model]) around the forwards and backwards of a step, and step after it; two models need a root"
+            )
         attachment = self._attachment()
         attachment.unit.may_diverge = True
         engine = live_engine(attachment)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -481,12 +481,12 @@ class ParamGroup:
             return None
         return comm.all_gather(delivery)
 
-    @property
-    def is_read_by_peers(self) -> bool:
-        """True if ranks read each other's shards without help, or have all of them."""
-        if self.packing is None or not self.is_collective:
+    def is_read_by_peers(self, links: Container[str]) -> bool:
+        """Return True if ranks read each other's shards without help, by one of the open ``links``, or have all of them."""
+        comm = self.comm.shards
+        if self.packing is None or comm is None:
             return True
-        link = self._planned_link(self.packing)
+        link = self._planned_link(self.packing) if comm.packed.group.group_name in links else None
         return link is not None and link.is_one_sided
 
     def give_shards(self) -> tuple[Handle, Sequence[FullBuffer]] | None:

@@ -335,6 +335,12 @@ class Reductions:
         """The parameters whose gradients are being reduced, of a unit whose backward still runs."""
         return frozenset() if self._early is None else self._early.params
 
+    @property
+    def partial_params(self) -> frozenset[ShardedParam]:
+        """Parameters with pending sums of earlier backwards over the shard axis."""
+        pending = [each for launch in self._deferred for each in launch.reductions if each.is_partial]
+        return frozenset([param for each in pending for param in each.params])
+
     def scale_launched(self, factor: float) -> None:
         """Multiply the gradients of this backward by ``factor``."""
         for launch in self._launched:

@@ -161,8 +161,7 @@ def new_engine(units: list[Unit]) -> Engine:
     policies = _policies(units)
     if mismatch_check is not None and policies:
         mismatch_check.check_facts("compression policies", policies, engine.exec_order.position())
-    if units and units[0].may_diverge:
-        set_divergence(engine, True)
+    set_divergence(engine, bool(units) and units[0].may_diverge)
     return engine
 
 
@@ -172,11 +171,18 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     Raises: ConfigError if the dtype of some gradients is unknown, so that a rank without them could not send zeros.
     """
     check = engine.exec_order.mismatch_check
-    if is_allowed is (engine.divergence is not None) or check is None:
+    if check is None:
+        return
+    check.check_facts(
+        "set_allow_rank_divergence", [f"set_allow_rank_divergence({is_allowed})"], engine.exec_order.position()
+    )
+    if is_allowed is (engine.divergence is not None):
         return
     for unit in engine.units:
         unit.may_diverge, unit.schedule = is_allowed, None
+        unit.reshard()  # ranks that took different ways differ in what is full
     engine.divergence = engine.reductions.schedule = None
+    diverging.pop(engine, None)
     engine.exec_order.allow_divergence(is_allowed)
     for unit in engine.units if is_allowed else ():
         for group in unit.groups:
@@ -196,23 +202,29 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
         assert found is not None  # its divergence calls
         _serve_pass(found, kind)
 
+    def reset() -> None:
+        found = this()
+        if found is not None:
+            found.reset()
+
     group = group_of(check.members, "gloo")
-    engine.divergence = Divergence(engine.exec_order, engine.reductions, engine.comm_ctx, group, serve)
+    diverging[engine] = None
+    engine.divergence = Divergence(engine.exec_order, engine.reductions, engine.comm_ctx, group, (serve, reset))
 
 
 def _serve_pass(engine: Engine, kind: PassKind) -> None:
     """Take part in a pass that only other ranks run: serve this rank's shards, with gradients of zero."""
     divergence = engine.divergence
     assert divergence is not None
-    if kind == "forward":
-        engine.enter_pass(kind)
-        divergence.end(ran_here=False)
-        engine.leave_pass()
-        return
-    engine.stash_gradients()
+    params: list[ShardedParam] = []
     try:
+        if kind == "backward":
+            engine.stash_gradients()
         engine.enter_pass(kind)
         divergence.end(ran_here=False)
+        if kind == "forward":
+            engine.leave_pass()
+            return
         params = engine.commit() if engine.is_last_backward else engine.defer()
     except BaseException:
         engine.abort_backward()
@@ -450,8 +462,10 @@ class Attachment:
         return result
 
 
-# Roots that let ranks take different ways, and have not run a forward on this rank.
-roots_to_come: weakref.WeakSet[Attachment] = weakref.WeakSet()
+# Where ranks may take different ways, in an order that is the same on all ranks: roots that have not run a forward on this
+# rank, and engines.
+roots_to_come: weakref.WeakKeyDictionary[Attachment, None] = weakref.WeakKeyDictionary()
+diverging: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
 
 
 def is_managed_by_torch(module: nn.Module) -> bool:
@@ -766,6 +780,10 @@ def _become_root(attachment: Attachment) -> Engine:
     root = modules[0]
     attachments = _attachments_in(root, attachment)
     for inner in attachments[1:]:
+        if inner.unit.may_diverge:
+            raise StateError(
+                f"set_allow_rank_divergence must be called on the root; it was called on {_path_in(root, inner)}"
+            )
         if inner.is_root is not None and engine_of(inner.unit) is not None:
             raise StateError(
                 f"FSDP state has already been lazily initialized for {inner.unit.name or _path_in(root, inner)}\n"
@@ -796,7 +814,7 @@ def _become_root(attachment: Attachment) -> Engine:
             _inherit(engine, inner.engine)
         inner.is_root, inner.engine = False, None
     attachment.is_root, attachment.engine = True, engine
-    roots_to_come.discard(attachment)
+    roots_to_come.pop(attachment, None)
     return engine
 
 

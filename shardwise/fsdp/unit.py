@@ -797,10 +797,9 @@ class Unit:
         self.backward.leave(is_late, not self.policy.reshard_after_backward)
         return taken
 
-    @property
-    def is_read_by_peers(self) -> bool:
-        """True if no rank takes part in an all-gather of another: it reads the shards itself."""
-        return all(group.is_read_by_peers for group in self.groups)
+    def is_read_by_peers(self, links: Container[str]) -> bool:
+        """Return True if ranks read each other's shards without help; ``links``: names of the groups whose links are open."""
+        return all(group.is_read_by_peers(links) for group in self.groups)
 
     def add_zeros(self, group: ParamGroup, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
         """Add zeros for trainable parameters without a gradient, except for those that were ``sent`` already."""

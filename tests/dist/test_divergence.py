@@ -15,8 +15,9 @@ from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import FSDPModule, fully_shard, replicate, shard_model
+from shardwise import ConfigError, DesyncError, FSDPModule, StateError, fully_shard, replicate, shard_model
 
 TRANSPORTS = ("auto", "gloo", "collective")
 WAYS = ("sharded", "kept", "int", "hsdp", "replicate", "shard_model")
@@ -83,8 +84,8 @@ class Wide(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]) for _ in range(num_blocks))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+    def forward(self, x: torch.Tensor, num_blocks: int = 99) -> torch.Tensor:
+        for block in self.blocks[:num_blocks]:
             x = block(x)
         return x
 
@@ -115,8 +116,109 @@ def calls_of_a_step(num_blocks: int, transport: str, is_on: bool) -> int:
     return fewest
 
 
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_a_rank_whose_collectives_are_watched_makes_all_use_them() -> None:
+    """Shared memory is not used then, so a skipped unit is gathered for the others."""
+    model, plain = sharded("sharded"), Divergent()
+    with Watching() if dist.get_rank() else nullcontext():
+        found = on_all(tower(2), model)
+    torch.manual_seed(0)
+    assert_same(found, alone(tower(2), plain), [name for name, _ in plain.named_parameters()])
+
+
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 @on_ranks(2)
 def test_ranks_that_take_the_same_way_make_no_more_calls_per_unit(transport: str) -> None:
     off, on = ([calls_of_a_step(num, transport, is_on) for num in (3, 6)] for is_on in (False, True))
     assert on[1] - on[0] == off[1] - off[0] > 0, (on, off)
+
+
+@on_ranks(4)
+def test_sums_over_the_shard_axis_stay_where_a_later_backward_uses_a_unit_on_no_rank() -> None:
+    grads: list[torch.Tensor] = []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        model = Wide(2)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        root = fully_shard(model, mesh=mesh)
+        root.set_allow_rank_divergence(is_on)
+        for step in range(2):
+            model.zero_grad()
+            for micro in range(3):
+                root.set_requires_all_reduce(micro == 2)
+                model(torch.ones(2, 4), 1 if step and micro == 1 else 2).sum().backward()
+        grads.append(cast(Any, model.blocks[1])[0].weight.grad.full_tensor())
+    assert torch.equal(*grads)
+
+
+@on_ranks(2)
+def test_several_roots_under_one_optimizer_are_served_in_one_order() -> None:
+    keep, models = [], []
+    for _ in range(8):
+        models.append(fully_shard(nn.Linear(4, 4)))
+        models[-1].set_allow_rank_divergence(True)
+        keep.append([object() for _ in range(1000 * dist.get_rank())])  # addresses differ between ranks
+    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+    for _ in range(2):
+        x = torch.ones(2, 4)
+        for model in models:
+            x = model(x)
+        x.sum().backward()
+        optimizer.step()
+    assert len(keep) == 8
+
+
+@on_ranks(2)
+def test_the_switch_goes_off_after_ranks_took_different_ways() -> None:
+    model = sharded("kept", "gloo")
+    with Join([cast(Any, model)]), torch.no_grad():
+        if dist.get_rank() == 0:
+            model(torch.ones(2, 5, dtype=torch.float64), Way())
+    cast(FSDPModule, model).set_allow_rank_divergence(False)
+    model(torch.ones(2, 5, dtype=torch.float64), Way()).sum().backward()
+
+
+@on_ranks(2)
+def test_a_join_of_several_objects_is_refused() -> None:
+    models = [fully_shard(nn.Linear(4, 4)) for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"Join\(\[model\]\)"):
+        Join(cast(Any, models))
+
+
+@on_ranks(2)
+def test_an_inner_module_cannot_have_the_switch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0]).set_allow_rank_divergence(True)
+    fully_shard(model)
+    with pytest.raises(StateError, match="must be called on the root; it was called on 0"):
+        model(torch.ones(2, 4))
+
+
+@on_ranks(2, group_timeout_s=20)
+def test_ranks_that_differ_in_the_switch_are_told() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    model.set_allow_rank_divergence(dist.get_rank() == 0)
+    with pytest.raises(DesyncError, match="set_allow_rank_divergence"):
+        model(torch.ones(2, 4))
+
+
+@on_ranks(4)
+def test_sums_over_the_shard_axis_add_up_where_a_backward_reduces_a_unit_twice() -> None:
+    """Ranks run the layers in opposite orders, and reduce over the replicas in the second microbatch alone."""
+    model, plain = sharded("hsdp"), Divergent()
+    torch.manual_seed(0)
+    orders = [Way((0, 1)), Way((1, 0)), Way((0, 1)), Way((1, 0))]
+    steps = [[[way, Way((0, 1))] for way in orders] for _ in range(3)]
+
+    def before_micro(step: int, micro: int, count: int) -> None:
+        cast(FSDPModule, model).set_requires_all_reduce(micro == count - 1)
+
+    found = on_all(steps, model, before_micro=before_micro)
+    assert_same(found, alone(steps, plain), [name for name, _ in plain.named_parameters()])
