@@ -491,7 +491,7 @@ class FSDPModule(_Base):
         if torch_private.num_joinables() > 1:
             raise ConfigError(
                 "Join was given a sharded model and other objects, whose passes and steps a rank that has left cannot tell "
-                "apart. Write Join([model]) around the forwards and backwards of a step, and step after it; two models need a root"
+                "apart. Write Join([model]) around the forwards and backwards of a step, then step; two models need one root"
             )
         attachment = self._attachment()
         attachment.unit.may_diverge = True
