@@ -428,3 +428,12 @@ class ServeHook(JoinHook):
         cast(Any, self._module)._join_config = torch_private.no_join()
         if self._divergence is not None:
             self._divergence.notify, self._divergence.divides_by_all = _nothing, True
+
+
+def refuse_manual(is_manual: bool) -> None:
+    """Raise StateError if ``is_manual``: ranks could not tell when the backward that user code finalizes has ended."""
+    if is_manual:
+        raise StateError(
+            "set_manual_backward_finalization and set_allow_rank_divergence are both on: other ranks could not know when a "
+            "backward is over that finalize_backward() ends. Use one of them"
+        )

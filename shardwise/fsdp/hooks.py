@@ -26,9 +26,18 @@ from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import StateError
 from shardwise.fsdp.clip import before_norms
+from shardwise.fsdp.divergence import refuse_manual
 from shardwise.fsdp.engine import Engine, live_engines
 from shardwise.fsdp.reductions import check_weights
-from shardwise.fsdp.roots import SHARES_BUFFERS, Attachment, Pass, attachment_of, diverging, live_engine, roots_to_come
+from shardwise.fsdp.roots import (
+    SHARES_BUFFERS,
+    Attachment,
+    Pass,
+    attachment_of,
+    diverging,
+    live_engine,
+    roots_to_come,
+)
 from shardwise.fsdp.unit import is_in_backward
 from shardwise.observe import listeners, log_for_torch, logger
 from shardwise.torch_private import beside_transforms, innermost_transform, is_profiling
@@ -41,6 +50,7 @@ def set_manual(engine: Engine, is_manual: bool) -> None:
 
     Raises: StateError if that changes while gradients of a backward are not set.
     """
+    refuse_manual(is_manual and engine.divergence is not None)
     engine.manual.set_on(is_manual, engine.watch.is_running or is_in_backward(), engine.reductions.has_deferred)
 
 

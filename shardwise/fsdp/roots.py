@@ -33,7 +33,7 @@ from shardwise.consistency.agreement import MismatchCheck, Position, open_number
 from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.divergence import Divergence
+from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.initial_values import compare_beginnings
 from shardwise.fsdp.mesh import MeshAxes
@@ -207,7 +207,10 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
         if found is not None:
             found.reset()
 
-    group = group_of(check.members, "gloo")
+    refuse_manual(engine.manual.is_on)
+    group = _groups.get(engine)
+    if group is None:
+        group = _groups[engine] = group_of(check.members, "gloo")
     diverging[engine] = None
     engine.divergence = Divergence(engine.exec_order, engine.reductions, engine.comm_ctx, group, (serve, reset))
 
@@ -466,6 +469,7 @@ class Attachment:
 # rank, and engines.
 roots_to_come: weakref.WeakKeyDictionary[Attachment, None] = weakref.WeakKeyDictionary()
 diverging: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Engine, dist.ProcessGroup] = weakref.WeakKeyDictionary()  # in which these speak
 
 
 def is_managed_by_torch(module: nn.Module) -> bool:
@@ -813,6 +817,7 @@ def _become_root(attachment: Attachment) -> Engine:
                 )
             _inherit(engine, inner.engine)
         inner.is_root, inner.engine = False, None
+    refuse_manual(engine.divergence is not None and engine.manual.is_on)
     attachment.is_root, attachment.engine = True, engine
     roots_to_come.pop(attachment, None)
     return engine
