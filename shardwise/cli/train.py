@@ -155,7 +155,14 @@ def stop_on_signals(second_ends: bool) -> Generator[Callable[[], int], None, Non
 # ---- The options of ``shardwise train``, read into a frozen request.
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKmMgG]?)(?:i?[bB])?")
-_SIZES = {"preset": "model", "layers": "layers", "width": "width", "heads": "heads"}
+_SIZES = {
+    "preset": "model",
+    "layers": "layers",
+    "width": "width",
+    "heads": "heads",
+    "experts": "experts",
+    "top_k": "top-k",
+}
 DEVICES = ("auto", "cpu", "cuda")
 _NOT_CONFIG = frozenset(
     {
@@ -236,6 +243,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         ("width", "features per position; divisible by --heads"),
         ("heads", "attention heads"),
         ("context", "bytes, or tokens, that the model sees at once"),
+        (
+            "experts",
+            "make the MLP of every block a mixture of N experts, each a unit (default: 0)",
+        ),
+        ("top-k", "experts that each position uses (default: 1)"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
 
@@ -619,6 +631,11 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     if request.only == "plan":
         from shardwise.cli.plan import plan_training
 
+        if request.config.model.experts:
+            raise ConfigError(
+                f"--plan does not go with --experts {request.config.model.experts}: what experts compute and hold depends on "
+                "the text. Plan a model without experts, or run a few steps: the run ends with its measured memory."
+            )
         check_ranks(request.config, nproc)
         return plan_training(request.config, nproc, device_type)
     _check_memory(request, device_type, nproc, nproc)

@@ -24,12 +24,17 @@ ENGINE_SHARDS = frozenset({"full", "hybrid", "replicate"})  # those of our own e
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of the GPT: ``width`` features, ``heads`` heads, ``layers`` blocks, ``context`` bytes of input."""
+    """The sizes of the GPT: ``width`` features, ``heads`` heads, ``layers`` blocks, ``context`` bytes of input.
+
+    With ``experts`` above 0 the MLP of a block is a mixture of that many, of which each position uses ``top_k``.
+    """
 
     layers: int
     width: int
     heads: int
     context: int
+    experts: int = 0
+    top_k: int = 1
 
 
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
@@ -104,6 +109,10 @@ def check_config(config: TrainConfig) -> None:
             f"--width {shape.width} is not divisible by --heads {shape.heads}: each head needs the same whole number "
             f"of features. Try --width {math.ceil(shape.width / shape.heads) * shape.heads}."
         )
+    if shape.experts < 0:
+        raise ConfigError(f"--experts is {shape.experts}, expected 0 or more; 0: one MLP per block, without a router.")
+    if not 1 <= shape.top_k <= max(shape.experts, 1):
+        raise ConfigError(f"--top-k is {shape.top_k}, expected at least 1 and at most --experts, {shape.experts}.")
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected at least 1.")
@@ -141,6 +150,8 @@ def _check_own_model(config: TrainConfig) -> None:
 
 
 def _check_together(config: TrainConfig) -> None:
+    if config.model.experts:
+        _check_experts(config)
     if config.offload and config.shard not in ENGINE_SHARDS:
         raise ConfigError(
             f"--offload does not go with --shard {config.shard}: only the engine behind --shard full, hybrid and "
@@ -157,6 +168,23 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(
             f"--tp {config.tp} does not divide --heads {config.model.heads} (--width {config.model.width}): every rank "
             f"of a tensor-parallel group computes the same number of whole heads. Choose a divisor of --heads."
+        )
+
+
+def _check_experts(config: TrainConfig) -> None:
+    other, reason = "", ""
+    if config.shard not in ENGINE_SHARDS:
+        other, reason = (
+            f"--shard {config.shard}",
+            "only --shard full, hybrid and replicate let ranks run different experts",
+        )
+    elif config.tp > 1:
+        other, reason = f"--tp {config.tp}", "it splits one MLP per block"
+    elif config.compile:
+        other, reason = "--compile", "the number of positions of an expert changes in each step"
+    if other:
+        raise ConfigError(
+            f"{other} does not go with --experts {config.model.experts}: {reason}. Leave one of them out."
         )
 
 

@@ -144,6 +144,29 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+class Experts(nn.Module):
+    """A mixture of MLPs: a router sends each position to ``top_k`` of them, and weights their outputs.
+
+    Shape: (batch, time, width) -> the same.  Source: Switch Transformer, arXiv 2101.03961, without its auxiliary loss.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.top_k = shape.top_k
+        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.experts = nn.ModuleList(MLP(shape) for _ in range(shape.experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = x.flatten(0, 1)
+        weights, chosen = self.router(inputs).float().softmax(-1).topk(self.top_k)
+        output = torch.zeros_like(inputs)
+        for number in chosen.unique().tolist():  # ranks have different text, and so different experts
+            position, place = (chosen == number).nonzero(as_tuple=True)
+            weighted = self.experts[number](inputs[position]) * weights[position, place, None]
+            output = output.index_add(0, position, weighted.to(output.dtype))
+        return output.view_as(x)
+
+
 class GPTBlock(nn.Module):
     """Attention and MLP, each on a normalised input and added to the residual stream.
 
@@ -157,7 +180,7 @@ class GPTBlock(nn.Module):
         self.attention_norm = nn.LayerNorm(shape.width)
         self.attention = Attention(shape)
         self.mlp_norm = nn.LayerNorm(shape.width)
-        self.mlp = MLP(shape)
+        self.mlp = Experts(shape) if shape.experts else MLP(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -202,7 +225,7 @@ def build_gpt(shape: ModelShape, seed: int, *, recompute: bool = False, vocabula
         if parameter.dim() < 2:
             nn.init.constant_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
             continue
-        is_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        is_residual = name.endswith(("attention.out.weight", "down.weight"))
         std = 0.02 / math.sqrt(2 * shape.layers) if is_residual else 0.02
         nn.init.normal_(parameter, std=std, generator=generator)
     return model

@@ -361,8 +361,11 @@ def setting_of(config: TrainConfig, num_ranks: int, route: str = "") -> Setting:
 def planned_memory(config: TrainConfig, vocabulary: int, ranks: RunRanks, model: nn.Module) -> RankMemory | None:
     """Return a rank's planned memory over a step of the run; ``model``: the running one, for its routes.
 
-    None if a model of the user does not run on the meta device or on fake tensors.
+    None if a model of the user does not run on the meta device or on fake tensors, and for experts: what they compute
+    depends on the text.
     """
+    if config.model.experts:
+        return None
     route = ""
     if config.shard in ENGINE_SHARDS:
         route = next((row.route for row in describe_units(model).rows[::-1] if row.route), "")
@@ -435,7 +438,8 @@ class LeastBytes:
 def count_gpt_parameters(shape: ModelShape, vocabulary: int) -> int:
     """Return how many parameters the GPT of ``shape`` has over ``vocabulary`` tokens."""
     width = shape.width
-    block = 12 * width**2 + 13 * width
+    mlp, router = 8 * width**2 + 5 * width, shape.experts * width
+    block = 4 * width**2 + 8 * width + max(shape.experts, 1) * mlp + router
     return shape.layers * block + width * (2 * vocabulary + shape.context + 2)
 
 

@@ -32,6 +32,7 @@ from shardwise import (
     OffloadPolicy,
     ZeroRedundancyOptimizer,
     clip_grad_norm_,
+    fully_shard,
     policy,
     replicate,
     shard_model,
@@ -44,7 +45,7 @@ from shardwise.fsdp.shard_model import families_of
 from shardwise.plan.grouping import repeated_blocks
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.data import first_line
-from shardwise.recipes.gpt import GPT, GPTBlock, logits_of
+from shardwise.recipes.gpt import GPT, Experts, GPTBlock, logits_of
 from shardwise.recipes.run_folder import find_module
 
 # ---- The exchanges between ranks that a training loop needs in addition to its gradients.
@@ -229,6 +230,11 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     return [model.get_submodule(child.path) for child in children]
 
 
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """Return the experts of the GPT, each of which becomes a unit."""
+    return [expert for module in model.modules() if isinstance(module, Experts) for expert in module.experts]
+
+
 def load_init(path: str, plain: nn.Module) -> None:
     """Load safetensors weights, a file or a folder with ``model.safetensors`` or its index.  Collective.
 
@@ -392,15 +398,22 @@ def _engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def _shard_fully(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
-    sharded = shard_model(model, min_unit_bytes=config.min_unit_bytes, **_engine_options(config, mesh))
-    sharded.set_transport(check_transport(config.transport))
-    return sharded
+    options = _engine_options(config, mesh)
+    for expert in experts_of(model):
+        fully_shard(expert, **options)
+    return _with_options(shard_model(model, min_unit_bytes=config.min_unit_bytes, **options), config)
 
 
 def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
-    for module in (*blocks_of(model), model):
+    for module in (*experts_of(model), *blocks_of(model), model):
         replicate(module, **_engine_options(config, mesh))
-    cast(FSDPModule, model).set_transport(check_transport(config.transport))
+    return _with_options(cast(FSDPModule, model), config)
+
+
+def _with_options(model: FSDPModule, config: TrainConfig) -> FSDPModule:
+    model.set_transport(check_transport(config.transport))
+    if config.model.experts:
+        model.set_allow_rank_divergence(True)
     return model
 
 

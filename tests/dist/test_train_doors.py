@@ -185,6 +185,33 @@ def test_a_resume_on_as_many_ranks_gives_the_same_losses_to_the_bit_and_bf16_tra
             assert mine[key] == pytest.approx(loss, rel=0.05), (shard, key)  # Adam's first steps amplify rounding
 
 
+def test_experts_train_as_on_one_process_and_go_on_behind_every_api_that_takes_them(
+    pool: WorkerPool, text: Path, tmp_path: Path
+) -> None:
+    shape = dataclasses.replace(BASE.model, experts=9, top_k=2)
+    config = dataclasses.replace(BASE, data=str(text), model=shape, min_unit_bytes=0)
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    pool.run(run_jobs, num_ranks=1, jobs=[Job(Start(out=alone), config)])
+    (printed,) = pool.run(run_jobs, num_ranks=2, jobs=[Job(Start(out=both), config)])[0]
+    _assert_same_curve(both, alone)
+    assert {f"blocks.{block}.mlp.experts.{expert}" for block in (0, 1) for expert in range(9)} < {*_unit_names(printed)}
+    assert "memory of step " in printed
+    assert ", planned " not in printed
+    again = _continue(both, tmp_path / "again", CUT, min_unit_bytes=0)
+    bf16 = dataclasses.replace(config, dtype="bf16", recompute=True)
+    pool.run(run_jobs, num_ranks=2, jobs=[again, Job(Start(out=tmp_path / "bf16"), bf16)])
+    assert _losses(tmp_path / "again") == _losses(both)
+    assert _losses(tmp_path / "bf16") == pytest.approx(_losses(both), rel=0.05)
+    more: dict[str, object] = {"accumulate": 2, "recompute": True, "min_unit_bytes": 0}
+    there = {
+        shard: _continue(both, tmp_path / shard, CUT, shard=shard, transport=transport, **more, offload=shard != "full")
+        for shard, transport in (("full", "collective"), ("hybrid", "gloo"), ("replicate", "auto"))
+    }
+    pool.run(run_jobs, num_ranks=4, jobs=list(there.values()))
+    for shard in there:
+        _assert_same_curve(tmp_path / shard, both)
+
+
 def test_where_no_code_can_be_generated_a_run_says_so_and_goes_on(pool: WorkerPool, base: Path, tmp_path: Path) -> None:
     job = _continue(base, tmp_path / "run", CUT, compile=True, compile_backend="no_such_backend")
     (printed,) = pool.run(run_jobs, num_ranks=1, jobs=[job])[0]

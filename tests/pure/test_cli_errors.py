@@ -59,6 +59,8 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
         (["--shard", "none", "--offload"], "--offload does not go with --shard none"),
         (["--shard", "optimizer", "--tp", "2"], "--tp 2 does not go with --shard optimizer"),
         (["--tp", "4"], "--tp 4 does not divide --heads 6"),
+        (["--experts", "4", "--plan"], "--plan does not go with --experts 4"),
+        (["--model-from", "a:b", "--top-k", "2"], "--top-k: of shardwise's own GPT"),
         (["--tp", "2", "--nproc", "3"], "--tp 2 does not divide the number of ranks, 3"),
         (["--tp", "2", "--nproc", "4", "--batch", "3"], "not divisible by 2 data-parallel rank(s)"),
         (["--shard", "hybrid", "--nproc", "2"], "cannot lay 2 data-parallel rank(s) out as --replicas 2"),

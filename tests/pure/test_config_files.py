@@ -140,6 +140,7 @@ def tomllib() -> ModuleType:
 
 def test_the_printed_config_is_toml_that_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "small", "--context", "32", "--lr", "1e-5", "--offload", "--device", "cpu", "--nproc", "2"]
+    words += ["--experts", "4", "--top-k", "2"]
     words += ["--text-column", 'a "quoted"\\ n\x7fame \U0001f600', "--data", "some/text"]
     assert main(["train", "--print-config", *words]) == 0
     printed = capsys.readouterr().out

@@ -17,7 +17,7 @@ SHAPE = ModelShape(layers=3, width=32, heads=4, context=16)
 CPU = MemoryLimit(1_000_000, None, "a rank has 1 MB")
 
 
-@pytest.mark.parametrize("shape", [SHAPE, ModelShape(1, 8, 1, 5)])
+@pytest.mark.parametrize("shape", [SHAPE, ModelShape(1, 8, 1, 5), ModelShape(2, 8, 1, 5, experts=3)])
 def test_parameters_are_counted_from_the_shape(shape: ModelShape) -> None:
     assert count_gpt_parameters(shape, NUM_BYTES) == sum(p.numel() for p in build_gpt(shape, 0).parameters())
 

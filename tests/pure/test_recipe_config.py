@@ -85,6 +85,16 @@ def test_presets_are_valid() -> None:
         ({"transport": "pigeon"}, "--transport is 'pigeon'"),
         ({"tp": 0}, "--tp is 0"),
         ({"tp": 4}, "--tp 4 does not divide --heads 6"),
+        ({"experts": -1}, "--experts is -1"),
+        ({"top_k": 2}, "--top-k is 2, expected at least 1 and at most --experts"),
+        ({"experts": 4, "top_k": 5}, "--top-k is 5, expected at least 1 and at most --experts"),
+        ({"experts": 4, "top_k": 0}, "--top-k is 0"),
+        ({"experts": 4, "tp": 2}, "--tp 2 does not go with --experts 4"),
+        ({"experts": 4, "compile": True}, "--compile does not go with --experts 4"),
+        *(
+            ({"experts": 4, "shard": each}, f"--shard {each} does not go with --experts 4")
+            for each in ("none", "optimizer", "gradients")
+        ),
         *(({"tp": 2, "shard": shard}, f"--tp 2 .* --shard {shard}") for shard in ("none", "optimizer", "gradients")),
         *(({"offload": True, "shard": shard}, f"--offload .* {shard}") for shard in ("none", "optimizer", "gradients")),
     ],
@@ -95,7 +105,7 @@ def test_a_value_that_cannot_be_trained_with_is_named(changes: dict[str, object]
 
 
 def test_a_config_survives_json() -> None:
-    config = TrainConfig(model=ModelShape(1, 2, 1, 8), data="some/path", lr=0.123)
+    config = TrainConfig(model=ModelShape(1, 2, 1, 8, experts=3, top_k=2), data="some/path", lr=0.123)
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
 
 
@@ -103,6 +113,10 @@ def test_options_of_execution_that_a_config_does_not_know_are_the_defaults() -> 
     values = config_to_json(TrainConfig(lr=0.5, transport="gloo"))
     del values["transport"], values["min_unit_bytes"]
     assert config_from_json(values) == TrainConfig(lr=0.5)
+    model = config_to_json(TrainConfig())["model"]
+    assert isinstance(model, dict)
+    del model["experts"], model["top_k"]
+    assert config_from_json({**values, "model": model}) == TrainConfig(lr=0.5)
     del values["lr"]
     with pytest.raises(ConfigError, match="missing or unknown values: lr"):
         config_from_json(values)
@@ -112,6 +126,12 @@ def test_options_of_execution_that_a_config_does_not_know_are_the_defaults() -> 
 def test_a_config_of_another_version_is_refused(damage: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         config_from_json(config_to_json(TrainConfig()) | damage)
+
+
+def test_a_resume_does_not_change_experts() -> None:
+    saved = TrainConfig(model=dataclasses.replace(PRESETS["tiny"], experts=4))
+    with pytest.raises(ConfigError, match=r"cannot be continued with --top-k 2 \(the run has 1\)"):
+        merge_resumed(saved, with_overrides(saved, {"top_k": 2}), Path("run"))
 
 
 def test_a_resume_may_change_only_what_leaves_past_steps_as_they_were() -> None:
