@@ -250,12 +250,6 @@ def toggled(model: Any) -> nn.Module:
     return model
 
 
-def copied(model: Any) -> nn.Module:
-    step_of(model, Way((dist.get_rank(),)))
-    model.zero_grad()
-    return copy.deepcopy(model)
-
-
 def clipped_after_join(model: Any) -> nn.Module:
     with Join([model]):
         if dist.get_rank() == 0:
@@ -268,7 +262,6 @@ CHANGES: dict[str, Callable[[Any], nn.Module]] = {
     "prefetch": prefetching,
     "compiled": compiled,
     "toggled": toggled,
-    "copied": copied,
     "method": Called,
     "after a join": clipped_after_join,
 }
