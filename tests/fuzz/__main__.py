@@ -10,6 +10,7 @@ from pathlib import Path
 from fuzz.areas import AREAS
 from fuzz.campaign import Campaign, Tally
 from fuzz.case import from_json
+from fuzz.divergence import __main__ as divergence
 from fuzz.faults import FAULTS
 from fuzz.runner import Runner
 from fuzz.selftest import put_table, run_self_test, table_of
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="the largest world size (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="of the campaign; the same seed gives the same cases")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks; they may share a GPU")
-    parser.add_argument("--area", default="", help=f"one or several of {','.join(AREAS)} (default: all)")
+    parser.add_argument("--area", default="", help=f"one or several of {','.join(AREAS)} (default: all), or divergence")
     parser.add_argument("--avoid", default="", help="leave out cases that use one of these, e.g. Follower,convert")
     parser.add_argument("--found", type=Path, default=Path("found"), help="folder for the scripts of failures")
     parser.add_argument(
@@ -37,6 +38,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="with --self-test: the page in which to replace the table of counts")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    if args.area == "divergence":
+        sys.exit(divergence.run_for(args.minutes * 60, args.cases, args.seed, args.ranks))
     areas = args.area.split(",") if args.area else list(AREAS)
     unknown = sorted(set(areas) - set(AREAS))
     if unknown:

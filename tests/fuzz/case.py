@@ -194,24 +194,26 @@ def node_at(root: Node, place: tuple[int, ...]) -> Node:
 
 def to_json(case: Case) -> str:
     """Return ``case`` as one line of JSON."""
-    return json.dumps(_encode(case))
+    return json.dumps(encode(case))
 
 
 def from_json(text: str) -> Case:
     """Return the case that :func:`to_json` wrote.  Raises: ValueError for what is none."""
-    return cast(Case, _decode(Case, json.loads(text)))
+    return cast(Case, decode(Case, json.loads(text)))
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """Return ``value``, made of frozen values, as what JSON can hold."""
     if is_dataclass(value) and not isinstance(value, type):
-        found = {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+        found = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
         return {"do": type(value).__name__, **found} if isinstance(value, Action) else found
     if isinstance(value, tuple):
-        return [_encode(each) for each in cast("tuple[Any, ...]", value)]
+        return [encode(each) for each in cast("tuple[Any, ...]", value)]
     return value
 
 
-def _decode(kind: Any, value: Any) -> Any:
+def decode(kind: Any, value: Any) -> Any:
+    """Return the value of class ``kind`` that :func:`encode` turned into ``value``."""
     if isinstance(value, dict) and "do" in value:
         kind = ACTIONS.get(cast(str, value["do"]))
         if kind is None:
@@ -222,9 +224,9 @@ def _decode(kind: Any, value: Any) -> Any:
         unknown = sorted(set(given) - set(hints))
         if unknown:
             raise ValueError(f"{kind.__name__} has no field {unknown}; it has {sorted(hints)}")
-        return kind(**{name: _decode(hints[name], each) for name, each in given.items()})
+        return kind(**{name: decode(hints[name], each) for name, each in given.items()})
     if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_decode(get_args(kind)[0], each) for each in cast("list[Any]", value))
+        return tuple(decode(get_args(kind)[0], each) for each in cast("list[Any]", value))
     if get_origin(kind) in (Union, types.UnionType) and isinstance(value, list):
         return tuple(cast("list[Any]", value))
     return value

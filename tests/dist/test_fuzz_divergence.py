@@ -1,0 +1,43 @@
+"""A slice of the fuzzer's area ``divergence`` with fixed seeds, and its rules."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz.divergence.__main__ import failures_of, from_json, to_json
+from fuzz.divergence.case import candidates, draw, is_valid, shrink
+from fuzz.divergence.program import alone
+
+from shardwise.testing import WorkerPool
+
+SEEDS = range(20)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_take_drawn_ways_train_as_one_process(pool: WorkerPool, num_ranks: int) -> None:
+    cases = [draw(seed, num_ranks) for seed in SEEDS]
+    failed = {to_json(case): text for case, text in zip(cases, failures_of(pool, cases), strict=True) if text}
+    assert not failed
+
+
+def test_drawn_cases_are_valid_and_text_holds_them() -> None:
+    for seed in range(100):
+        case = draw(seed, 4)
+        assert is_valid(case), seed
+        assert from_json(to_json(case)) == case
+
+
+def test_smaller_cases_run() -> None:
+    smaller = list(filter(is_valid, candidates(draw(0, 2))))
+    assert len(smaller) > 5
+    for case in smaller:
+        alone(case)
+
+
+def test_cases_shrink_to_what_fails() -> None:
+    def fails(case: object) -> bool:
+        return '"reentrant"' in to_json(case)  # pyright: ignore[reportArgumentType]
+
+    case = next(case for seed in range(100) if fails(case := draw(seed, 4)))
+    small = shrink(case, fails, 1000)
+    assert sum(len(ways) for step in small.steps for ways in step.ranks) <= small.num_ranks
+    assert len(small.steps) == len(small.layers) == 1
