@@ -214,7 +214,7 @@ class _Draw:
                     micros = (*micros, replace(self._way(number, rank), has_graph=True, forwards=0))
                 syncs = [not (holds or (self._holds and self._chance(0.5))) for _ in micros]
                 ranks.append(self._synced(micros, syncs, ends=not holds))
-            join = self._chance(self._joins) and not holds
+            join = self._chance(self._joins) and (not steps or steps[-1].meets)
             updates = not holds and (not (join and self._chance(0.3)) or is_last) and not (generates and join)
             clip = self._clip() if updates else ""
             steps.append(Step(tuple(ranks), join, clip, updates, "" if held else self._zero(steps)))
@@ -342,8 +342,10 @@ def is_valid(case: Case) -> bool:
             return False
         syncs = [ways[-1].sync for ways in trained if ways]
         held = bool(syncs) and not any(syncs)
-        if len(set(syncs)) > 1 or (held and (step.join or step.updates or not case.divides_by_all)):
+        if len(set(syncs)) > 1 or (held and (step.updates or not case.divides_by_all)):
             return False
+        if step.join and number and not case.steps[number - 1].meets:
+            return False  # ranks outside of a Join do not count its calls
         if any(ways[-1].waits for ways in trained if ways):
             return False
         if not case.divides_by_all and not all(way.sync for ways in trained for way in ways):
