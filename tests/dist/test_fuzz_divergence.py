@@ -12,9 +12,19 @@ from shardwise.testing import WorkerPool
 SEEDS = (0, 1, 3, 6, 7, *range(9, 20), *range(21, 25))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_that_take_drawn_ways_train_as_one_process(pool: WorkerPool, num_ranks: int) -> None:
-    cases = [draw(seed, num_ranks) for seed in SEEDS]
+@pytest.mark.parametrize(
+    ("num_ranks", "seeds"),
+    [
+        (2, SEEDS[:12]),
+        (4, SEEDS[:4]),
+        pytest.param(2, SEEDS[12:], marks=pytest.mark.exhaustive),
+        pytest.param(4, SEEDS[4:], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_that_take_drawn_ways_train_as_one_process(
+    pool: WorkerPool, num_ranks: int, seeds: tuple[int, ...]
+) -> None:
+    cases = [draw(seed, num_ranks) for seed in seeds]
     failed = {to_json(case): text for case, text in zip(cases, failures_of(pool, cases), strict=True) if text}
     assert not failed
 
