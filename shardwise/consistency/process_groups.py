@@ -324,7 +324,10 @@ _num_reconnected: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.We
 
 def largest_words(words: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replace each of ``words`` by the largest of all ranks of ``group``, a gloo group."""
-    await_collective(dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True), group)
+    work = dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True)
+    note(EVERYBODY)
+    await_collective(work, group)
+    note("went on")
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:

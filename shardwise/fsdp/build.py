@@ -44,6 +44,7 @@ from shardwise.fsdp.roots import (
     owner_in,
     provisional_engine,
     remember,
+    roots_to_come,
     unit_of,
     whole,
 )
@@ -151,7 +152,8 @@ def _full_form(unit: Unit, param: ShardedParam) -> torch.Tensor:
     attachment = attachment_of(unit.modules[0])
     assert attachment is not None
     provisional_engine(attachment)
-    if param.full is None:
+    if param.full is None or unit.diverges:  # then some ranks may have it, and others not
+        unit.reshard()
         unit.wait()
         unit.reshard()
     group = next(group for group in unit.groups if param in group.members)
@@ -202,6 +204,8 @@ def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
         unit.policy = source.policy  # a root that has run does not reshard after forward; neither does its copy
     unit.max_reductions = source.max_reductions
     unit.may_diverge = source.may_diverge
+    if unit.may_diverge:
+        roots_to_come[new] = None
     unit.transport = source.transport
     unit.ahead_bytes = source.ahead_bytes
     unit.all_reduce_hook = source.all_reduce_hook

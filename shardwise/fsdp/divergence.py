@@ -90,7 +90,9 @@ def _merged(known: list[OrderEntry], order: Sequence[OrderEntry]) -> list[OrderE
 _MOST_GIVEN = 2  # gathers for the others alone whose buffers are allocated at once
 _BEGIN, _WITHIN = 1, 2  # what ranks speak about
 # The places of words in the vector that ranks exchange; the largest word of all ranks counts.
-_COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _IS_SHORT, _NUM_FLAGS = range(9)
+_COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS, _IS_SHORT, _NUM_FLAGS = range(
+    10
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +212,11 @@ class Divergence:
         flags: list[int] = []
         if wanted is not None:
             flags.append(_BACKWARD if wanted == "backward" else _FORWARD)
-            if any(unit.policy.sync for unit in self._units):
-                flags.append(_SYNCS)
+            syncing = [unit.policy for unit in self._units if unit.policy.sync]
+            flags += [_SYNCS] * bool(syncing) + [_SYNCS_REPLICAS] * any(each.syncs_replicas for each in syncing)
         said = self._exchange(_BEGIN, flags, [_NUM_FLAGS + self.group.rank()] if is_active else [])
         self._count += 1
-        self._syncs = bool(said[_SYNCS])
+        self._syncs, self._reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
         active = said[_NUM_FLAGS : _NUM_FLAGS + self.group.size()]
         self._num_active = sum(active)
         if not (said[_BACKWARD] or said[_FORWARD] or all(active)):

@@ -592,8 +592,8 @@ def serve_others(params: Sequence[torch.Tensor]) -> None:
         if not ids.isdisjoint([id(param) for module in attachment.unit.modules for param in module.parameters()]):
             live_engine(attachment)  # other ranks run a first forward that this one does not run
     for engine in list(diverging):
-        mine = (param for unit in engine.units for param in unit.params)
-        if engine.divergence is not None and any(id(param.sharded) in ids for param in mine):
+        mine = [form for unit in engine.units for param in unit.params for form in (param.sharded, param.full)]
+        if engine.divergence is not None and not ids.isdisjoint(map(id, mine)):
             engine.divergence.begin(None)
 
 
@@ -661,7 +661,7 @@ def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
 
     def before_forward(module: nn.Module, _: Any) -> None:
         attachment = attachment_of(module)
-        if attachment is not None and attachment.unit.may_diverge:
+        if attachment is not None and (attachment.unit.may_diverge or attachment.unit.diverges):
             return  # other ranks may run no forward now
         if module not in calm:
             broadcast_from_first(list(module.buffers()), group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from shardwise import torch_private
@@ -27,7 +27,7 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, unit_in_words
-from shardwise.plan.schedule import AgreedSchedule, UnitBucket
+from shardwise.plan.schedule import AgreedSchedule, UnitBucket, UnitPolicy
 
 # ---- Split backwards of pipeline schedules: of the inputs first, of the weights later, by calls of the schedule.
 
@@ -197,6 +197,7 @@ class Reductions:
     Attributes:
         max_inputs: how many reduce-scatter inputs may be allocated at once.
         schedule: the schedule that ranks share; None unless they may take different ways.
+        syncs_replicas: with a schedule, whether all ranks reduce over replicas in this backward.
         reach: ``reach(unit, gradients)`` is called before a reduction that is not next in the schedule, or not of all
             gradients.  It adds zeros to ``gradients`` and returns True, or keeps them for later and returns False.
         is_followed: parameters of the last commit have post-accumulate-grad hooks of users.
@@ -213,6 +214,10 @@ class Reductions:
         self._terms: dict[Unit, ReductionTerms] = {}  # the last terms of each unit, reused while its policy is the same
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self.schedule: AgreedSchedule | None = None
+        self.syncs_replicas = True
+        self._agreed: dict[
+            UnitPolicy, UnitPolicy
+        ] = {}  # by the policy on this rank, that with ``syncs_replicas`` of all
         self.reach: Callable[[Unit, Gradients], bool] = lambda _, __: True
         self.is_followed = False
         self.failed_hook: BaseException | None = None
@@ -303,8 +308,9 @@ class Reductions:
     def _reduce(self, launch: _Launch, gradients: Gradients, added: Gradients) -> None:
         unit = launch.unit
         terms, groups = self._terms.get(unit), unit.groups
-        if terms is None or terms.policy is not unit.policy or terms.hook is not unit.all_reduce_hook:
-            terms = self._terms[unit] = ReductionTerms(unit.policy, self._comm_ctx.streams, unit.all_reduce_hook)
+        policy = unit.policy if self.schedule is None else self._agreed_policy(unit)
+        if terms is None or terms.policy is not policy or terms.hook is not unit.all_reduce_hook:
+            terms = self._terms[unit] = ReductionTerms(policy, self._comm_ctx.streams, unit.all_reduce_hook)
         ways = groups[0].bound_comm if len(groups) == 1 else None
         if ways is not None and ways.reduce is not None:  # the usual case: one sharded group
             launch.reductions += launch_reductions(groups[0], gradients, terms, added, launch.held)
@@ -368,7 +374,7 @@ class Reductions:
         if listeners:
             begin(self._exec_order.log.track.name, "reduce", unit.name)
         launch, group = self._early, unit.groups[0]
-        terms, before = ReductionTerms(unit.policy, self._comm_ctx.streams), len(launch.reductions)
+        terms, before = ReductionTerms(self._agreed_policy(unit), self._comm_ctx.streams), len(launch.reductions)
         try:
             for bucket in early.take():
                 held = {param: launch.held[param] for param in bucket if param in launch.held} if launch.held else {}
@@ -400,10 +406,18 @@ class Reductions:
 
     # ---- buckets: gradients of several units in one all-reduce ----
 
-    @staticmethod
-    def _may_share(unit: Unit) -> bool:
+    def _agreed_policy(self, unit: Unit) -> UnitPolicy:
+        """Return the policy of ``unit``; where ranks may diverge, all reduce over the replicas, or none."""
+        policy = unit.policy
+        if self.schedule is None or policy.syncs_replicas is self.syncs_replicas:
+            return policy
+        if policy not in self._agreed:
+            self._agreed[policy] = replace(policy, syncs_replicas=self.syncs_replicas)
+        return self._agreed[policy]
+
+    def _may_share(self, unit: Unit) -> bool:
         """Return True if gradients of ``unit`` take one all-reduce and nothing else."""
-        if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not unit.policy.syncs_replicas:
+        if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not self._agreed_policy(unit).syncs_replicas:
             return False
         comm = unit.groups[0].bound_comm
         return comm is not None and comm.reduce is None and shares(unit.groups[0])

@@ -179,8 +179,9 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     if is_allowed is (engine.divergence is not None):
         return
     for unit in engine.units:
-        unit.may_diverge, unit.schedule = is_allowed, None
-        unit.reshard()  # ranks that took different ways differ in what is full
+        unit.diverges, unit.schedule = is_allowed, None
+        unit.reshard()  # ranks that took different ways differ in what is full, and in what backwards have shown
+        unit.backward.unlearn()
     engine.divergence = engine.reductions.schedule = None
     diverging.pop(engine, None)
     engine.exec_order.allow_divergence(is_allowed)

@@ -224,6 +224,10 @@ class UnitBackward:
         self.early = self.first = None
         self.stage = Stage.IDLE  # legal from both other stages
 
+    def unlearn(self) -> None:
+        """Forget how earlier backwards ended: ranks that took different ways have seen different ones."""
+        self.counts, self.ended_late, self.came_again = True, False, False
+
     def distrust_counts(self) -> None:
         """Do not end at the last gradient until a backward has shown which gradient is the last."""
         self.counts = False
@@ -318,7 +322,7 @@ class Unit:
         policy: the unit's settings; setters replace it by another immutable value.
         is_full: the full parameters are registered: the state is Unsharded.
         number: index among the units of its engine.
-        may_diverge: ranks may take different ways; the root's counts.
+        may_diverge: the user lets ranks take different ways; the root's counts.  diverges: its engine does.
         schedule: the schedule of its gathers if ranks may take different ways and a gather needs all of them; else None.
         name: paths of the unit's modules in the root, from the first forward on.
         log: the event log.
@@ -345,7 +349,7 @@ class Unit:
         self.state: UnitState = Sharded()
         self.is_full = False
         self.number = -1
-        self.may_diverge = False
+        self.may_diverge = self.diverges = False
         self.schedule: AgreedSchedule | None = None
         self.backward = UnitBackward()
         self.earlier = EarlierGradients()
@@ -707,7 +711,7 @@ class Unit:
         if wanted is False or not isinstance(self.state, Unsharded):
             return True
         if (
-            wanted is True or not self.groups or self.may_diverge
+            wanted is True or not self.groups or self.diverges
         ):  # a rank that skips the unit has no part on the smaller mesh
             return self.reshard(in_pass=True)
         if any(group.sub_axes is None or group.extended.params for group in self.groups):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from contextlib import nullcontext
 from types import FrameType
@@ -244,3 +245,34 @@ def test_the_switch_uses_its_group_again() -> None:
         model(torch.ones(2, 4)).sum().backward()
         counts.append(len(all_groups()))
     assert len({*counts}) == 1
+
+
+@pytest.mark.parametrize("kind", ["sharded", "hsdp", "replicate"])
+@on_ranks(2, 4)
+def test_ranks_accumulate_without_sync_unlike_each_other(kind: str, num_ranks: int) -> None:
+    model, plain = sharded(kind), Divergent()
+    torch.manual_seed(0)
+    ways = [[Way((0,))] * (1 + 2 * (rank % 2)) for rank in range(num_ranks)]
+
+    def before_micro(step: int, micro: int, count: int) -> None:
+        cast(FSDPModule, model).set_requires_gradient_sync(micro == count - 1)
+
+    found = on_all([ways, ways], model, before_micro=before_micro)
+    assert_same(found, alone([ways, ways], plain), [name for name, _ in plain.named_parameters()])
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@on_ranks(2)
+def test_a_copy_has_the_switch(has_run: bool) -> None:
+    """Its first forward runs on one rank alone."""
+    model, plain = sharded("sharded"), Divergent()
+    torch.manual_seed(0)
+    if has_run:
+        on_all([[[Way((0,))], [Way((1,))]]], model)
+        plain = copy.deepcopy(plain)
+        for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
+            param.data.copy_(cast(Any, mine).full_tensor())
+        model.zero_grad()
+    steps = [[[Way((0,))], []], [[Way((1,))], [Way((0,))]]]
+    found = on_all(steps, copy.deepcopy(model))
+    assert_same(found, alone(steps, plain), [name for name, _ in plain.named_parameters()])
