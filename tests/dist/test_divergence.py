@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.divergent import Divergent, Steps, Way, alone, assert_same, drawn, on_all
+from helpers.divergent import Divergent, Steps, Way, alone, assert_same, drawn, inputs, on_all, run_forward
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -276,3 +276,22 @@ def test_a_copy_has_the_switch(has_run: bool) -> None:
     steps = [[[Way((0,))], []], [[Way((1,))], [Way((0,))]]]
     found = on_all(steps, copy.deepcopy(model))
     assert_same(found, alone(steps, plain), [name for name, _ in plain.named_parameters()])
+
+
+@on_ranks(4)
+def test_a_join_that_divides_by_the_ranks_that_are_in_it_scales_sums_over_shards_once() -> None:
+    """Ranks 2 and 3 leave before the last backward, which alone reduces over the replicas."""
+    model, plain = sharded("hsdp"), Divergent()
+    torch.manual_seed(0)
+    count = 2 if dist.get_rank() < 2 else 1
+    with Join([cast(Any, model)], divide_by_initial_world_size=False):
+        for micro in range(count):
+            cast(FSDPModule, model).set_requires_all_reduce(micro == 1)
+            cast(Any, run_forward(model, Way(), inputs(0, dist.get_rank(), micro))).backward()
+    for rank, micro in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1)]:
+        (
+            cast(Any, run_forward(plain, Way(), inputs(0, rank, micro))) / 2
+        ).backward()  # two are in it at the last backward
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        if its.grad is not None:
+            assert torch.equal(cast(Any, mine.grad).full_tensor(), its.grad)
