@@ -280,15 +280,15 @@ def test_a_copy_has_the_switch(has_run: bool) -> None:
 
 @on_ranks(4)
 def test_a_join_that_divides_by_the_ranks_that_are_in_it_scales_sums_over_shards_once() -> None:
-    """Ranks 2 and 3 leave before the last backward, which alone reduces over the replicas."""
+    """Ranks 2 and 3 leave after the first backward; the last one alone reduces over the replicas."""
     model, plain = sharded("hsdp"), Divergent()
     torch.manual_seed(0)
-    count = 2 if dist.get_rank() < 2 else 1
+    count = 3 if dist.get_rank() < 2 else 1
     with Join([cast(Any, model)], divide_by_initial_world_size=False):
         for micro in range(count):
-            cast(FSDPModule, model).set_requires_all_reduce(micro == 1)
+            cast(FSDPModule, model).set_requires_all_reduce(micro == 2)
             cast(Any, run_forward(model, Way(), inputs(0, dist.get_rank(), micro))).backward()
-    for rank, micro in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1)]:
+    for rank, micro in [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (0, 2), (1, 2)]:
         (
             cast(Any, run_forward(plain, Way(), inputs(0, rank, micro))) / 2
         ).backward()  # two are in it at the last backward
