@@ -561,11 +561,9 @@ class Reductions:
         self.failed_hook = None
         for launch in launched:
             for reduction in launch.reductions:
-                if (
-                    launch.factor != 1.0 and not reduction.is_partial
-                ):  # partial sums wait for the factor of their last backward
-                    reduction.scale_result(launch.factor)
                 if not reduction.is_partial:
+                    if launch.factor != 1.0:  # partial sums wait for the factor of their last backward
+                        reduction.scale_result(launch.factor)
                     failed = reduction.set_gradients(is_hooked, launch.unused)
                     self.failed_hook = self.failed_hook or failed
                 else:

@@ -218,13 +218,13 @@ class _Alone:
             self._total = {place: torch.zeros_like(gradient) for place, gradient in self._total.items()}
         outputs = self.outcome.outputs
         ranks = [passes_of(case, number, rank, self._model, outputs[rank]) for rank in range(case.num_ranks)]
-        wanted = {rank: first for rank, passes in enumerate(ranks) if (first := next(passes, None)) is not None}
+        wanted = {rank: first for rank, passes in enumerate(ranks) if (first := self._next(passes)) is not None}
         while wanted:
             is_backward = any(each.is_backward for each in wanted.values())
             num_ranks = case.num_ranks if case.divides_by_all or not step.join else len(wanted)
             for rank, each in list(wanted.items()):
                 if each.is_backward == is_backward:
-                    following = next(ranks[rank], None)
+                    following = self._next(ranks[rank])
                     if is_backward:
                         self._take(rank, each.way.sync, num_ranks)
                     del wanted[rank]
@@ -232,6 +232,11 @@ class _Alone:
                         wanted[rank] = following
         if step.meets:
             self._end(step)
+
+    def _next(self, passes: Iterator[Pass]) -> Pass | None:
+        """Return the next pass for which ranks meet: a forward of replicas takes no other rank."""
+        meets = (each for each in passes if each.is_backward or self._case.kind != "replicate")
+        return next(meets, None)
 
     def _take(self, rank: int, sync: bool, num_ranks: int) -> None:
         held = self._held[rank]
