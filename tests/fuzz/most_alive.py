@@ -11,24 +11,41 @@ from torch.distributed.tensor import DTensor
 from fuzz.codes import Codes
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.roots import attachment_of
+from shardwise.fsdp.unit import Unit
 from shardwise.observe import Call, Event, Op
 from shardwise.plan.schedule import StepPlan
 
 
-def most_full(calls: Iterable[Call], before: Mapping[str, int] | None = None) -> int:
+def most_full(
+    calls: Iterable[Call], before: Mapping[str, int] | None = None, padding: Mapping[str, int] | None = None
+) -> int:
     """Return the most bytes of full parameters that are registered at once when ``calls`` are carried out.
 
-    ``before``: bytes of the units that are unsharded when the step begins.
+    ``before``: bytes of the units that are unsharded when the step begins.  ``padding``: bytes of a unit's buffers behind
+    parameters that are gathered without a copy, which calls and ``before`` count.
     """
-    alive = dict(before or {})
+    beyond = padding or {}
+    alive = {unit: num_bytes - beyond.get(unit, 0) for unit, num_bytes in (before or {}).items()}
     most = sum(alive.values())
     for call in calls:
         if call.op is Op.WAIT:
-            alive[call.unit] = call.num_bytes
+            alive[call.unit] = call.num_bytes - beyond.get(call.unit, 0)
         elif call.op is Op.RESHARD:
             alive.pop(call.unit, None)
         most = max(most, sum(alive.values()))
     return most
+
+
+def _padding_of(unit: Unit) -> int:
+    layouts = [
+        (bucket.layout, bucket.full_dtype.itemsize)
+        for group in unit.groups
+        for bucket in group.main_buckets
+        if bucket.travels
+    ]
+    return sum(
+        (layout.full_numel - layout.shards[0].numel) * itemsize for layout, itemsize in layouts if layout.is_one_tensor
+    )
 
 
 class Watch:
@@ -43,6 +60,7 @@ class Watch:
         self._calls: list[Call] = []
         self._most = 0
         self._before: dict[str, int] = {}
+        self._padding: dict[str, int] = {}
         self._engine: weakref.ref[Engine] | None = None
         self._found: list[str] = []
         self.num_steps = 0
@@ -62,11 +80,12 @@ class Watch:
         if not isinstance(event, Call) or model is None or engine is None:
             return
         if event.op is Op.COMMIT:
+            self._padding = {unit.name: _padding_of(unit) for unit in engine.units}
             if self._calls:
                 self._compare(engine.exec_order.plan)
             self._calls = []
             self._before = {unit.name: unit.full_bytes for unit in engine.units if unit.is_full}
-            self._most = sum(self._before.values())
+            self._most = most_full((), self._before, self._padding)
             return
         self._calls.append(event)
         if event.op is Op.WAIT:
@@ -79,7 +98,7 @@ class Watch:
         if plan is None or self._calls != [call for call in plan.calls if call.op is not Op.COMMIT]:
             return
         self.num_steps += 1
-        planned = most_full(plan.calls, self._before)
+        planned = most_full(plan.calls, self._before, self._padding)
         if self._most != planned:
             self._found.append(f"{self._most} bytes of full parameters were registered at once, planned are {planned}")
 

@@ -280,6 +280,8 @@ def test_the_json_holds_rows_machine_and_how_it_was_measured(tmp_path: Path) -> 
         "heads": 4,
         "context": 64,
         "parameters": 867072,
+        "experts": 0,
+        "top_k": 1,
     }
     assert (found["ranks"], found["backend"], found["rounds"], found["batch_per_rank"]) == (2, "gloo", 3, 2)
     assert [row["name"] for row in found["rows"]] == ["local", "FSDP2", "shardwise full"]
