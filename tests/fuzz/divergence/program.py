@@ -234,8 +234,10 @@ class _Alone:
             self._end(step)
 
     def _next(self, passes: Iterator[Pass]) -> Pass | None:
-        """Return the next pass for which ranks meet: a forward of replicas takes no other rank."""
-        meets = (each for each in passes if each.is_backward or self._case.kind != "replicate")
+        """Return the next pass for which ranks meet: a forward takes no other rank where nothing is sharded."""
+        case = self._case
+        gathers = case.kind != "replicate" and not (case.kind == "hsdp" and case.num_ranks == 2)
+        meets = (each for each in passes if each.is_backward or gathers)
         return next(meets, None)
 
     def _take(self, rank: int, sync: bool, num_ranks: int) -> None:
