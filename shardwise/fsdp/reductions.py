@@ -42,7 +42,7 @@ def hold_assigned(units: Iterable[Unit]) -> None:
     for unit in units:
         if unit.is_full and _has_assigned(unit) and (assigned := unit.take_gradients()):
             unit.earlier.hold(assigned)
-        if unit.backward.owes_weights:
+        if unit.backward.owes_weights and not unit.diverges:  # then other ranks would not know of this gather
             unit.wait_with_tied(None)
             unit.keep()
 
