@@ -473,14 +473,14 @@ class Engine:
             unit.backward.distrust_counts()
 
     @property
-    def has_full_units(self) -> bool:
-        """True when full parameters are registered."""
-        return any(unit.is_full for unit in self.units)
+    def has_copies(self) -> bool:
+        """True when full parameters, or those of a smaller mesh, are registered."""
+        return any(unit.has_copies for unit in self.units)
 
     def reshard_stepped(self, stepped: set[int]) -> None:
         """Reshard units that have a parameter whose id is in ``stepped``; call it outside of forward and backward."""
         for unit in self.units:
-            if unit.is_full and any(id(param.sharded) in stepped for param in unit.params):
+            if unit.has_copies and any(id(param.sharded) in stepped for param in unit.params):
                 unit.reshard()
 
     def _begin_forward(self) -> None:

@@ -565,7 +565,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     engines = [
         engine
         for engine in live_engines
-        if engine.manual.awaits_completion or engine.has_full_units or engine.awaits_backward
+        if engine.manual.awaits_completion or engine.has_copies or engine.awaits_backward
     ]
     if engines:
         stepped = _stepped(optimizer)

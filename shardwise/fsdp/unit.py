@@ -763,6 +763,11 @@ class Unit:
             self.writes.take(written)
 
     @property
+    def has_copies(self) -> bool:
+        """True if full parameters, or those of a smaller mesh, are registered: an optimizer step makes them stale."""
+        return self.is_full or type(self.state) is Subsharded
+
+    @property
     def has_shards_registered(self) -> bool:
         """True if shards are registered on the modules of a full unit: ``torch.func.functional_call`` puts them back."""
         return any(

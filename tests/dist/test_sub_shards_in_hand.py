@@ -109,3 +109,17 @@ def test_optimizers_are_not_built_of_them() -> None:
     model(batch(0))
     with pytest.raises(StateError, match="was given the sub-sharded form of"):
         torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+
+@on_ranks(4)
+def test_parameters_after_a_forward_and_a_step_are_those_of_the_step() -> None:
+    model, plain = _sharded(), _model()
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(batch(0)).square().mean().backward()
+        if each is plain:
+            average_gradients(plain)
+        each(batch(1))  # no backward follows, so the parameters of the smaller mesh stay registered
+        optimizer.step()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param.detach()), other.detach())
