@@ -287,8 +287,10 @@ class ExecOrderTracker:
         self._prefetches = [[self.units[number] for number in numbers] for numbers in plan.prefetches]
 
     def allow_divergence(self, is_allowed: bool) -> None:
-        """Set whether ranks may take different ways, and forget the plan."""
+        """Set whether ranks may take different ways; forget the plan, and on what this rank has agreed in its own way."""
         self.diverges, self.plan, self._own = is_allowed, None, None
+        self.agreed.clear()
+        self._agreed_buckets.clear()
 
     def plan_from(self, order: ExecutionOrder) -> None:
         """Plan the next passes from ``order``, which is the same on all ranks; a backward may follow."""

@@ -458,11 +458,10 @@ class Hooks:
     def _look_for_nested_backwards(self, engine: Engine, output: Any) -> None:
         # Search the graph only if it changed, which the number of its nodes shows (checkpoints were switched on, for example).
         # Checkpoints whose inputs need no gradient make nodes outside of the graph, so compare that fact, too.
-        attachment = self._attachment
-        num_before, needs_gradient = attachment.before
-        found = torch_private.num_nodes_made() - num_before, needs_gradient
-        if found != attachment.looked_at:
-            attachment.looked_at = found
+        num_before, needs_gradient = self._attachment.before
+        found, backward = (torch_private.num_nodes_made() - num_before, needs_gradient), self._unit.backward
+        if found != backward.looked_at:
+            backward.looked_at = found
             if has_nested_backward(tensors_in(output)):
                 engine.expect_nested_backwards()
 

@@ -435,8 +435,6 @@ class Attachment:
         engine: the engine of a root; None until the first forward, and for other modules.
         is_root: None until the first forward of the root.
         forward_methods: names of methods that are treated like ``forward``.
-        looked_at: number of graph nodes of the last forward that was searched for reentrant checkpoints, and whether one of
-            its inputs needed a gradient; None: no forward was searched.
         before: number of graph nodes that this thread had made before the running forward of a root, and whether one of its
             inputs needs a gradient.
         ignored: the registrations of ignored parameters: a module's dict of parameters, and a name.
@@ -450,7 +448,6 @@ class Attachment:
         self.engine: Engine | None = None
         self.is_root: bool | None = None
         self.forward_methods: list[str] = []
-        self.looked_at: tuple[int, bool] | None = None
         self.before: tuple[int, bool] = 0, False
         self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
         self.shared_pass: Pass | None = None

@@ -96,6 +96,8 @@ class UnitBackward:
         is_unseen: the last forward returned no tensor whose gradient hook would announce the unit's backward, so its
             parameters stay full.
         first: the ordinal of the parameter whose gradient arrived before any hook announced the backward.
+        looked_at: of a root: number of graph nodes of the last forward that was searched for reentrant checkpoints, and
+            whether one of its inputs needed a gradient; None: no forward was searched.
         has_lost_weights: a backward of inputs alone began while the parameters were sharded, so the gradients of weights
             that are computed later have no parameters to go to.
     """
@@ -117,6 +119,7 @@ class UnitBackward:
         self.is_unseen = False
         self.first: int | None = None
         self.early: EarlyBuckets | None = None
+        self.looked_at: tuple[int, bool] | None = None
         self._began_full = True
 
     @property
@@ -226,7 +229,7 @@ class UnitBackward:
 
     def unlearn(self) -> None:
         """Forget how earlier backwards ended: ranks that took different ways have seen different ones."""
-        self.counts, self.ended_late, self.came_again = True, False, False
+        self.counts, self.ended_late, self.came_again, self.looked_at = True, False, False, None
 
     def distrust_counts(self) -> None:
         """Do not end at the last gradient until a backward has shown which gradient is the last."""

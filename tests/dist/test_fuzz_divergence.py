@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import fuzz.divergence
 import pytest
 from fuzz.divergence.__main__ import failures_of, from_json, to_json
 from fuzz.divergence.case import candidates, draw, is_valid, shrink
@@ -9,7 +12,8 @@ from fuzz.divergence.program import alone
 
 from shardwise.testing import WorkerPool
 
-SEEDS = (0, 1, 3, 6, 7, *range(9, 20), *range(21, 25))
+SEEDS = tuple(range(25))
+FOUND = Path(fuzz.divergence.__file__).with_name("found.txt")  # cases that failed once, one per line
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,13 @@ def test_ranks_that_take_drawn_ways_train_as_one_process(
     cases = [draw(seed, num_ranks) for seed in seeds]
     failed = {to_json(case): text for case, text in zip(cases, failures_of(pool, cases), strict=True) if text}
     assert not failed
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_cases_that_failed_once_train_as_one_process(pool: WorkerPool, num_ranks: int) -> None:
+    cases = [case for line in FOUND.read_text().splitlines() if (case := from_json(line)).num_ranks == num_ranks]
+    assert cases
+    assert failures_of(pool, cases) == [""] * len(cases)
 
 
 def test_drawn_cases_are_valid_and_text_holds_them() -> None:
