@@ -229,7 +229,7 @@ class UnitBackward:
 
     def unlearn(self) -> None:
         """Forget how earlier backwards ended: ranks that took different ways have seen different ones."""
-        self.counts, self.ended_late, self.came_again, self.looked_at = True, False, False, None
+        self.counts, self.ended_late, self.came_again, self.is_unseen, self.looked_at = True, False, False, False, None
 
     def distrust_counts(self) -> None:
         """Do not end at the last gradient until a backward has shown which gradient is the last."""
