@@ -41,9 +41,18 @@ from torch.optim import AdamW, Optimizer
 
 from shardwise import CompressionPolicy, ZeroRedundancyOptimizer, hook_with_zero_step, replicate, shard_model
 from shardwise.consistency.liveness import on_host
-from shardwise.recipes.bench.contenders import CONTENDERS, Contender, Trained, build_trained
+from shardwise.recipes.bench.contenders import (
+    CONTENDERS,
+    LR,
+    SHAPES,
+    BenchConfig,
+    Contender,
+    Setup,
+    Trained,
+    build_trained,
+    make_setup,
+)
 from shardwise.recipes.bench.figures import describe_machine, find_wrong_losses
-from shardwise.recipes.bench.setup import LR, SHAPES, BenchConfig, Setup, make_setup
 from shardwise.recipes.bench.timing import WARM_UP, take_step, wait_for_all
 from shardwise.recipes.gpt import GPT
 

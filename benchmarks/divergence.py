@@ -28,8 +28,7 @@ from torch import nn
 import shardwise
 from shardwise.collectives.routes import Transport
 from shardwise.observe import Op
-from shardwise.recipes.bench.contenders import CONTENDERS, build_trained
-from shardwise.recipes.bench.setup import BenchConfig, make_setup
+from shardwise.recipes.bench.contenders import CONTENDERS, BenchConfig, build_trained, make_setup
 from shardwise.recipes.bench.timing import take_step
 
 RANKS, WARM_UP, WIDTH, BLOCKS, ROWS = 2, 6, 512, 8, 64

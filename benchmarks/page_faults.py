@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives.buffer_pool import HeapTop
-from shardwise.recipes.bench.contenders import CONTENDERS, build_trained
-from shardwise.recipes.bench.setup import BenchConfig, make_setup
+from shardwise.recipes.bench.contenders import CONTENDERS, BenchConfig, build_trained, make_setup
 from shardwise.recipes.bench.timing import minor_faults, take_step, wait_for_all
 
 RANKS, WARM_UP = 2, 6

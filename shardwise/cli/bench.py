@@ -15,7 +15,16 @@ import torch
 from shardwise.cli.exits import EXIT_FAILED, check_extras
 from shardwise.errors import ConfigError
 from shardwise.one_host import usable_cores
-from shardwise.recipes.bench.contenders import CONTENDERS, check_fit, choose_names
+from shardwise.recipes.bench.contenders import (
+    BACKENDS,
+    CONTENDERS,
+    SHAPES,
+    BenchConfig,
+    check_fit,
+    choose_names,
+    count_parameters,
+    settle_ranks,
+)
 from shardwise.recipes.bench.figures import (
     MeasuredMemory,
     describe_machine,
@@ -27,7 +36,6 @@ from shardwise.recipes.bench.figures import (
     title_of,
     write_json,
 )
-from shardwise.recipes.bench.setup import BACKENDS, SHAPES, BenchConfig, count_parameters, settle_ranks
 from shardwise.recipes.bench.timing import RankTimes, available_bytes, measure_memory, time_steps
 from shardwise.testing import RankFailure, WorkerPool
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from shardwise.cli import bench
 from shardwise.cli.main import main
-from shardwise.recipes.bench import setup
-from shardwise.recipes.bench.contenders import CONTENDERS, choose_names
-from shardwise.recipes.bench.setup import BenchConfig, BenchShape, Setup
+from shardwise.recipes.bench import contenders
+from shardwise.recipes.bench.contenders import CONTENDERS, BenchConfig, BenchShape, Setup, choose_names
 from shardwise.recipes.bench.timing import RankTimes, time_steps
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT
@@ -43,7 +42,7 @@ def time_steps_of_little(config: BenchConfig) -> RankTimes:
     """Time a model that is smaller than every shape of the command.  Runs on every rank."""
     little = BenchShape(ModelShape(layers=2, width=32, heads=2, context=16), grouped_blocks=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "SHAPES", {"small": little})
+        patch.setattr(contenders, "SHAPES", {"small": little})
         return time_steps(config)
 
 

@@ -23,7 +23,16 @@ from shardwise import ConfigError
 from shardwise.cli import bench as bench_command
 from shardwise.cli.bench import BenchRequest, read_bench_request
 from shardwise.cli.main import build_parser, main
-from shardwise.recipes.bench.contenders import CONTENDERS, check_fit, choose_names, held_bytes
+from shardwise.recipes.bench.contenders import (
+    CONTENDERS,
+    SHAPES,
+    BenchConfig,
+    check_fit,
+    choose_names,
+    count_parameters,
+    held_bytes,
+    settle_ranks,
+)
 from shardwise.recipes.bench.figures import (
     COLORS,
     LOSS_TOLERANCE,
@@ -40,7 +49,6 @@ from shardwise.recipes.bench.figures import (
     title_of,
     write_json,
 )
-from shardwise.recipes.bench.setup import SHAPES, BenchConfig, count_parameters, settle_ranks
 from shardwise.recipes.bench.timing import (
     PeakSampler,
     RankTimes,

@@ -16,8 +16,7 @@ from types import MappingProxyType
 import torch
 
 from shardwise.one_host import read_proc, usable_cores
-from shardwise.recipes.bench.contenders import Contender
-from shardwise.recipes.bench.setup import SHAPES, BenchConfig
+from shardwise.recipes.bench.contenders import SHAPES, BenchConfig, Contender
 
 # ---- The machine of the measurements; nothing names the host.
 

@@ -19,10 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.one_host import read_proc
-from shardwise.recipes.bench import torchs_own as peers
-from shardwise.recipes.bench.contenders import CONTENDERS, Contender, Trained, build_trained
+from shardwise.recipes.bench.contenders import (
+    CONTENDERS,
+    BenchConfig,
+    Contender,
+    Setup,
+    Trained,
+    adamw,
+    build_trained,
+    load_torchs_own,
+    make_setup,
+)
 from shardwise.recipes.bench.figures import HostLoad, MeasuredMemory, find_wrong_losses
-from shardwise.recipes.bench.setup import BenchConfig, Setup, adamw, make_setup
 from shardwise.recipes.gpt import next_byte_loss
 from shardwise.recipes.memory import peak_rss_bytes
 from shardwise.recipes.sharding import RunRanks
@@ -278,7 +286,7 @@ class _Base:
 def measure_memory(config: BenchConfig, name: str) -> MeasuredMemory:
     """Train contender ``name`` for a few steps in this process, which must be a fresh one.  Collective."""
     setup = make_setup(config)
-    peers.load()
+    load_torchs_own()
     _step_something_tiny(setup)
     base = _look(setup)
     reset_peak()
