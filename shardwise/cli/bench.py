@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.cli.exits import EXIT_FAILED, check_extras
+from shardwise.cli import EXIT_FAILED, check_extras
 from shardwise.errors import ConfigError
 from shardwise.one_host import usable_cores
 from shardwise.recipes.bench.contenders import (

@@ -31,7 +31,7 @@ from shardwise.checkpoint.convert import (
 from shardwise.checkpoint.files import Files, list_checkpoints, read_manifest, verify
 from shardwise.checkpoint.format import MANIFEST, Manifest, bytes_of, step_of, sum_of
 from shardwise.checkpoint.load import stream
-from shardwise.cli.exits import EXIT_FAILED
+from shardwise.cli import EXIT_FAILED
 from shardwise.errors import ConfigError, DamagedCheckpointError
 from shardwise.formatting import format_bytes, plain
 from shardwise.recipes.report import PlainConsole

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
+from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras
 from shardwise.cli.bench import add_bench_arguments, read_bench_request
-from shardwise.cli.checkpoint_options import add_checkpoint_arguments
-from shardwise.cli.diagnose import add_diagnose_arguments, run_diagnose
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras
 from shardwise.cli.info import add_info_arguments
+from shardwise.cli.local_ranks import add_run_arguments, run_run
 from shardwise.cli.plan import add_plan_arguments, run_plan
-from shardwise.cli.run import add_run_arguments, run_run
-from shardwise.cli.train import add_train_arguments, read_train_request, with_config_file
+from shardwise.cli.train import add_train_arguments, read_num_bytes, read_train_request, with_config_file
+from shardwise.consistency.diagnosis import PREFIX, diagnose, in_words, to_dumps
+from shardwise.consistency.recorder import Record, find_records, last_job
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.formatting import drop_output, plain, prepare_output
+from shardwise.safe_files import replace_file
 from shardwise.version import __version__
 
 
@@ -100,6 +104,131 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     from shardwise.cli.train import run_train
 
     return run_train(read_train_request(arguments, os.environ), words)
+
+
+# ---- The options of ``shardwise checkpoint``: they must parse where rich, which its module needs, is not installed.
+
+PLACE = "a run, a folder of checkpoints, or one checkpoint"
+
+
+def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``checkpoint`` and its subcommands."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="look into checkpoints, verify and compare them",
+        description="Look into checkpoints, verify and compare them. Nothing in a checkpoint is run or changed.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="what a checkpoint holds: tensors, dtypes, shapes, sizes, values, files")
+    _add_place(show, "path")
+    show.add_argument("--sums", action="store_true", help="read every tensor, and show a sum of its bytes")
+    verify = actions.add_parser(
+        "verify",
+        help="compare every byte with its sum",
+        description="Compare every byte of every checkpoint, or of that of --step, with the sums of its save. Exit code 1 if "
+        "one is not what was written.",
+    )
+    _add_place(verify, "path")
+    diff = actions.add_parser(
+        "diff",
+        help="which tensors and values differ, and by how much",
+        description="Compare two checkpoints by the names of tensors, whatever ranks and API saved them. Exit code 1 if they "
+        "differ.",
+    )
+    for name in ("first", "second"):
+        diff.add_argument(name, metavar=name.upper(), help=f"{PLACE} (then its newest)")
+    export = actions.add_parser(
+        "export",
+        help="write a checkpoint for other tools",
+        description="Write the model as Hugging Face has models (safetensors files and an index), or all state as one file of "
+        "torch.save. Every byte that is read is verified.",
+    )
+    _add_place(export, "path")
+    export.add_argument("out", metavar="OUT", help="a folder for safetensors files, a new file for torch.save")
+    export.add_argument(
+        "--format", choices=("safetensors", "torch"), default="safetensors", help="default: %(default)s"
+    )
+    export.add_argument(
+        "--key", default="model", metavar="NAME", help="what the model was saved as (default: %(default)s)"
+    )
+    export.add_argument(
+        "--file-bytes", type=read_num_bytes, default=5 * 10**9, metavar="SIZE", help="most in one file (default: 5 GB)"
+    )
+    export.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="copy config.json, the generation config and the tokenizer files of this model's folder too",
+    )
+    convert = actions.add_parser(
+        "convert",
+        help="make a checkpoint out of what other tools wrote",
+        description="Make a checkpoint out of a DCP folder (of earlier runs, too) or safetensors files. Nothing in it is run.",
+    )
+    convert.add_argument(
+        "path", metavar="PATH", help="a DCP folder, a safetensors file, or a folder of these with an index"
+    )
+    convert.add_argument("out", metavar="OUT", help="a folder of checkpoints, maybe new")
+    convert.add_argument("--step", type=int, metavar="N", help="its step (default: by the name of PATH, else 0)")
+
+
+def _add_place(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(name, metavar=name.upper(), help=PLACE)
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after N steps (default: the newest)")
+
+
+# ---- ``shardwise diagnose``: read the records of the ranks of a failed job, and explain what happened.
+
+ANALYZER = "torch.distributed.flight_recorder.fr_trace"
+
+
+def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Add ``diagnose``."""
+    parser = commands.add_parser(
+        "diagnose",
+        help="say in plain words why a job failed or hangs",
+        description="Read the records that the ranks of a failed or hanging job have written (shardwise train into its run "
+        "folder, your own loop into the folder of shardwise.record or a temporary one), and say where ranks differ, who waits "
+        "for whom, and what to look at next. For a job that hangs, first send every rank: kill -USR1 PID.",
+    )
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        help="a run folder, or the folder of shardwise.record (default: the temporary records of your last job on this host)",
+    )
+    parser.add_argument(
+        "--flight-recorder",
+        metavar="OUT",
+        help="also write the collectives of all ranks as dumps of torch's FlightRecorder into the folder OUT, for its analyzer",
+    )
+
+
+def run_diagnose(arguments: argparse.Namespace) -> int:
+    """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records; OSError of writing dumps."""
+    records, is_before = find_records(last_job() if arguments.folder is None else Path(arguments.folder))
+    if is_before:
+        print("nothing has failed since the last start; this is what ended the start before\n")
+    for line in in_words(diagnose(records)):
+        print(plain(line))
+    if arguments.flight_recorder is not None:
+        out = Path(arguments.flight_recorder)
+        count = write_dumps(records, out)
+        print(f"\n{count} dump{'s' * (count != 1)} of FlightRecorder; read them with:")
+        print(f"  {shlex.join(['python', '-m', ANALYZER, str(out)])}")
+    return 0
+
+
+def write_dumps(records: Sequence[Record], out: Path) -> int:
+    """Write the dumps of ``records`` into the folder ``out``, replacing those of an earlier call; return how many."""
+    dumps = {f"{PREFIX}{rank}": pickle.dumps(dump) for rank, dump in to_dumps(records).items()}
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob(f"{PREFIX}*"):  # the analyzer reads every file there
+        old.unlink()
+    for name, dump in dumps.items():
+        replace_file(out, name, dump)
+    return len(dumps)
 
 
 if __name__ == "__main__":

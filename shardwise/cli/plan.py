@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwise.cli.exits import check_extras
+from shardwise.cli import check_extras
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_size
 from shardwise.planner.advice import Choices, Plan, plan, with_hosts

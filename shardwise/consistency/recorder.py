@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from shardwise import observe
+from shardwise.errors import ConfigError
 from shardwise.safe_files import MOST_BYTES, move_file, open_input, replace_file
 from shardwise.torch_private import timeout_s_of
 
@@ -621,6 +622,41 @@ def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
     recorder = Recorder(Path(folder).absolute(), stall_s)
     recorder.open()
     return recorder
+
+
+def last_job() -> Path:
+    """Return the temporary folder with the records of the last job on this host that did not call ``record``.
+
+    Raises: ConfigError if there is none.
+    """
+    place = default_place()
+    jobs = sorted(place.iterdir()) if place.is_dir() else []
+    if not jobs:
+        raise ConfigError(
+            f"{place} has no record of a job; name the run folder, or the folder given to shardwise.record"
+        )
+    return jobs[-1]
+
+
+def find_records(folder: Path) -> tuple[list[Record], bool]:
+    """Return the readable records of ``folder``, and True if they are of the previous start.
+
+    Raises: ConfigError with what is there instead.
+    """
+    place = folder / BLACK_BOX if (folder / BLACK_BOX).is_dir() else folder
+    if not place.is_dir():
+        raise ConfigError(f"{folder}: no such folder.")
+    last, before = _records_in(place), _records_in(place / BEFORE)
+    if not last and not before:
+        raise ConfigError(
+            f"{place} has no record of a rank: nothing has failed there, or its ranks wrote elsewhere. "
+            "For a job that hangs: kill -USR1 PID, on every rank."
+        )
+    return (last, False) if last else (before, True)
+
+
+def _records_in(place: Path) -> list[Record]:
+    return [record for path in sorted(place.glob(PATTERN)) if (record := read_record(path)) is not None]
 
 
 @contextlib.contextmanager

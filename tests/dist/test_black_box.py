@@ -21,9 +21,9 @@ from helpers.runs import write_text
 
 import shardwise
 from shardwise import DesyncError, observe
-from shardwise.cli.diagnose import find_records
 from shardwise.cli.main import main
 from shardwise.consistency.diagnosis import Diagnosis, diagnose, in_words
+from shardwise.consistency.recorder import find_records
 from shardwise.testing import WorkerPool, faults
 
 PROGRAM = Program("fully_shard", "auto")

@@ -21,9 +21,8 @@ from torch.torch_version import TorchVersion
 
 import shardwise
 from shardwise.checkpoint import save
-from shardwise.cli.diagnose import ANALYZER, find_records, write_dumps
-from shardwise.cli.main import main
-from shardwise.consistency.recorder import Event, Record, to_lines
+from shardwise.cli.main import ANALYZER, main, write_dumps
+from shardwise.consistency.recorder import Event, Record, find_records, to_lines
 from shardwise.testing import WorkerPool, faults
 
 

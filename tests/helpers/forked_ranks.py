@@ -20,7 +20,7 @@ import pytest
 from helpers.commands import Ended, clean_environment
 from helpers.forked_commands import Forked, run_code, run_main_script
 from helpers.jobs import PRELOAD
-from shardwise.cli.exits import LAUNCHER_VARIABLE
+from shardwise.cli import LAUNCHER_VARIABLE
 from shardwise.loop import launch
 
 

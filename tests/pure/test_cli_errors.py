@@ -14,8 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise import Choices, ConfigError, plan
-from shardwise.cli import train
-from shardwise.cli.exits import check_extras
+from shardwise.cli import check_extras, train
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.plan import _train_command
 from shardwise.cli.train import read_train_request

@@ -14,7 +14,7 @@ from helpers.runs import write_text
 
 from shardwise import ConfigError
 from shardwise.checkpoint import CheckpointError
-from shardwise.cli.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL
+from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL
 from shardwise.cli.local_ranks import RestartPolicy, RestartProgress, ranks_for, why_not
 from shardwise.cli.main import build_parser
 from shardwise.cli.train import name_start, read_train_request, would_fail_again
