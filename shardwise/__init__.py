@@ -41,15 +41,16 @@ from shardwise.fsdp.shard_model import shard_model
 from shardwise.fsdp.trace import Span, Trace, trace
 from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import StepMeter
+from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.rank_time import Hardware, Wire
 from shardwise.transaction.transaction import transaction
-from shardwise.version import __version__ as __version__
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
+__version__: str = _find_version()  # from the metadata of the package: only pyproject.toml has it
 _register_transports()
 
 __all__ = [

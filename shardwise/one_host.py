@@ -1,4 +1,4 @@
-"""What processes of one host need: no access from other hosts; a private folder that is removed in any case."""
+"""What processes of one host need: what it has and what is installed, a private folder, no access from other hosts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import stat
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
 PREFIX = "shardwise-"
 _OWNER = "owner"  # a file in the folder, locked while the owner lives (a pid may be reused)
 _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups v2 and v1
+UNKNOWN = "0+unknown"  # the version of a copy of the source that is not installed
 _INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -23,6 +25,14 @@ def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
+
+
+def find_version(name: str = "shardwise") -> str:
+    """Return the version of the installed package ``name``, :data:`UNKNOWN` if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return UNKNOWN
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int | None:

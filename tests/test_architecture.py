@@ -15,7 +15,7 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
-    ("observe", "torch_private", "one_host", "version", "formatting", "waiting"),
+    ("observe", "torch_private", "one_host", "formatting"),
     ("errors",),
     ("arguments", "safe_files", "layout", "plan"),
     ("consistency",),
@@ -266,7 +266,7 @@ ONE_IDEA = {
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
     "fsdp/reductions.py:Reductions": "reductions on their way, from launched to committed or put off",
-    "collectives/host/group_link.py:GroupLink": "one link, and what its users have said of themselves before it is made",
+    "collectives/host/__init__.py:GroupLink": "one link, and what its users have said of themselves before it is made",
     "collectives/host/shared_memory.py:HostLink": "addresses of shared words, looked up once",
     "collectives/host/local_peers.py:LocalPeers": "the words of one host's ranks",
     "collectives/streams.py:DeviceWatch": "one wait, watched from beside it",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from shardwise import __version__
 from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras
 from shardwise.cli.bench import add_bench_arguments, read_bench_request
 from shardwise.cli.info import add_info_arguments
@@ -22,7 +23,6 @@ from shardwise.consistency.recorder import Record, find_records, last_job
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.formatting import drop_output, plain, prepare_output
 from shardwise.safe_files import replace_file
-from shardwise.version import __version__
 
 
 class Parser(argparse.ArgumentParser):

@@ -43,6 +43,7 @@ from shardwise.cli.local_ranks import (
 from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
+from shardwise.consistency.store import wait_until
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError, did_you_mean
 from shardwise.formatting import format_bytes, format_ranks, format_size, plain
 from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
@@ -70,7 +71,6 @@ from shardwise.recipes.run_folder import (
     with_overrides,
 )
 from shardwise.recipes.sharding import STRATEGIES, RunRanks
-from shardwise.waiting import wait_until
 
 # ---- A name for one start of a job's ranks, agreed through a store that may hold what earlier starts have left in
 # it.

@@ -39,12 +39,11 @@ from shardwise.consistency.failure_report import (
 )
 from shardwise.consistency.liveness import announce, enable_keepalive, is_gone
 from shardwise.consistency.process_groups import abort_connections, check_peers, patience_s
-from shardwise.consistency.store import JobStore
+from shardwise.consistency.store import LOOK_S, JobStore, wait_until
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import EVERYBODY, WAITS, Track, note, note_group
 from shardwise.torch_private import default_store, is_gloo, process_group_store
-from shardwise.waiting import LOOK_S, wait_until
 
 # ---- What the ranks of a group post for each other in the job's store, with one deadline and the names of absent
 # ranks.

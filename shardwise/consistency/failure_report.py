@@ -35,12 +35,11 @@ from shardwise.consistency.liveness import (
 )
 from shardwise.consistency.process_groups import abort_all_connections
 from shardwise.consistency.recorder import DefaultRecorder, innermost, lines_of, lines_of_trace, place_of_records
-from shardwise.consistency.store import BRIEF_S, SILENCE, JobStore, keeps_store
+from shardwise.consistency.store import BRIEF_S, LOOK_S, SILENCE, JobStore, keeps_store, wait_until
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import ERROR, WAITS, Entry, entries, explainers, groups_of, live_tracks, observers
 from shardwise.torch_private import are_threads, default_store, timeout_s_of
-from shardwise.waiting import LOOK_S, wait_until
 
 # ---- The last error of each rank, so that a rank that finds another one gone, or waits for it in vain, can cite the
 # first cause.

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwise.consistency.store import BRIEF_S, JobStore
+from shardwise.consistency.store import BRIEF_S, JobStore, wait_until
 from shardwise.errors import ConfigError, StateError, TransportError
-from shardwise.waiting import wait_until
 
 # ---- TCP keepalive: the kernel finds out soon that another host is gone, or the cable to it is cut.
 # By default TCP gives up on a silent peer after a quarter of an hour, and only while there is data to send. Backends do

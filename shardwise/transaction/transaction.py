@@ -27,6 +27,7 @@ from shardwise.consistency.agreement import begin_generation
 from shardwise.consistency.failure_report import cited, naming_lost_peers
 from shardwise.consistency.liveness import Liveness
 from shardwise.consistency.process_groups import abort_all_connections, all_have_come, groups_within, reconnect_group
+from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.errors import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError
 from shardwise.observe import EVERYBODY, Track, note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
@@ -44,7 +45,6 @@ from shardwise.transaction.kept import (
     optimized_as_it_is,
     watch,
 )
-from shardwise.waiting import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 
 # ---- A rank's report of the exception that ended its step, and which of several was the first cause.

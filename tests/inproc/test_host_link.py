@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.links import make_links
 
-from shardwise import TransportError, waiting
+from shardwise import TransportError
 from shardwise.collectives.host import local_peers as shm
 from shardwise.collectives.host.shared_memory import HostLink
 from shardwise.collectives.routes import PassKind
+from shardwise.consistency import store
 
 FORWARD, BACKWARD = 0, shm._IN_BACKWARD
 
@@ -46,7 +47,7 @@ def open_all(links: Sequence[HostLink], kind: PassKind) -> list[bool]:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_YIELDS", 1)
+    monkeypatch.setattr(store, "_YIELDS", 1)
 
 
 # What rank 0 shows when its backward, the first span, raised as soon as all had come; then its next forward waits.

@@ -6,16 +6,16 @@ import itertools
 
 import pytest
 
-from shardwise import waiting
-from shardwise.waiting import comes_soon, wait_until
+from shardwise.consistency import store
+from shardwise.consistency.store import comes_soon, wait_until
 
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the pauses, which take no time but move the clock."""
     made: list[float] = []
-    monkeypatch.setattr(waiting.time, "sleep", made.append)
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: sum(made))
+    monkeypatch.setattr(store.time, "sleep", made.append)
+    monkeypatch.setattr(store.time, "monotonic", lambda: sum(made))
     return made
 
 
@@ -45,8 +45,8 @@ def test_a_wait_ends_once_it_is_hopeless_which_is_asked_rarely(pauses: list[floa
         return len(asked) == 3
 
     assert not wait_until(lambda: False, 60.0, is_hopeless=is_hopeless)
-    assert all(later - earlier >= waiting.LOOK_S for earlier, later in itertools.pairwise([0.0, *asked]))
-    assert sum(pauses) < 4 * waiting.LOOK_S
+    assert all(later - earlier >= store.LOOK_S for earlier, later in itertools.pairwise([0.0, *asked]))
+    assert sum(pauses) < 4 * store.LOOK_S
 
 
 def test_what_the_alarm_raises_ends_the_wait() -> None:

@@ -14,8 +14,7 @@ import shardwise
 from shardwise.cli import info as host_facts
 from shardwise.cli.info import HostFacts, HostFeature, in_lines, look_at_host, why_no_shared_memory
 from shardwise.cli.main import main
-from shardwise.one_host import host_memory_bytes, usable_cores
-from shardwise.version import UNKNOWN, find_version
+from shardwise.one_host import UNKNOWN, find_version, host_memory_bytes, usable_cores
 
 
 def test_the_version_is_that_of_the_package_metadata() -> None:

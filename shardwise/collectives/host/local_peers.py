@@ -30,10 +30,10 @@ from shardwise.consistency import store as alarm
 from shardwise.consistency.agreement import StoreExchange, open_exchange
 from shardwise.consistency.failure_report import cited, exit_hooks, gone_in_words, look_next, store_of_job
 from shardwise.consistency.liveness import Liveness, host_id, is_gone
+from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.errors import DesyncError, TransportError
 from shardwise.layout import align
 from shardwise.observe import WAITS, note
-from shardwise.waiting import MEMORY_PAUSES_S, comes_soon, wait_until
 
 # ---- Shared memory of one host: nameless files (memfd) that vanish with the last process that maps them, even after
 # kill -9.
