@@ -290,15 +290,14 @@ class Limit:
         return norm
 
 
-before_norms: list[
-    Callable[[Sequence[torch.Tensor]], object]
-] = []  # called with parameters before a norm of their gradients
+# Called before a norm with parameters, and with the function that is to be called on them, its args and kwargs.
+before_norms: list[Callable[..., object]] = []
 
 
-def before_norm(params: Sequence[torch.Tensor]) -> None:
+def before_norm(params: Sequence[torch.Tensor], clip: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """Call what :data:`before_norms` has: gradients of ``params`` may not be complete yet."""
     for function in before_norms:
-        function(params)
+        function(params, clip, args, kwargs)
 
 
 def clip_grad_norm_(
@@ -332,7 +331,7 @@ def clip_grad_norm_(
     """
     limit = Limit(max_norm, norm_type, error_if_nonfinite)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    before_norm(params)
+    before_norm(params, clip_grad_norm_, max_norm, norm_type, error_if_nonfinite)
     gradients = [param.grad for param in params if param.grad is not None]
     parts = [part_of(gradient) for gradient in gradients if not isinstance(gradient, OwnedGradient)]
     return clip_parts(parts, [gradient for gradient in gradients if isinstance(gradient, OwnedGradient)], limit)

@@ -26,15 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
+from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import PassKind
 from shardwise.consistency.process_groups import gather_objects, largest_words
 from shardwise.errors import StateError, TransportError
-from shardwise.formatting import format_ranks
 from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.full_buffer import FullBuffer
+from shardwise.fsdp.joint_changes import Change, JointChanges
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
@@ -126,6 +127,7 @@ class Divergence:
         is_open: a pass runs.
         notify: called before ranks tell each other what they begin; a ``Join`` counts these calls.
         divides_by_all: gradients are averaged over all ranks, not only over those that are still in a ``Join``.
+        changes: what ranks that have left a ``Join`` do to gradients and parameters.
     """
 
     def __init__(
@@ -163,7 +165,8 @@ class Divergence:
         self._used: set[ShardedParam] = set()
         self._given: deque[_Given] = deque()
         self._planned: tuple[object, dict[tuple[PassKind, bool], tuple[list[int], list[int]]]] = None, {}
-        self._num_active = group.size()
+        self._left: list[int] = []  # ranks that have left a Join
+        self.changes = JointChanges(params, group, comm_ctx.device)
         self._length = _NUM_FLAGS + 3 * len(self._units) + max(len(params), group.size())
 
     # ---- what ranks tell each other ----
@@ -185,11 +188,13 @@ class Divergence:
             raise self._exec_order.explain(error, f"the other ranks in a {self._kind}")
         return said
 
-    def begin(self, wanted: PassKind | None) -> None:
-        """Return when no rank begins anything that comes before ``wanted`` (None: an optimizer step); serve what does.
+    def begin(self, wanted: PassKind | None, change: Change | None = None) -> None:
+        """Return when no rank begins anything that comes before ``wanted`` (None: ``change``); serve what does.
 
-        Raises: StateError inside of a pass.
+        Raises: StateError inside of a pass, or if a rank that has left a ``Join`` cannot make the same change.
         """
+        if self.changes.repeats:
+            return
         if self.is_open:
             raise StateError(
                 f"a {wanted or 'step of an optimizer'} began inside of a {self._kind}, which set_allow_rank_divergence does "
@@ -198,37 +203,42 @@ class Divergence:
         while True:
             self.notify()
             kind = self._begin_next(wanted, is_active=True)
+            if kind is None and self._left:
+                self.changes.make(change, self._left)
             if kind is None or kind == wanted:
                 return
             self._serve_pass(kind)
 
+    def leave_join(self, is_last: bool) -> None:
+        """End a ``Join``: all ranks have left its body; ``is_last``: no rank left it after this one."""
+        self.changes.clear(is_last, is_last)
+        self.notify, self.divides_by_all = _nothing, True
+        self.changes.take([])
+
     def serve_one(self) -> None:
-        """Serve the next pass of the other ranks; this rank begins none (``Join``)."""
+        """Serve the next pass, or make the next change, of the other ranks; this rank begins none (``Join``)."""
         kind = self._begin_next(None, is_active=False)
         if kind is not None:
             self._serve_pass(kind)
+        else:
+            self.changes.make(None, self._left)
 
     def _begin_next(self, wanted: PassKind | None, is_active: bool) -> PassKind | None:
         flags: list[int] = []
         if wanted is not None:
             flags.append(_BACKWARD if wanted == "backward" else _FORWARD)
+        if wanted == "backward":
             syncing = [unit.policy for unit in self._units if unit.policy.sync]
             flags += [_SYNCS] * bool(syncing) + [_SYNCS_REPLICAS] * any(each.syncs_replicas for each in syncing)
         said = self._exchange(_BEGIN, flags, [_NUM_FLAGS + self.group.rank()] if is_active else [])
         self._count += 1
         self._syncs, self._reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
         active = said[_NUM_FLAGS : _NUM_FLAGS + self.group.size()]
-        self._num_active = sum(active)
-        if not (said[_BACKWARD] or said[_FORWARD] or all(active)):
-            raise StateError(
-                f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(self._ranks(0, active))} has "
-                "left: its shards would stay as they are. Put Join around the forwards and backwards of one step, and clip and "
-                "step after it"
-            )
+        ranks = dist.get_process_group_ranks(self.group)
+        self._left = [rank for rank, is_in in zip(ranks, active, strict=True) if not is_in]
+        if said[_BACKWARD] and self._left:
+            self.changes.clear(is_active, wanted == "backward")
         return "backward" if said[_BACKWARD] else "forward" if said[_FORWARD] else None
-
-    def _ranks(self, word: int, said: Sequence[int]) -> list[int]:
-        return [rank for rank, its in zip(dist.get_process_group_ranks(self.group), said, strict=True) if its == word]
 
     # ---- a pass ----
 
@@ -323,7 +333,7 @@ class Divergence:
         if self._kind == "backward":
             self._note_unused(said)
             if not self.divides_by_all:
-                self._reductions.scale_launched(self.group.size() / max(self._num_active, 1))
+                self._reductions.scale_launched(self.group.size() / max(self.group.size() - len(self._left), 1))
         if said[_IS_SHORT]:
             self._plan_next(ran_here)
 
@@ -410,15 +420,19 @@ class ServeHook(JoinHook):
 
     Args:
         module: the root.  divergence: that of its engine; None on a single rank.
-        divides_by_all: as of :class:`Divergence`.
+        divides_by_all: as of :class:`Divergence`.  optimizer: one or several of ``module``, or None.
+
+    Raises: ConfigError for an optimizer that a rank which has left the body could not step.
     """
 
-    def __init__(self, module: nn.Module, divergence: Divergence | None, divides_by_all: bool) -> None:
+    def __init__(self, module: nn.Module, divergence: Divergence | None, divides_by_all: bool, optimizer: Any) -> None:
         self._module, self._divergence = module, divergence
-        if divergence is not None:
-            divergence.divides_by_all = divides_by_all
-            this = weakref.ref(module)
-            divergence.notify = lambda: Join.notify_join_context(cast(Any, this()))
+        if divergence is None:
+            return
+        divergence.divides_by_all = divides_by_all
+        divergence.changes.take([optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())])
+        this = weakref.ref(module)
+        divergence.notify = lambda: Join.notify_join_context(cast(Any, this()))
 
     def main_hook(self) -> None:
         """Serve one pass."""
@@ -429,7 +443,7 @@ class ServeHook(JoinHook):
         """Leave the join, as all ranks have."""
         cast(Any, self._module)._join_config = torch_private.no_join()
         if self._divergence is not None:
-            self._divergence.notify, self._divergence.divides_by_all = _nothing, True
+            self._divergence.leave_join(is_last_joiner)
 
 
 def refuse_manual(is_manual: bool) -> None:

@@ -575,9 +575,8 @@ class Engine:
             for unit in late:
                 unit.take_writes(self._post_writes)
                 unit.reshard()
-            for unit in self.units:
-                if unit.is_full:
-                    unit.keep(self._post_writes)
+            for unit in (each for each in self.units if each.is_full):
+                unit.keep(self._post_writes)
 
     def _post_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:
@@ -809,10 +808,11 @@ class Engine:
         self.leave_pass()
         params = self.reductions.commit()
         self.unstash_gradients()
-        if params and self.compares_replicas:
-            if self.exec_order.mismatch_check is not None:
-                compare_replicas(self.units, self.exec_order.mismatch_check, self.exec_order.position())
-            self.compares_replicas = False
+        if params and self.compares_replicas and (check := self.exec_order.mismatch_check) is not None:
+            compare_replicas(self.units, check, self.exec_order.position())
+        self.compares_replicas = self.compares_replicas and not params
+        if self.divergence is not None:
+            self.divergence.changes.note_gradients(self.reductions.is_followed)
         return params
 
     def stash_gradients(self) -> None:

@@ -288,7 +288,7 @@ class ExecOrderTracker:
 
     def allow_divergence(self, is_allowed: bool) -> None:
         """Set whether ranks may take different ways; forget the plan, and on what this rank has agreed in its own way."""
-        self.diverges, self.plan, self._own = is_allowed, None, None
+        self.diverges, self.plan, self._own, self.uncompared = is_allowed, None, None, ""
         self.agreed.clear()
         self._agreed_buckets.clear()
 

@@ -28,6 +28,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.clip import before_norms
 from shardwise.fsdp.divergence import refuse_manual
 from shardwise.fsdp.engine import Engine, live_engines
+from shardwise.fsdp.joint_changes import Change
 from shardwise.fsdp.reductions import check_weights
 from shardwise.fsdp.roots import (
     SHARES_BUFFERS,
@@ -542,12 +543,12 @@ def watch_optimizers() -> None:
     """Install global optimizer hooks that reshard units and count steps as writes; refuse shards as inputs of backwards."""
     if not _watches:
         check_backward_inputs()
-        before_norms.append(serve_others)
+        before_norms.append(lambda params, *clip: serve_others(Change(params, None, False, *clip)))
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
         _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
 
 
-def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
     """Reshard units before the optimizer steps on their shards, so that writes to full parameters are copied first.
 
     Full parameters would be stale after the step, and gathered again in any case.
@@ -557,7 +558,10 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     observe.note("optimizer steps", type(optimizer).__name__)
     if id(optimizer) not in _checked:
         _check_forms(optimizer)
-    serve_others([param for group in optimizer.param_groups for param in group["params"]])
+    has_closure = any(each is not None for each in (*args[1:], *(kwargs or {}).values()))
+    serve_others(
+        Change([param for group in optimizer.param_groups for param in group["params"]], optimizer, has_closure)
+    )
     for engine in live_engines:
         if engine.forwards:
             leave_interrupted(engine)
@@ -582,18 +586,18 @@ def leave_interrupted(engine: Engine | None) -> None:
         engine.reset()
 
 
-def serve_others(params: Sequence[torch.Tensor]) -> None:
-    """Serve the passes that other ranks still run, before gradients of ``params`` are read: they are not complete yet."""
+def serve_others(change: Change) -> None:
+    """Serve the passes that other ranks still run, before ``change`` reads gradients: they are not complete yet."""
     if not (roots_to_come or diverging):
         return
-    ids = {*map(id, params)}
+    ids = {*map(id, change.params)}
     for attachment in list(roots_to_come):
         if not ids.isdisjoint([id(param) for module in attachment.unit.modules for param in module.parameters()]):
             live_engine(attachment)  # other ranks run a first forward that this one does not run
     for engine in list(diverging):
         mine = [form for unit in engine.units for param in unit.params for form in (param.sharded, param.full)]
         if engine.divergence is not None and not ids.isdisjoint(map(id, mine)):
-            engine.divergence.begin(None)
+            engine.divergence.begin(None, change)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:

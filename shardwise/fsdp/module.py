@@ -484,32 +484,35 @@ class FSDPModule(_Base):
 
         Args:
             kwargs: ``divide_by_initial_world_size`` (True): average gradients over all ranks; False: over those that have
-                not left the body.
+                not left the body.  ``optimizer`` (None): an optimizer of the model, or several, that steps in the body: a rank
+                that has left steps its shards, with the options of the others, and clips and clears gradients as they do.
 
-        Raises: ConfigError if the ``Join`` has other objects, too.
+        Raises: ConfigError if the ``Join`` has other objects, too, or an optimizer that has parameters of others.
         """
         if torch_private.num_joinables() > 1:
             raise ConfigError(
                 "Join was given a sharded model and other objects, whose passes and steps a rank that has left cannot tell "
-                "apart. Write Join([model]) around the forwards and backwards of a step, then step; two models need one root"
+                "apart. Write Join([model], optimizer=optimizer) if an optimizer steps inside; two models need one root"
             )
         attachment = self._attachment()
         attachment.unit.may_diverge = True
         engine = live_engine(attachment)
         set_divergence(engine, True)
-        return ServeHook(cast(nn.Module, self), engine.divergence, kwargs.get("divide_by_initial_world_size", True))
+        by_all = kwargs.get("divide_by_initial_world_size", True)
+        return ServeHook(cast(nn.Module, self), engine.divergence, by_all, kwargs.get("optimizer"))
 
     @property
     def join_device(self) -> torch.device:
         """The device of the messages of ``Join``."""
-        return self._engine().comm_ctx.device
+        engine = self._engine()
+        return engine.comm_ctx.device if engine.divergence is None else torch.device("cpu")
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The ranks of the model."""
+        """The ranks of the model, in a group of its own, so that ``Join`` does not receive what user code sends."""
         divergence, world = self._engine().divergence, dist.group.WORLD
         assert world is not None
-        return world if divergence is None or divergence.group.size() == world.size() else divergence.group
+        return world if divergence is None else divergence.group
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last of the step; only the last one waits for pending reductions."""
