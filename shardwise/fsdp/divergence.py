@@ -35,7 +35,7 @@ from shardwise.consistency.process_groups import gather_objects, largest_words
 from shardwise.errors import StateError, TransportError
 from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.full_buffer import FullBuffer
-from shardwise.fsdp.joint_changes import Change, JointChanges
+from shardwise.fsdp.joint_changes import JointChange, JointChanges
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
@@ -188,7 +188,7 @@ class Divergence:
             raise self._exec_order.explain(error, f"the other ranks in a {self._kind}")
         return said
 
-    def begin(self, wanted: PassKind | None, change: Change | None = None) -> None:
+    def begin(self, wanted: PassKind | None, change: JointChange | None = None) -> None:
         """Return when no rank begins anything that comes before ``wanted`` (None: ``change``); serve what does.
 
         Raises: StateError inside of a pass, or if a rank that has left a ``Join`` cannot make the same change.

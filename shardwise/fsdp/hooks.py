@@ -28,7 +28,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.clip import before_norms
 from shardwise.fsdp.divergence import refuse_manual
 from shardwise.fsdp.engine import Engine, live_engines
-from shardwise.fsdp.joint_changes import Change
+from shardwise.fsdp.joint_changes import JointChange
 from shardwise.fsdp.reductions import check_weights
 from shardwise.fsdp.roots import (
     SHARES_BUFFERS,
@@ -543,7 +543,7 @@ def watch_optimizers() -> None:
     """Install global optimizer hooks that reshard units and count steps as writes; refuse shards as inputs of backwards."""
     if not _watches:
         check_backward_inputs()
-        before_norms.append(lambda params, *clip: serve_others(Change(params, None, False, *clip)))
+        before_norms.append(lambda params, *clip: serve_others(JointChange(params, None, False, *clip)))
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
         _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
 
@@ -560,7 +560,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
         _check_forms(optimizer)
     has_closure = any(each is not None for each in (*args[1:], *(kwargs or {}).values()))
     serve_others(
-        Change([param for group in optimizer.param_groups for param in group["params"]], optimizer, has_closure)
+        JointChange([param for group in optimizer.param_groups for param in group["params"]], optimizer, has_closure)
     )
     for engine in live_engines:
         if engine.forwards:
@@ -586,7 +586,7 @@ def leave_interrupted(engine: Engine | None) -> None:
         engine.reset()
 
 
-def serve_others(change: Change) -> None:
+def serve_others(change: JointChange) -> None:
     """Serve the passes that other ranks still run, before ``change`` reads gradients: they are not complete yet."""
     if not (roots_to_come or diverging):
         return

@@ -20,7 +20,7 @@ _ONE_STEP = "put Join around the forwards and backwards of one step, and clip an
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class JointChange:
     """A change of gradients or parameters, which all ranks make.
 
     Attributes:
@@ -39,12 +39,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A :class:`Change` for other ranks: numbers of parameters and of the optimizer, its options, and why it is refused."""
+    """A change for other ranks: numbers of parameters and of the optimizer, its options, and why the change is refused."""
 
     places: Sequence[int]
     number: int
     options: Sequence[Mapping[str, Any]]
-    change: Change
+    change: JointChange
     why: str
 
 
@@ -101,7 +101,7 @@ class JointChanges:
             elif param.grad is not None and not are_kept:
                 part_of(param.grad).local.zero_()
 
-    def make(self, change: Change | None, left: Sequence[int]) -> None:
+    def make(self, change: JointChange | None, left: Sequence[int]) -> None:
         """Tell ranks ``left``, which have left, what to change; None: this rank is one of them, and does it.
 
         Raises: StateError on all ranks if these cannot do it.
@@ -129,7 +129,7 @@ class JointChanges:
         finally:
             self.repeats = False
 
-    def _message(self, change: Change) -> _Message:
+    def _message(self, change: JointChange) -> _Message:
         optimizer, number = change.optimizer, -1
         places: list[int] = []
         options: list[dict[str, Any]] = []
@@ -155,7 +155,9 @@ class JointChanges:
                 "other code than clip_grad_norm_ has changed gradients after backward (GradScaler, clip_grad_value_, yours), "
                 f"which that rank cannot repeat. Remove it, or {_ONE_STEP}"
             )
-        return _Message(places, number, options, Change((), None, False, change.clip, change.args, change.kwargs), why)
+        return _Message(
+            places, number, options, JointChange((), None, False, change.clip, change.args, change.kwargs), why
+        )
 
     def _have_changed(self) -> bool:
         return self._norm is not None and not self._norm.equal(self._norm_now())
