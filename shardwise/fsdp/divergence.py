@@ -213,7 +213,7 @@ class Divergence:
         """End a ``Join``: all ranks have left its body; ``is_last``: no rank left it after this one."""
         self.changes.clear(is_last, is_last)
         self.notify, self.divides_by_all = _nothing, True
-        self.changes.take([])
+        self.changes.end()
 
     def serve_one(self) -> None:
         """Serve the next pass, or make the next change, of the other ranks; this rank begins none (``Join``)."""

@@ -66,17 +66,28 @@ class JointChanges:
         self.repeats = False
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
-        """Step ``optimizers`` from now on.  Raises: ConfigError for one that a rank which has left could not step."""
+        """Step ``optimizers`` from now on; collective.  Raises: ConfigError on all ranks if one that left could not do it."""
         known = {id(param.sharded) for param in self._params}
+        what: list[str] = []
         for optimizer in optimizers:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             num_others = len([param for param in params if id(param) not in known])
-            if num_others:
-                raise ConfigError(
-                    f"Join was given a {type(optimizer).__name__} with {num_others} parameters that the model has not sharded, "
-                    f"so a rank that leaves could not step with the others; {_ONE_STEP}"
-                )
+            others = f" with {num_others} parameters that the model has not sharded" * (num_others > 0)
+            what.append(f"{type(optimizer).__name__}{others}")
+        said = gather_objects(what, self._group)
+        if wrong := [each for names in said for each in names if " " in each]:
+            raise ConfigError(
+                f"Join was given {wrong[0]}, so a rank that leaves could not step with the others; {_ONE_STEP}"
+            )
+        if any(each != what for each in said):
+            raise ConfigError(
+                f"ranks differ in the optimizer of Join([model], optimizer=...): {said}; give the same on all"
+            )
         self._optimizers, self._norm = optimizers, None
+
+    def end(self) -> None:
+        """Step no optimizers any more."""
+        self._optimizers, self._norm = (), None
 
     def note_gradients(self, have_hooks: bool) -> None:
         """Note the gradients after a backward; ``have_hooks``: hooks of users come next and may change them."""

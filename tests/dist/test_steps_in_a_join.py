@@ -225,8 +225,12 @@ def test_what_a_rank_that_has_left_cannot_repeat_is_refused_on_every_rank(step: 
 
 
 @on_ranks(2)
-def test_an_optimizer_of_other_parameters_is_refused() -> None:
+def test_an_optimizer_of_other_parameters_and_one_on_some_ranks_are_refused() -> None:
     model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     others = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
-    with pytest.raises(ConfigError, match="given a SGD with 1 parameters that the model has not sharded"):
-        Join([model], optimizer=others)
+    with pytest.raises(ConfigError, match="given SGD with 1 parameters that the model has not sharded"):
+        Join([model], optimizer=others if dist.get_rank() else optimizer)
+    with pytest.raises(ConfigError, match=r"ranks differ in the optimizer of Join.*\[\[\], \['SGD'\]\]"):
+        Join([model], optimizer=optimizer if dist.get_rank() else None)
+    train(model, optimizer, STEPS["plain"])
