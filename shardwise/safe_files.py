@@ -26,12 +26,12 @@ _KINDS = {errno.ELOOP: "a symbolic link", errno.ENXIO: "a FIFO or a device", err
 
 
 @contextmanager
-def opened(folder: Path, name: str, flags: int = os.O_RDONLY, *, makes: bool = False) -> Generator[int, None, None]:
-    """Yield the descriptor of the regular file ``name`` in ``folder``; ``makes``: create folders on the path to it.
+def opened(folder: Path, name: str, flags: int = os.O_RDONLY) -> Generator[int, None, None]:
+    """Yield the descriptor of the regular file ``name`` in ``folder``.
 
     Raises: UnsafeFileError for links and for anything but a regular file; other errors are those of the system.
     """
-    with _parent(folder, name, makes) as (parent, last):
+    with _parent(folder, name, False) as (parent, last):
         fd = _opened(folder / name, last, flags | _FILE, parent)
     try:
         yield fd

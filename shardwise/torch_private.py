@@ -576,11 +576,6 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def make_wrapper_subclass(kind: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Any:
-    """Return a tensor of class ``kind`` without memory of its own; operations reach its ``__torch_dispatch__``."""
-    return torch.Tensor._make_wrapper_subclass(kind, list(shape), strides=list(stride), dtype=dtype)  # pyright: ignore
-
-
 def num_shards_of_dim(spec: DTensorSpec, dim: int) -> int:
     """Return the number of shards into which the placements of ``spec`` cut tensor dim ``dim``."""
     return spec.num_shards_map[dim]
@@ -972,11 +967,6 @@ def forget_meshes() -> None:
 
 DispatchMode = TorchDispatchMode
 """What torch documents for tools that see every operation."""
-
-
-def group_name_of(process_group: torch.ScriptObject) -> str:
-    """Return the name of a process group in the form that operators take."""
-    return dist.ProcessGroup.unbox(process_group).group_name
 
 
 # --- transactions (consistency/process_groups.py, transaction/) ---

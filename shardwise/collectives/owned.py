@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer, are_neig
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.consistency.process_groups import await_collective, closed_to, group_of, outlast, wait_all
 from shardwise.errors import DesyncError
+from shardwise.layout import align
 from shardwise.observe import EVERYBODY, note, span
 from shardwise.torch_private import is_gloo
 
@@ -91,7 +94,7 @@ def exchange(
         return [list(tensors) for tensors in sends]
     note("exchange", "", sends)
     out_sizes = [_packed_bytes([(t.numel(), t.dtype) for t in tensors]) for tensors in sends]
-    in_sizes = [_packed_bytes([(_numel(e.shape), e.dtype) for e in items]) for items in expected]
+    in_sizes = [_packed_bytes([(prod(e.shape), e.dtype) for e in items]) for items in expected]
     packed = torch.empty(sum(out_sizes), dtype=torch.uint8, device=device)
     start = 0
     for tensors, num_bytes in zip(sends, out_sizes, strict=True):
@@ -99,7 +102,7 @@ def exchange(
         for tensor in tensors:
             if tensor.numel():
                 _window(packed, offset, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
-            offset += _aligned(tensor.numel() * tensor.dtype.itemsize)
+            offset += align(tensor.numel() * tensor.dtype.itemsize, _ALIGNMENT)
         start += num_bytes
     received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
     with span("", "exchange", "matrices", sum(out_sizes)):
@@ -112,7 +115,7 @@ def exchange(
         windows: list[torch.Tensor] = []
         for item in items:
             windows.append(_window(received, offset, item.shape, item.dtype))
-            offset += _aligned(_numel(item.shape) * item.dtype.itemsize)
+            offset += align(prod(item.shape) * item.dtype.itemsize, _ALIGNMENT)
         found.append(windows)
         start += num_bytes
     return found
@@ -149,23 +152,12 @@ def sum_of(value: torch.Tensor, group: dist.ProcessGroup, is_max: bool) -> torch
 
 
 def _window(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    num_bytes = _numel(shape) * dtype.itemsize
+    num_bytes = prod(shape) * dtype.itemsize
     return buffer.narrow(0, offset, num_bytes).view(dtype).view(shape)
 
 
 def _packed_bytes(items: Sequence[tuple[int, torch.dtype]]) -> int:
-    return sum(_aligned(numel * dtype.itemsize) for numel, dtype in items)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
+    return sum(align(numel * dtype.itemsize, _ALIGNMENT) for numel, dtype in items)
 
 
 # smaller tensors share a message: a gloo broadcast costs as much as copying this many bytes
@@ -272,10 +264,8 @@ def _launch_all(calls: Sequence[Broadcast], agreement: GroupAgreement, what: str
             buffer = torch.cat(call.tensors)
         else:
             buffer = first.new_empty(sum(tensor.numel() for tensor in call.tensors))
-        try:
+        with _explaining(agreement, what):
             work = dist.broadcast(buffer, group_src=call.owner, group=agreement.group, async_op=True)
-        except RuntimeError as error:
-            raise agreement.explain(what, error) from error
         assert work is not None
         launched.append(BroadcastHandle(call, buffer, work, agreement, what))
     return launched
@@ -343,12 +333,10 @@ def _launch_reduce(owned: Sequence[Owned], agreement: GroupAgreement, what: str,
     if agreement.track.note("reduction", what, sent):
         return ReduceHandle(received.zero_(), sizes, None, agreement, what, (pooled, other))
     splits = [sum(tensor.numel() for tensor in tensors) for tensors in per_owner]
-    try:
+    with _explaining(agreement, what):
         work = dist.all_to_all_single(
             received, sent, [sum(sizes)] * agreement.size, splits, group=agreement.group, async_op=True
         )
-    except RuntimeError as error:
-        raise agreement.explain(what, error) from error
     return ReduceHandle(received, sizes, work, agreement, what, (pooled, other))
 
 
@@ -375,30 +363,26 @@ def _wait(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.d
             return
         except RuntimeError as error:
             if work.is_completed():  # it has failed, or has finished meanwhile
-                _explaining(agreement, what, lambda: outlast(work, agreement.group))
-                return
+                with _explaining(agreement, what):
+                    return outlast(work, agreement.group)
             failure = agreement.failure()
             if failure is not None:
                 raise DesyncError(f"{what} cannot finish on rank {agreement.name}: {failure}") from error
             if closed_to(agreement.group):
-                _explaining(agreement, what, lambda: outlast(work, agreement.group))
-                return
+                with _explaining(agreement, what):
+                    return outlast(work, agreement.group)
 
 
 def send_tensor(tensor: torch.Tensor, to: int, agreement: GroupAgreement, what: str) -> None:
     """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`) in place, without a copy."""
-    _explaining(
-        agreement, what, lambda: _wait_for_message(dist.isend(tensor, group_dst=to, group=agreement.group), agreement)
-    )
+    with _explaining(agreement, what):
+        _wait_for_message(dist.isend(tensor, group_dst=to, group=agreement.group), agreement)
 
 
 def receive_tensor(tensor: torch.Tensor, source: int, agreement: GroupAgreement, what: str) -> None:
     """Receive into a contiguous tensor from group rank ``source``."""
-    _explaining(
-        agreement,
-        what,
-        lambda: _wait_for_message(dist.irecv(tensor, group_src=source, group=agreement.group), agreement),
-    )
+    with _explaining(agreement, what):
+        _wait_for_message(dist.irecv(tensor, group_src=source, group=agreement.group), agreement)
 
 
 def _wait_for_message(work: dist.Work | None, agreement: GroupAgreement) -> None:
@@ -410,9 +394,10 @@ def _wait_for_message(work: dist.Work | None, agreement: GroupAgreement) -> None
         work.wait()
 
 
-def _explaining(agreement: GroupAgreement, what: str, act: Callable[[], None]) -> None:
+@contextmanager
+def _explaining(agreement: GroupAgreement, what: str) -> Generator[None, None, None]:
     try:
-        act()
+        yield
     except RuntimeError as error:
         raise agreement.explain(what, error) from error
 
@@ -422,10 +407,8 @@ def gather_objects(value: _Object, to: int, agreement: GroupAgreement, what: str
     if agreement.size == 1:
         return [value]
     found = [value] * agreement.size if agreement.rank == to else None
-    try:
+    with _explaining(agreement, what):
         dist.gather_object(value, found, group_dst=to, group=agreement.group)
-    except RuntimeError as error:
-        raise agreement.explain(what, error) from error
     return found
 
 
@@ -463,12 +446,9 @@ def ranks_that_are(flag: bool, agreement: GroupAgreement, device: torch.device, 
     flags = torch.zeros(agreement.size, dtype=torch.int32, device=device)
     flags[agreement.rank] = int(flag)
     if agreement.size > 1:
-        _explaining(agreement, what, lambda: _sum(flags, agreement.group))
+        with _explaining(agreement, what):
+            await_collective(dist.all_reduce(flags, group=agreement.group, async_op=True), agreement.group)
     return [rank for rank, value in enumerate(flags.tolist()) if value]
-
-
-def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    await_collective(dist.all_reduce(tensor, group=group, async_op=True), group)
 
 
 def _neighbours(owned: Iterable[Owned]) -> list[list[Owned]]:

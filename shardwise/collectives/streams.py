@@ -176,10 +176,9 @@ class SideStream:
         is_concurrent: work of this stream can run concurrently with the current stream.
     """
 
-    def __init__(self, device: Device, name: str, high_priority: bool = True) -> None:
+    def __init__(self, device: Device, name: str) -> None:
         self._device = device
         self._name = name
-        self._priority = -1 if high_priority else 0
         self._stream: Stream | None = None
         self.is_concurrent = device.has_streams
 
@@ -217,7 +216,7 @@ class SideStream:
 
     def _started(self) -> Stream:
         if self._stream is None:
-            self._stream = self._device.new_stream(self._name, self._priority)
+            self._stream = self._device.new_stream(self._name, priority=-1)
         return self._stream
 
 

@@ -153,7 +153,6 @@ class _Rank:
         self.arrived = [0] * len(units)
         self.waiting = [0] * len(units)  # unsynced, for later microbatches
         self.kept = [0] * len(units)  # small sections that stay from step to step
-        self.is_committed = [False] * len(units)
 
     def note(self, place: str, activations: int = -1) -> None:
         """Record the current bytes; ``activations``: at the peak of the computation here."""

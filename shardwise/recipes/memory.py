@@ -87,10 +87,10 @@ class LiveBytes:
         """Most bytes since :meth:`restart`."""
         return max(num_bytes for _, num_bytes in self.peaks)
 
-    def restart(self, event: str = "") -> None:
+    def restart(self) -> None:
         """Forget all peaks except the current bytes."""
         self.peaks, self._highest = [], 0
-        self.pass_event(event)
+        self.pass_event("")
 
     def pass_event(self, event: str) -> None:
         """Record the peak of what follows under ``event``."""

@@ -189,7 +189,6 @@ class Injected:
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_between = True
         self._occasions: Counter[int | None] = Counter()
-        self._struck_in: int | None = None
 
     def come(self, place: str, subject: object = None) -> bool:
         """Record that this process reaches ``place``; return True to skip what begins there."""

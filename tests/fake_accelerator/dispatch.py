@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fake_accelerator.allocations import Access, Allocations, Block, Extent, Kind, owner_lane
@@ -163,8 +164,8 @@ class OperationRecorder(torch_private.DispatchMode):
             self._timeline.order(lane, self._timeline.record(current))
         sent = read[0] if read else written[0]
         where = self._timeline.names[lane]
-        group_name = next(torch_private.group_name_of(each) for each in args if isinstance(each, torch.ScriptObject))
-        self.collectives.append(Collective(group_name, name, sent.numel(), sent.dtype, where))
+        group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+        self.collectives.append(Collective(group.group_name, name, sent.numel(), sent.dtype, where))
         self._touch(name, lane, read, written)
 
     # ---- memory ----

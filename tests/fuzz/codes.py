@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import torch_private
-
 aten = torch.ops.aten
 
 
@@ -25,7 +23,7 @@ class Codes(torch.Tensor):
     @staticmethod
     def __new__(cls: type[Codes], codes: Tensor) -> Codes:
         """Return a weight of the shape of ``codes`` (int8)."""
-        found = torch_private.make_wrapper_subclass(cls, codes.shape, codes.stride(), torch.float32)
+        found = torch.Tensor._make_wrapper_subclass(cls, codes.shape, strides=codes.stride(), dtype=torch.float32)  # pyright: ignore
         found.codes = codes
         return found
 

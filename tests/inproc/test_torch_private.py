@@ -533,24 +533,6 @@ def test_subclasses_do_not_intercept() -> None:
         assert (loud + 1).sum() == 4
 
 
-def test_a_wrapper_subclass_has_a_shape_and_no_memory() -> None:
-    reached: list[str] = []
-
-    class Wrapper(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            reached.append(str(func))
-            return torch.zeros(1)
-
-    found = private.make_wrapper_subclass(Wrapper, (2, 3), (3, 1), torch.float64)
-    assert type(found) is Wrapper
-    assert (tuple(found.shape), found.stride(), found.dtype) == ((2, 3), (3, 1), torch.float64)
-    assert torch.equal(found + 1, torch.zeros(1))
-    assert reached == ["aten.add.Tensor"]
-    with pytest.raises(RuntimeError, match="invalid python storage"):
-        found.untyped_storage().data_ptr()
-
-
 def test_a_chosen_grad_dtype_is_told_from_the_default() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     assert not private.has_chosen_grad_dtype(parameter)
@@ -608,7 +590,7 @@ def test_a_dispatch_mode_sees_operations_that_collectives_are_too(fake_ranks: ob
             objects = [
                 each for each in args if isinstance(each, torch.ScriptObject)
             ]  # the group, then what to reduce by
-            seen.append((func._schema.name, private.group_name_of(objects[0]) if objects else ""))
+            seen.append((func._schema.name, dist.ProcessGroup.unbox(objects[0]).group_name if objects else ""))
             return func(*args, **(kwargs or {}))
 
     with Names():

@@ -442,7 +442,7 @@ class LocalPeers:
         self.others = tuple(place for place in range(len(host.segments)) if place != host.place)
         self.kind: PassKind = "forward"
         self.blamed = host.ranks[host.place]
-        self._ranks, self._pids, self._signs = host.ranks, host.pids, signs
+        self._ranks, self._signs = host.ranks, signs
         self._members, self._name = host.members, host.members[self.blamed]
         self._words = tuple(segment.words for segment in host.segments)
         self._mine = self._words[host.place]
