@@ -374,16 +374,6 @@ def build_zero_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
     )
 
 
-def clip_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Scale gradients to a total norm of at most ``max_norm``; return the norm before scaling, the same on all ranks."""
-    return clip_grad_norm_(model.parameters(), max_norm)
-
-
-def clip_owned_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """The same for gradients that only their owners have.  Collective."""
-    return cast(ZeroRedundancyOptimizer, optimizer).clip_grad_norm_(max_norm)
-
-
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer with this rank's state."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
@@ -417,10 +407,6 @@ def _with_options(model: FSDPModule, config: TrainConfig) -> FSDPModule:
     return model
 
 
-def _engine_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
-    return policy(model, sync=on)
-
-
 def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)  # otherwise gradients would exist twice
 
@@ -433,7 +419,8 @@ def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bf16" else nullcontext()
 
 
-def _reduce_to_owners(optimizer: Optimizer) -> None:
+def reduce_to_owners(optimizer: Optimizer) -> None:
+    """Average the gradients of a ZeroRedundancyOptimizer to their owners."""
     cast(ZeroRedundancyOptimizer, optimizer).reduce_gradients()
 
 
@@ -441,9 +428,9 @@ _FULL = ShardingStrategy(
     summary="fully_shard: parameters, gradients and optimizer state sharded over all ranks",
     wrap=_shard_fully,
     build_optimizer=build_adamw,
-    sync=_engine_sync,
+    sync=lambda model, on: policy(model, sync=on),
     reduce=lambda optimizer: None,
-    clip=clip_gradients,
+    clip=lambda model, optimizer, max_norm: clip_grad_norm_(model.parameters(), max_norm),
     precision=lambda config, device: nullcontext(),
     plain=lambda model: model,
 )
@@ -453,7 +440,7 @@ _NONE = ShardingStrategy(
     build_optimizer=build_adamw,
     sync=_ddp_sync,
     reduce=lambda optimizer: None,
-    clip=clip_gradients,
+    clip=lambda model, optimizer, max_norm: clip_grad_norm_(model.parameters(), max_norm),
     precision=_autocast,
     plain=lambda model: cast(DistributedDataParallel, model).module,
 )
@@ -462,8 +449,8 @@ _GRADIENTS = ShardingStrategy(
     wrap=lambda model, config, mesh: model,
     build_optimizer=build_zero_adamw,
     sync=lambda model, on: nullcontext(),
-    reduce=_reduce_to_owners,
-    clip=clip_owned_gradients,
+    reduce=reduce_to_owners,
+    clip=lambda model, optimizer, max_norm: cast(ZeroRedundancyOptimizer, optimizer).clip_grad_norm_(max_norm),
     precision=_autocast,
     plain=lambda model: model,
 )

@@ -6,9 +6,10 @@ import fnmatch
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from shardwise import (
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT, NUM_BYTES, build_gpt
+from shardwise.recipes.sharding import reduce_to_owners
 
 # ---- The configuration of a benchmark, checked before any process starts.
 
@@ -144,14 +146,9 @@ def count_parameters(shape: ModelShape) -> int:
         return sum(param.numel() for param in GPT(shape).parameters())
 
 
-def adamw(model: nn.Module) -> Optimizer:
-    """Return AdamW in torch's default implementation."""
-    return AdamW(model.parameters(), lr=LR)
-
-
-def fused_adamw(model: nn.Module) -> Optimizer:
-    """Return AdamW with its fused kernel."""
-    return AdamW(model.parameters(), lr=LR, fused=True)
+def adamw(model: nn.Module, fused: bool | None = None) -> Optimizer:
+    """Return AdamW, by default in torch's default implementation."""
+    return AdamW(model.parameters(), lr=LR, fused=fused)
 
 
 # ---- torch's own sharding, imported only here and only to be measured.
@@ -164,11 +161,6 @@ def _fsdp2_blocks(model: GPT, setup: Setup, dtype: torch.dtype | None = None) ->
     for module in (*model.blocks, model):
         fsdp.fully_shard(module, mesh=setup.mesh, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype))
     return model
-
-
-def _fsdp2_blocks_bf16(model: GPT, setup: Setup) -> nn.Module:
-    """The same, computing and communicating in bf16."""
-    return _fsdp2_blocks(model, setup, torch.bfloat16)
 
 
 def _fsdp2_tuned(model: GPT, setup: Setup) -> nn.Module:
@@ -196,10 +188,6 @@ def _torch_zero_adamw(model: nn.Module, is_view: bool = False) -> Optimizer:
     return optim.ZeroRedundancyOptimizer(model.parameters(), AdamW, parameters_as_bucket_view=is_view, lr=LR)
 
 
-def _torch_zero_adamw_bucket_view(model: nn.Module) -> Optimizer:
-    return _torch_zero_adamw(model, is_view=True)
-
-
 def load_torchs_own() -> None:
     """Import what the functions above import, so that it does not count as memory of the contender that needs it."""
     for name in ("torch.distributed.fsdp", "torch.distributed.optim"):
@@ -211,8 +199,6 @@ def load_torchs_own() -> None:
 Family = Literal["local", "DDP", "ZeRO", "FSDP2", "shardwise"]
 Transport = Literal["auto", "gloo"]
 Sharded = Literal["nothing", "state", "everything"]
-
-_FP32, _BF16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,22 +238,18 @@ def build_trained(contender: Contender, model: GPT, setup: Setup) -> Trained:
     return Trained(contender, wrapped, contender.build_optimizer(wrapped))
 
 
-def _shard_blocks(model: GPT, setup: Setup, precision: MixedPrecisionPolicy = _FP32) -> nn.Module:
+def _shard_blocks(model: GPT, setup: Setup) -> nn.Module:
     for block in model.blocks:
-        fully_shard(block, mesh=setup.mesh, mp_policy=precision)
-    return fully_shard(model, mesh=setup.mesh, mp_policy=precision)
+        fully_shard(block, mesh=setup.mesh)
+    return fully_shard(model, mesh=setup.mesh)
 
 
 def _shard_hybrid(model: GPT, setup: Setup) -> nn.Module:
     return _shard_blocks(model, replace(setup, mesh=setup.hybrid_mesh()))
 
 
-def _shard_recommended(model: GPT, setup: Setup, precision: MixedPrecisionPolicy = _FP32) -> nn.Module:
-    return shard_model(model, mesh=setup.mesh, mp_policy=precision)
-
-
-def _shard_recommended_bf16(model: GPT, setup: Setup) -> nn.Module:
-    return _shard_recommended(model, setup, _BF16)
+def _shard_recommended(model: GPT, setup: Setup, dtype: torch.dtype | None = None) -> nn.Module:
+    return shard_model(model, mesh=setup.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
 
 
 def _replicate_blocks(model: GPT, setup: Setup) -> nn.Module:
@@ -286,16 +268,8 @@ def _recommended_adamw(model: nn.Module) -> Optimizer:
     return ShardedOptimizer(dict(model.named_parameters()), AdamW, lr=LR, fused=True)
 
 
-def _zero_adamw(model: nn.Module) -> Optimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR)
-
-
-def _zero_fused_adamw(model: nn.Module) -> Optimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR, fused=True)
-
-
-def _reduce_to_owners(optimizer: Optimizer) -> None:
-    cast(ZeroRedundancyOptimizer, optimizer).reduce_gradients()
+def _zero_adamw(model: nn.Module, **options: Any) -> Optimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR, **options)
 
 
 def _plain(model: GPT, setup: Setup) -> nn.Module:
@@ -306,12 +280,8 @@ def _plain_bf16(model: GPT, setup: Setup) -> nn.Module:
     return model.to(torch.bfloat16)
 
 
-def _ddp(model: GPT, setup: Setup) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def _ddp_views(model: GPT, setup: Setup) -> nn.Module:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+def _ddp(model: GPT, setup: Setup, has_views: bool = False) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=has_views)
 
 
 def _needs_two_groups(ranks: int, backend: str) -> str | None:
@@ -326,38 +296,41 @@ def _over_gloo(contender: Contender) -> Contender:
     return replace(contender, name=f"{contender.name} (gloo)", transport="gloo", refusal=_needs_gloo)
 
 
+_fused_adamw, _fused_zero_adamw = partial(adamw, fused=True), partial(_zero_adamw, fused=True)
+_shard_recommended_bf16 = partial(_shard_recommended, dtype=torch.bfloat16)
+_ddp_views = partial(_ddp, has_views=True)
 _FULL = Contender("shardwise full", "shardwise", "everything", _shard_blocks, adamw)
 _RECOMMENDED = Contender("shardwise recommended", "shardwise", "everything", _shard_recommended, _recommended_adamw)
 _ZERO_1 = Contender("shardwise ZeRO-1", "shardwise", "state", _ddp_views, _zero_adamw)
-_ZERO_2 = Contender("shardwise ZeRO-2", "shardwise", "state", _plain, _zero_adamw, reduce=_reduce_to_owners)
+_ZERO_2 = Contender("shardwise ZeRO-2", "shardwise", "state", _plain, _zero_adamw, reduce=reduce_to_owners)
 
 _ALL = (
     Contender("local", "local", "nothing", _plain, adamw),
-    Contender("local + fused", "local", "nothing", _plain, fused_adamw),
+    Contender("local + fused", "local", "nothing", _plain, _fused_adamw),
     Contender("local bf16", "local", "nothing", _plain_bf16, adamw, dtype="bf16"),
     Contender("DDP", "DDP", "nothing", _ddp, adamw),
     Contender("DDP + bucket view", "DDP", "nothing", _ddp_views, adamw),
-    Contender("DDP + bucket view + fused", "DDP", "nothing", _ddp_views, fused_adamw),
+    Contender("DDP + bucket view + fused", "DDP", "nothing", _ddp_views, _fused_adamw),
     Contender("torch ZeRO", "ZeRO", "state", _ddp, _torch_zero_adamw),
-    Contender("torch ZeRO + bucket view", "ZeRO", "state", _ddp, _torch_zero_adamw_bucket_view),
+    Contender("torch ZeRO + bucket view", "ZeRO", "state", _ddp, partial(_torch_zero_adamw, is_view=True)),
     Contender("FSDP2", "FSDP2", "everything", _fsdp2_blocks, adamw),
-    Contender("FSDP2 + fused", "FSDP2", "everything", _fsdp2_blocks, fused_adamw),
-    Contender("FSDP2 tuned", "FSDP2", "everything", _fsdp2_tuned, fused_adamw),
-    Contender("FSDP2 bf16", "FSDP2", "everything", _fsdp2_blocks_bf16, adamw, dtype="bf16"),
+    Contender("FSDP2 + fused", "FSDP2", "everything", _fsdp2_blocks, _fused_adamw),
+    Contender("FSDP2 tuned", "FSDP2", "everything", _fsdp2_tuned, _fused_adamw),
+    Contender("FSDP2 bf16", "FSDP2", "everything", partial(_fsdp2_blocks, dtype=torch.bfloat16), adamw, dtype="bf16"),
     _FULL,
     _over_gloo(_FULL),
-    Contender("shardwise full + fused", "shardwise", "everything", _shard_blocks, fused_adamw),
+    Contender("shardwise full + fused", "shardwise", "everything", _shard_blocks, _fused_adamw),
     Contender("shardwise hybrid", "shardwise", "everything", _shard_hybrid, adamw, refusal=_needs_two_groups),
     _RECOMMENDED,
     _over_gloo(_RECOMMENDED),
     replace(_RECOMMENDED, name="shardwise recommended bf16", wrap=_shard_recommended_bf16, dtype="bf16"),
     Contender("shardwise replicate", "shardwise", "nothing", _replicate_blocks, adamw),
-    Contender("shardwise replicate + fused", "shardwise", "nothing", _replicate_blocks, fused_adamw),
+    Contender("shardwise replicate + fused", "shardwise", "nothing", _replicate_blocks, _fused_adamw),
     Contender("shardwise replicate whole", "shardwise", "nothing", _replicate_whole, adamw),
     _ZERO_1,
-    replace(_ZERO_1, name="shardwise ZeRO-1 + fused", build_optimizer=_zero_fused_adamw),
+    replace(_ZERO_1, name="shardwise ZeRO-1 + fused", build_optimizer=_fused_zero_adamw),
     _ZERO_2,
-    replace(_ZERO_2, name="shardwise ZeRO-2 + fused", build_optimizer=_zero_fused_adamw),
+    replace(_ZERO_2, name="shardwise ZeRO-2 + fused", build_optimizer=_fused_zero_adamw),
 )
 CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.name: contender for contender in _ALL})
 
