@@ -302,10 +302,7 @@ def _parts(name: str, tensor: torch.Tensor, windows: Windows) -> list[LocalPart]
         return [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
     if isinstance(tensor, DTensor):
         return [LocalPart(_window_of(name, tensor, windows), _own_memory(tensor))]
-    return [
-        LocalPart(Window(param_slice.box.offsets, param_slice.box.sizes), local_of(param_slice).detach())
-        for param_slice in slices_of(name, tensor)
-    ]
+    return [LocalPart(param_slice.box, local_of(param_slice).detach()) for param_slice in slices_of(name, tensor)]
 
 
 def _window_of(name: str, tensor: DTensor, windows: Windows) -> Window:
@@ -313,7 +310,7 @@ def _window_of(name: str, tensor: DTensor, windows: Windows) -> Window:
     found = windows.get(key)
     if found is None:
         (param_slice,) = slices_of(name, tensor)
-        found = windows[key] = Window(param_slice.box.offsets, param_slice.box.sizes)
+        found = windows[key] = param_slice.box
     return found
 
 

@@ -32,7 +32,6 @@ from shardwise.checkpoint.format import (
     Header,
     Manifest,
     PartRecord,
-    Window,
     bytes_of,
     from_bytes,
     header_bytes,
@@ -411,21 +410,13 @@ def _steps(part: PartRecord, request: Request, block_bytes: int) -> list[_ReadSt
 
 def _carry_out(step: _ReadStep, file: VerifiedFile) -> None:
     run, request = step.run, step.request
-    place = _cut(request.target, run.wanted, request.window)
+    place = run.wanted.cut(request.target, request.window)
     if run.is_exact and place.is_contiguous():
         file.read_into(step.begin, bytes_of(place), request.name)
         return
     rows = torch.empty(run.hull.sizes, dtype=request.target.dtype, device="cpu")
     file.read_into(step.begin, bytes_of(rows), request.name)
-    place.copy_(_cut(rows, run.wanted, run.hull))
-
-
-def _cut(tensor: torch.Tensor, window: Window, of: Window) -> torch.Tensor:
-    """Return the view ``window`` of ``tensor``, which has the window ``of``."""
-    for dim, (start, size, first) in enumerate(zip(window.offsets, window.sizes, of.offsets, strict=True)):
-        if size != tensor.size(dim):
-            tensor = tensor.narrow(dim, start - first, size)
-    return tensor
+    place.copy_(run.wanted.cut(rows, run.hull))
 
 
 def verify(files: Files, checkpoint: Path, progress: Callable[[int], object] = lambda num_bytes: None) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from shardwise.optim.slices import Window, whole
 
 # ---- Which rank writes which part of which tensor, and which bytes of a part are needed. Pure arithmetic.
 
@@ -24,38 +25,6 @@ DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8, "C128": 16,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Window:
-    """A rectangular part of a tensor: offsets and sizes, per dim."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.sizes)
-
-    def meet(self, other: Window) -> Window | None:
-        """Return the intersection, None if it has no elements.
-
-        Example:
-            >>> Window((0, 0), (4, 3)).meet(Window((2, 0), (4, 3)))
-            Window(offsets=(2, 0), sizes=(2, 3))
-        """
-        starts = tuple(map(max, self.offsets, other.offsets))
-        stops = [
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        ]
-        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        return Window(starts, sizes) if all(size > 0 for size in sizes) else None
-
-
-def whole(shape: Sequence[int]) -> Window:
-    """Return the window that covers a tensor."""
-    return Window((0,) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,8 +201,8 @@ def _ids_in(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in groups]
 
 
-@dataclass(frozen=True, slots=True)
-class RowBox:
+@dataclass(frozen=True, slots=True, order=True)
+class Window:
     """A rectangular part of a tensor: offsets and sizes, per dim."""
 
     offsets: tuple[int, ...]
@@ -213,12 +213,32 @@ class RowBox:
         """Number of elements."""
         return math.prod(self.sizes)
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``whole`` that the box covers."""
-        for dim, (start, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            if size != whole.size(dim):
-                whole = whole.narrow(dim, min(start, whole.size(dim)), size)
-        return whole
+    def meet(self, other: Window) -> Window | None:
+        """Return the intersection, None if it has no elements.
+
+        Example:
+            >>> Window((0, 0), (4, 3)).meet(Window((2, 0), (4, 3)))
+            Window(offsets=(2, 0), sizes=(2, 3))
+        """
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = [
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Window(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def cut(self, tensor: torch.Tensor, of: Window | None = None) -> torch.Tensor:
+        """Return the view of ``tensor`` that the window covers; ``of``: the window of ``tensor`` itself (default: all)."""
+        firsts = (0,) * len(self.sizes) if of is None else of.offsets
+        for dim, (start, size, first) in enumerate(zip(self.offsets, self.sizes, firsts, strict=True)):
+            if size != tensor.size(dim):
+                tensor = tensor.narrow(dim, min(start - first, tensor.size(dim)), size)
+        return tensor
+
+
+def whole(shape: Sequence[int]) -> Window:
+    """Return the window that covers a tensor."""
+    return Window((0,) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,7 +255,7 @@ class ParamSlice:
     name: str
     param: torch.Tensor
     shard: int
-    box: RowBox
+    box: Window
     stand_in: torch.Tensor | None = None
 
 
@@ -283,11 +303,11 @@ def is_sharded(param: torch.Tensor) -> bool:
     )
 
 
-def local_boxes(tensor: ShardedTensor) -> list[RowBox]:
+def local_boxes(tensor: ShardedTensor) -> list[Window]:
     """Return the boxes of the local shards; an empty shard's box starts at the end of the tensor at most."""
     shape = tuple(tensor.size())
     return [
-        RowBox(
+        Window(
             tuple(min(start, size) for start, size in zip(shard.metadata.shard_offsets, shape, strict=True)),
             tuple(shard.metadata.shard_sizes),
         )
@@ -307,15 +327,15 @@ def slices_of(name: str, param: torch.Tensor) -> list[ParamSlice]:
         shape = (0, *param.shape[1:])
         device = torch.device("cpu") if not torch.cuda.is_available() else param.device
         stand_in = torch.empty(shape, dtype=param.dtype, device=device)
-        return [ParamSlice(name, param, 0, RowBox((0,) * len(shape), shape), stand_in)]
+        return [ParamSlice(name, param, 0, whole(shape), stand_in)]
     if isinstance(param, DTensor):
         if any(isinstance(placement, Partial) for placement in param.placements):
             raise ConfigError(
                 f"{name}: placements {param.placements} hold partial sums; redistribute to Replicate or Shard first"
             )
         offsets, sizes = torch_private.chunks_of(param)[0]
-        return [ParamSlice(name, param, 0, RowBox(offsets, sizes))]
-    return [ParamSlice(name, param, 0, RowBox((0,) * param.dim(), tuple(param.shape)))]
+        return [ParamSlice(name, param, 0, Window(offsets, sizes))]
+    return [ParamSlice(name, param, 0, whole(param.shape))]
 
 
 def local_of(param_slice: ParamSlice) -> torch.Tensor:

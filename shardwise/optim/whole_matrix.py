@@ -29,8 +29,8 @@ from shardwise.optim.slices import (
     Params,
     ParamSlice,
     PerSlice,
-    RowBox,
     Values,
+    Window,
     gradient_of,
     is_sharded,
     is_sharded_tensor,
@@ -99,7 +99,7 @@ class Matrix:
     slices: list[ParamSlice]
     owner: int | None = None
     leaf: torch.Tensor | None = None
-    boxes: list[list[RowBox]] | None = None
+    boxes: list[list[Window]] | None = None
     has_state: bool = False
 
 
@@ -139,13 +139,13 @@ def leaf_of(matrix: Matrix) -> torch.Tensor:
     return matrix.leaf
 
 
-def boxes_of(matrix: Matrix, rank: int) -> list[RowBox]:
+def boxes_of(matrix: Matrix, rank: int) -> list[Window]:
     """Return the boxes of ``rank`` in a matrix that this rank owns."""
     assert matrix.boxes is not None
     return matrix.boxes[rank]
 
 
-def all_boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, RowBox]]:
+def all_boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, Window]]:
     """Yield the boxes of ``rank`` in each of ``matrices``, which this rank owns."""
     for matrix in matrices:
         for box in boxes_of(matrix, rank):

@@ -17,7 +17,6 @@ from helpers.state_doors import Api, adamw, fully_sharded, itself, sharded, zero
 from shardwise import fully_shard, replicate
 from shardwise.checkpoint import load, save
 from shardwise.checkpoint.contents import parts_of
-from shardwise.optim.slices import RowBox
 
 NUM_SAVED, NUM_STEPS = 2, 4
 
@@ -95,7 +94,7 @@ def differences(model: nn.Module, whole: nn.Module) -> list[str]:
     wrong: list[str] = []
     for (name, value), expected in zip(model.state_dict().items(), whole.state_dict().values(), strict=True):
         for part in parts_of(name, value):
-            wanted = RowBox(part.window.offsets, part.window.sizes).cut(expected)
+            wanted = part.window.cut(expected)
             if not torch.equal(part.tensor, wanted):
                 wrong.append(f"{name} differs by {(part.tensor - wanted).abs().max():.2e}")
     return wrong
