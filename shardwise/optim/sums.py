@@ -226,8 +226,7 @@ def states_after_zeros(
     stand_ins = [[torch.zeros_like(tensor, requires_grad=False) for tensor in group["params"]] for group in groups]
     for tensor in (tensor for tensors in stand_ins for tensor in tensors):
         tensor.grad = torch.zeros_like(tensor)
-    probe = make([{**options_of(g), "params": tensors} for g, tensors in zip(groups, stand_ins, strict=True)])
-    _begin_training(probe)
+    probe = _made(make, [{**options_of(g), "params": tensors} for g, tensors in zip(groups, stand_ins, strict=True)])
     if closure is None:
         torch_private.step_inside(probe)
     else:
@@ -236,17 +235,12 @@ def states_after_zeros(
 
 
 def _made(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer that may step."""
+    """Return an optimizer that may step: schedule-free ones, for example, require a call of ``train()`` before."""
     optimizer = make(groups)
-    _begin_training(optimizer)
-    return optimizer
-
-
-def _begin_training(optimizer: torch.optim.Optimizer) -> None:
-    """Call ``train()`` of optimizers that require it before a step, such as schedule-free ones."""
     train: object = getattr(optimizer, "train", None)
     if callable(train):
         train()
+    return optimizer
 
 
 def why_not_elementwise(state: Mapping[str, Any], shape: torch.Size) -> str | None:

@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from shardwise.consistency.store import Sketch, digest_of, sample_of
 from shardwise.errors import DesyncError, StateError
 from shardwise.fsdp.clip import GradientOwner, Limit, OwnedGradient, make_owned
 from shardwise.layout import OwnedSlice
-from shardwise.zero.partition import LocalSlice, RankPartition, elements_of, flat_like, gradient_for
+from shardwise.zero.partition import LocalSlice, RankPartition, elements_of, flat_like, gradient_for, with_gradients
 
 # ---- Checks, once before the first step, that all ranks have the same gradients and the same parameters.
 # Each owner steps on its own copy of the gradients. Without averaging, every owner would silently train on another
@@ -238,7 +238,9 @@ class Averaging:
 
         The next message is packed while the one before is in flight.
         """
-        for indices in _messages(self.context.rank_partition):
+        own = map(own_gradient, self.context.rank_partition.params)
+        dtypes = tuple(None if gradient is None else gradient.dtype for gradient in own)
+        for indices in _messages(self.context.rank_partition, dtypes):
             if len(self._in_flight) > 1:
                 self._receive()
             self._send(indices)
@@ -332,14 +334,13 @@ class Averaging:
                 self.averages[owned_slice] = window.detach()
 
 
-def _messages(rank_partition: RankPartition) -> Iterator[list[int]]:
+def _messages(rank_partition: RankPartition, dtypes: Presence) -> Iterator[list[int]]:
     """Yield the parameters of each message, the last run first: those of a run whose gradients have one dtype and device."""
     for run in reversed(rank_partition.runs):
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        kinds: dict[tuple[torch.dtype | None, torch.device], list[int]] = {}
         for index in run:
-            gradient = own_gradient(rank_partition.params[index])
-            if gradient is not None:
-                kinds.setdefault((gradient.dtype, gradient.device), []).append(index)
+            if dtypes[index] is not None:
+                kinds.setdefault((dtypes[index], rank_partition.params[index].device), []).append(index)
         yield from kinds.values()
 
 
@@ -378,15 +379,8 @@ class EarlySends:
     def expect(self, presence: Presence) -> None:
         """Send, in the next backwards, the gradients that ranks agreed they had in this step; nothing for ()."""
         self._dtypes = presence
-        self._expected = []
         assert self._rank_partition is not None  # listen() comes first
-        rank_partition = self._rank_partition
-        for run in reversed(rank_partition.runs) if presence else ():
-            kinds: dict[tuple[torch.dtype | None, torch.device], list[int]] = {}
-            for index in run:
-                if presence[index] is not None:
-                    kinds.setdefault((presence[index], rank_partition.params[index].device), []).append(index)
-            self._expected += map(tuple, kinds.values())
+        self._expected = [*map(tuple, _messages(self._rank_partition, presence))] if presence else []
         self.expect_again()
 
     def expect_again(self) -> None:
@@ -500,31 +494,22 @@ def mark_spent(rank_partition: RankPartition, owner_ref: OwnerRef) -> None:
         param.grad = owned
 
 
-@contextmanager
 def attached(
     rank_partition: RankPartition, received: Mapping[OwnedSlice, torch.Tensor] | None = None
-) -> Generator[None, None, None]:
-    """Attach plain gradients to the local optimizer's tensors inside the context.
+) -> AbstractContextManager[None]:
+    """Return a context in which the local optimizer's tensors have plain gradients.
 
     ``received``: gradients from another rank, instead of this rank's.
     """
-    before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    try:
-        for local in rank_partition.local_slices:
-            gradient = local.param.grad
-            if received is None and local.is_param and not isinstance(gradient, OwnedGradient):
-                continue
-            before.append((local.tensor, local.tensor.grad))
-            local.tensor.grad = (
-                received.get(local.owned_slice) if received is not None else _plain(rank_partition, local, gradient)
-            )
-        yield
-    finally:
-        for tensor, gradient in before:
-            tensor.grad = gradient
+    slices = rank_partition.local_slices
+    if received is not None:
+        return with_gradients((local, received.get(local.owned_slice)) for local in slices)
+    chosen = (each for each in slices if not each.is_param or isinstance(each.param.grad, OwnedGradient))
+    return with_gradients((local, _plain(rank_partition, local)) for local in chosen)
 
 
-def _plain(rank_partition: RankPartition, local: LocalSlice, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _plain(rank_partition: RankPartition, local: LocalSlice) -> torch.Tensor | None:
+    gradient = local.param.grad
     if gradient is None:
         return None
     if not isinstance(gradient, OwnedGradient):

@@ -322,6 +322,20 @@ def gradient_for(local: LocalSlice, gradient: torch.Tensor) -> torch.Tensor:
     return elements_of(local.owned_slice, local.param, gradient)
 
 
+@contextmanager
+def with_gradients(gradients: Iterable[tuple[LocalSlice, torch.Tensor | None]]) -> Generator[None, None, None]:
+    """Let the tensors of these slices have these gradients inside the context."""
+    before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    try:
+        for local, gradient in gradients:
+            before.append((local.tensor, local.tensor.grad))
+            local.tensor.grad = gradient
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
+
+
 def owned_views(
     slices: Iterable[OwnedSlice],
     params: Sequence[torch.Tensor],
@@ -618,15 +632,8 @@ class LocalOptimizer:
     def step_slices(self, gradients: Sequence[tuple[LocalSlice, torch.Tensor]]) -> None:
         """Update only these slices, with these gradients."""
         chosen = {id(local.tensor) for local, _ in gradients}
-        before = [(local.tensor, local.tensor.grad) for local, _ in gradients]
-        try:
-            for local, gradient in gradients:
-                local.tensor.grad = gradient
-            with _narrowed(self.optim.param_groups, chosen):
-                self.step(None, {})
-        finally:
-            for tensor, gradient in before:
-                tensor.grad = gradient
+        with with_gradients(gradients), _narrowed(self.optim.param_groups, chosen):
+            self.step(None, {})
 
 
 def make_local_optimizer(
