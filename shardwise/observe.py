@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias, TypeVar
@@ -79,17 +79,22 @@ def span(track: str, what: str, subject: str, num_bytes: int = 0) -> Generator[N
             end(what, subject, num_bytes)
 
 
+_T = TypeVar("_T")
+
+
 @contextmanager
-def listening(listener: SpanListener) -> Generator[None, None, None]:
-    """Send spans to ``listener`` inside the context; contexts nest."""
-    listeners.append(listener)
+def _while_in(found: list[_T], each: _T) -> Generator[None, None, None]:
+    found.append(each)
     try:
         yield
     finally:
-        listeners.remove(listener)
+        found.remove(each)
 
 
-_T = TypeVar("_T")
+def listening(listener: SpanListener) -> AbstractContextManager[None]:
+    """Send spans to ``listener`` inside the context; contexts nest."""
+    return _while_in(listeners, listener)
+
 
 NUM_EVENTS = 4096
 # prefix of the place of an event after which its thread waits: "waits for rank 3", "waits for process 88"
@@ -213,24 +218,14 @@ def last_time() -> float:
         return 0.0
 
 
-@contextmanager
-def hearing(hearer: Hearer) -> Generator[None, None, None]:
+def hearing(hearer: Hearer) -> AbstractContextManager[None]:
     """Call ``hearer`` at every event of every thread inside the context, before the announced action."""
-    hearers.append(hearer)
-    try:
-        yield
-    finally:
-        hearers.remove(hearer)
+    return _while_in(hearers, hearer)
 
 
-@contextmanager
-def observing(observer: Callable[[str], None]) -> Generator[None, None, None]:
+def observing(observer: Callable[[str], None]) -> AbstractContextManager[None]:
     """Call ``observer`` with the text of every error of shardwise inside the context, when it is created."""
-    observers.append(observer)
-    try:
-        yield
-    finally:
-        observers.remove(observer)
+    return _while_in(observers, observer)
 
 
 def tell(place: str, what: str, subject: object = None) -> bool:

@@ -47,6 +47,7 @@ from shardwise.checkpoint.format import (
 from shardwise.checkpoint.state import BufferCheck, Buffers, check_choice, contents_of, together
 from shardwise.consistency.agreement import StoreGather, open_store_gather
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.layout import align
 from shardwise.observe import note
 
 # ---- The files of a save: one per rank, and the manifest that makes them a checkpoint.
@@ -161,7 +162,7 @@ class HostCopy:
         return self._bytes
 
     def _lay_out(self, writes: tuple[Write, ...], is_pinned: bool) -> None:
-        sizes = [-(-write.num_bytes // _ALIGNMENT) * _ALIGNMENT for write in writes]
+        sizes = [align(write.num_bytes, _ALIGNMENT) for write in writes]
         buffer, self._writes, self._places, self._bytes = self.buffer, None, [], []
         if buffer is None or buffer.numel() < sum(sizes):
             self.buffer = buffer = None  # never two buffers at once

@@ -83,6 +83,11 @@ def ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> Ranks:
     return ranks_of_group(group_of(members))
 
 
+def exchanged_bytes(num_bytes: int) -> int:
+    """Return the bytes that a tensor of ``num_bytes`` takes in the buffers of :func:`exchange`."""
+    return align(num_bytes, _ALIGNMENT)
+
+
 def exchange(
     sends: Sequence[Sequence[torch.Tensor]], expected: Sequence[Sequence[Expected]], ranks: Ranks, device: torch.device
 ) -> list[list[torch.Tensor]]:
@@ -102,7 +107,7 @@ def exchange(
         for tensor in tensors:
             if tensor.numel():
                 _window(packed, offset, tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
-            offset += align(tensor.numel() * tensor.dtype.itemsize, _ALIGNMENT)
+            offset += exchanged_bytes(tensor.numel() * tensor.dtype.itemsize)
         start += num_bytes
     received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=device)
     with span("", "exchange", "matrices", sum(out_sizes)):
@@ -115,7 +120,7 @@ def exchange(
         windows: list[torch.Tensor] = []
         for item in items:
             windows.append(_window(received, offset, item.shape, item.dtype))
-            offset += align(prod(item.shape) * item.dtype.itemsize, _ALIGNMENT)
+            offset += exchanged_bytes(prod(item.shape) * item.dtype.itemsize)
         found.append(windows)
         start += num_bytes
     return found
@@ -157,7 +162,7 @@ def _window(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: to
 
 
 def _packed_bytes(items: Sequence[tuple[int, torch.dtype]]) -> int:
-    return sum(align(numel * dtype.itemsize, _ALIGNMENT) for numel, dtype in items)
+    return sum(exchanged_bytes(numel * dtype.itemsize) for numel, dtype in items)
 
 
 # smaller tensors share a message: a gloo broadcast costs as much as copying this many bytes

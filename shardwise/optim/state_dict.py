@@ -24,11 +24,21 @@ from shardwise.optim.slices import ParamSlice, PerSlice, copied, in_order_of, lo
 # ---- State by parameter names, with values that checkpoints can save and reshard.
 
 
-class ByName(dict[str, Any]):
+class _OverNames(dict[str, Any]):
+    """A dict whose keys or values are names of parameters.  Pickles and copies as an OrderedDict."""
+
+    def __init__(self, names: Sequence[str], entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._names = tuple(names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (OrderedDict, (list(self.items()),))
+
+
+class ByName(_OverNames):
     """A dict keyed by parameter names that also accepts a parameter's index instead of its name.
 
-    torch's ``get_optimizer_state_dict`` renames keys through indices; here they map back to names.  Pickles and copies
-    as an OrderedDict.
+    torch's ``get_optimizer_state_dict`` renames keys through indices; here they map back to names.
 
     Example:
         >>> state = ByName(["weight", "bias"], {"bias": 1})
@@ -37,34 +47,20 @@ class ByName(dict[str, Any]):
         {'bias': 1, 'weight': 2}
     """
 
-    def __init__(self, names: Sequence[str], entries: Mapping[str, Any]) -> None:
-        super().__init__(entries)
-        self._names = tuple(names)
-
     def __setitem__(self, key: str | int, value: Any) -> None:
         super().__setitem__(self._names[key] if isinstance(key, int) else key, value)
 
     def __getitem__(self, key: str | int) -> Any:
         return super().__getitem__(self._names[key] if isinstance(key, int) else key)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (OrderedDict, (list(self.items()),))
 
-
-class NamedGroup(dict[str, Any]):
+class NamedGroup(_OverNames):
     """A param group whose ``"params"`` are names; assigned indices become names."""
-
-    def __init__(self, names: Sequence[str], entries: Mapping[str, Any]) -> None:
-        super().__init__(entries)
-        self._names = tuple(names)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             value = [self._names[item] if isinstance(item, int) else item for item in value]
         super().__setitem__(key, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (OrderedDict, (list(self.items()),))
 
 
 class OwnGroup(dict[str, Any]):

@@ -9,9 +9,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from shardwise.collectives.buffer_pool import size_class
 from shardwise.collectives.host.send_recv import NUM_INBOXES
-from shardwise.collectives.host.shared_memory import sum_slot_bytes, sums_bytes
+from shardwise.collectives.host.shared_memory import NUM_SLOTS, sum_slot_bytes, sums_bytes
 from shardwise.errors import ConfigError
+from shardwise.fsdp.flat_buffer import KEPT_BYTES
 from shardwise.fsdp.gradients import FULL_BYTES_ON_HOST
 from shardwise.observe import Call, Op
 from shardwise.planner.profile import (
@@ -25,7 +27,6 @@ from shardwise.planner.profile import (
     StepMark,
 )
 from shardwise.planner.rank_units import (
-    KEPT_SECTION_BYTES,
     Exchanges,
     Passage,
     RankUnit,
@@ -47,8 +48,6 @@ KINDS = (
     "libraries",  # workspaces of the accelerator's libraries
 )
 UPDATE = "optimizer step"  # the last event of a step
-_CLASSES_PER_DOUBLING_BITS = 4
-_OUTBOX_SLOTS = 3  # as in collectives/host/shared_memory.py: pages of shared memory take memory when written
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +82,6 @@ class RankMemory:
         return tuple(max(group, key=lambda moment: moment.total) for _, group in groups)
 
 
-def pooled(num_bytes: int) -> int:
-    """Return the storage size of the buffer pool for ``num_bytes``, as in collectives/buffer_pool.py, in closed form."""
-    if num_bytes <= 512:
-        return 512 if num_bytes else 0
-    grain = 1 << max((num_bytes - 1).bit_length() - _CLASSES_PER_DOUBLING_BITS, 0)
-    return -(-num_bytes // grain) * grain
-
-
 @dataclass(slots=True)
 class _Pool:
     """Storages by size class: on CPU the pool keeps those that are released; ``idle`` counts their bytes."""
@@ -102,7 +93,7 @@ class _Pool:
     def acquire(self, num_bytes: int) -> int:
         if not self.keeps:
             return num_bytes
-        size = pooled(num_bytes)
+        size = size_class(num_bytes) if num_bytes else 0
         if self.free.get(size, 0):
             self.free[size] -= 1
             self.idle -= size
@@ -139,9 +130,8 @@ class _Rank:
         self.held["optimizer"] += sum(unit.residual_bytes for unit in units)
         if setting.transport in (SHARED, TIERS) and setting.num_shards > 1:
             outbox_sizes = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
-            self.held["staging"] = sum(
-                max(outbox_sizes[slot::_OUTBOX_SLOTS], default=0) for slot in range(_OUTBOX_SLOTS)
-            )
+            # pages of shared memory take memory when they are written
+            self.held["staging"] = sum(max(outbox_sizes[slot::NUM_SLOTS], default=0) for slot in range(NUM_SLOTS))
             sections = max((unit.moved_bytes // setting.num_shards for unit in units), default=0)
             self.held["staging"] += NUM_INBOXES * (setting.hosts - 1) * sections
         if setting.near_replicas:
@@ -230,7 +220,7 @@ class _Rank:
                 self.acquire("scatter", number, unit.facts.reduce_bytes)
                 self.reducing.append(number)
             fresh = 0 if self.kept[number] or self.is_on_host else unit.section_bytes
-            self.kept[number] = unit.section_bytes if unit.section_bytes <= KEPT_SECTION_BYTES else 0
+            self.kept[number] = unit.section_bytes if unit.section_bytes <= KEPT_BYTES else 0
             held["gradients"] += fresh
         held["staging"] += unit.coding_bytes
         self.note(place)

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.collectives.codec import BlockCode, CodedSection, CompressionPolicy, takes
 from shardwise.collectives.host.send_recv import is_worth_messages
+from shardwise.collectives.owned import exchanged_bytes
 from shardwise.layout import Bucket, ChunkShard, align, assign_owners, build_bucket, by_size, runs_of
 from shardwise.observe import Call
 from shardwise.optim.slices import step_cost
@@ -41,7 +42,6 @@ from shardwise.planner.profile import (
 # ---- The transfers of an optimizer's step, call by call, as a trace records them; the rank that sends most stands for
 # all.
 
-_ALIGNMENT = 16  # of tensors in an exchange, as in collectives/owned.py
 _STATUS_BYTES = 8
 
 
@@ -116,14 +116,14 @@ def exchanges_of(profile: Profile, setting: Setting) -> Exchanges:
     for owner in owners:
         counts[owner] = counts.get(owner, 0) + 1
     shards = [ChunkShard(param.shape, 0, ranks).shard_numel(0) for param in params]
-    local = [_aligned(numel * param.itemsize) for numel, param in zip(shards, params, strict=True)]
+    local = [exchanged_bytes(numel * param.itemsize) for numel, param in zip(shards, params, strict=True)]
     mine = [param for param, owner in zip(params, owners, strict=True) if not owner]
     from_all = sum(_of_all_ranks(param, ranks) for param in mine)
     return Exchanges(
-        gather_out=sum(map(_aligned, counts.values())) + 2 * sum(local),
-        gather_in=ranks * _aligned(counts.get(0, 0)) + 2 * from_all,
-        scatter_out=ranks * _aligned(_STATUS_BYTES) + from_all,
-        scatter_in=ranks * _aligned(_STATUS_BYTES) + sum(local),
+        gather_out=sum(map(exchanged_bytes, counts.values())) + 2 * sum(local),
+        gather_in=ranks * exchanged_bytes(counts.get(0, 0)) + 2 * from_all,
+        scatter_out=ranks * exchanged_bytes(_STATUS_BYTES) + from_all,
+        scatter_in=ranks * exchanged_bytes(_STATUS_BYTES) + sum(local),
         whole_bytes=sum(param.num_bytes for param in mine),
         owned_numel=sum(param.numel for param in mine),
         matrix_numel=sum(shards),
@@ -154,11 +154,7 @@ def _of_all_ranks(param: ParamFacts, ranks: int) -> int:
     rows, inner = param.shape[0], math.prod(param.shape[1:]) * param.itemsize
     each = -(-rows // ranks)
     full, rest = divmod(rows, each)
-    return full * _aligned(each * inner) + _aligned(rest * inner)
-
-
-def _aligned(num_bytes: int) -> int:
-    return align(num_bytes, _ALIGNMENT)
+    return full * exchanged_bytes(each * inner) + exchanged_bytes(rest * inner)
 
 
 # ---- Bytes of messages under a ``CompressionPolicy``, as the codec lays them out.
@@ -211,7 +207,6 @@ class Codings:
 
 
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in fsdp/flat_buffer.py
-KEPT_SECTION_BYTES = 1 << 20  # reduced gradients up to this size stay for the next step, as in fsdp/flat_buffer.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +329,7 @@ class _UnitSizes:
             shard_bytes += bucket.section_numel * itemsize
             tails += bucket.tail_numel * full_itemsize
             sends = sends and is_worth_messages(bucket)
-            section = -(-(section + bucket.section_numel * full_itemsize) // _BYTE_ALIGNMENT) * _BYTE_ALIGNMENT
+            section = align(section + bucket.section_numel * full_itemsize, _BYTE_ALIGNMENT)
             cast += bucket.section_numel * full_itemsize if itemsize != full_itemsize else 0
             if self._travels(itemsize, full_itemsize):
                 full_bytes += bucket.full_numel * full_itemsize

@@ -28,7 +28,7 @@ from shardwise.planner.profile import (
     Stretch,
     Work,
 )
-from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of, pooled
+from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
 from shardwise.planner.rank_time import HARDWARE, hardware_json, read_hardware, time_of
 from shardwise.planner.rank_units import rank_units, steps_of
 
@@ -82,11 +82,6 @@ def a_profile(num_blocks: int = 3, rows: int = 1000, width: int = 1024, recomput
 def held(profile: Profile, setting: Setting, device: str = "cuda") -> RankMemory:
     units = rank_units(profile, setting, device)
     return memory_of(profile, units, steps_of(profile, units, setting.depth), setting, device)
-
-
-@given(st.integers(0, 1 << 36))
-def test_the_pool_is_planned_in_its_own_sizes(num_bytes: int) -> None:
-    assert pooled(num_bytes) == (size_class(num_bytes) if num_bytes else 0)
 
 
 @settings(max_examples=15)
@@ -289,7 +284,7 @@ def test_messages_that_are_received_where_they_belong_stage_nothing_but_small_te
         for transport in ("collective", SEND_RECV)
     }
     assert most["collective"] >= BLOCK  # of a reduction's input; an all-gather's result becomes the full parameter
-    assert most[SEND_RECV] == pooled(BLOCK // 2)  # gradients that another rank has sent
+    assert most[SEND_RECV] == size_class(BLOCK // 2)  # gradients that another rank has sent
 
 
 def test_a_step_over_whole_matrices_gathers_what_an_owner_updates_and_sends_it_back() -> None:
