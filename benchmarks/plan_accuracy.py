@@ -148,6 +148,7 @@ class Job:
         mesh = init_device_mesh("cpu", (*sizes, setting.tensor), mesh_dim_names=(*names, "tp"))
         split, mesh = mesh["tp"], mesh[names if len(names) > 1 else names[0]]
         self.config, self.door, self.accumulate = case.config, STRATEGIES[setting.door], setting.accumulate
+        torch.manual_seed(0)  # ranks must begin with the same values
         plain = case.build()
         if setting.tensor > 1:
             split_heads(plain, split)
