@@ -18,8 +18,7 @@ from shardwise.errors import ArgumentTypeError, ConfigError
 from shardwise.fsdp.clip import Limit, OwnedGradient, Part, clip_parts, part_of
 from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
 from shardwise.observe import note
-from shardwise.optim.elementwise import ElementwiseStep, SummedStep
-from shardwise.optim.flat import empty_states
+from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
 from shardwise.optim.slices import (
     Closure,
     MakeOptimizer,

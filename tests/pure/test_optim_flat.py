@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise import ConfigError, ShardedOptimizer
-from shardwise.optim.elementwise import MANY_LAYOUTS, ElementwiseStep
-from shardwise.optim.flat import LiveSlice, can_merge, find_joins, in_memory_order, make_run, merge_states, split_state
+from shardwise.optim.elementwise import (
+    MANY_LAYOUTS,
+    ElementwiseStep,
+    LiveSlice,
+    can_merge,
+    find_joins,
+    in_memory_order,
+    make_run,
+    merge_states,
+    split_state,
+)
 from shardwise.optim.slices import slices_of
 from shardwise.optim.state_dict import ByName, NamedGroup, in_form, is_flat, unflattened
 
