@@ -77,6 +77,8 @@ class Step:
         clip: "", "torch" or "shardwise".
         updates: the optimizer steps at the end.
         zero: before it: "none", "zeros", or "" to keep gradients.
+        inside: the optimizer steps (and clips) after each backward, inside of ``Join``, and gradients are then "none", "zeros"
+            or "kept"; "": it does not.
     """
 
     ranks: tuple[tuple[Way, ...], ...]
@@ -84,6 +86,7 @@ class Step:
     clip: str = ""
     updates: bool = True
     zero: str = "none"
+    inside: str = ""
 
     @property
     def meets(self) -> bool:
@@ -143,6 +146,7 @@ def draw(seed: int, num_ranks: int) -> Case:
 class _Draw:
     def __init__(self, seed: int, num_ranks: int) -> None:
         self._random, self._seed, self._num_ranks = Random(f"{seed} {num_ranks}"), seed, num_ranks
+        self._inside = Random(f"{seed} {num_ranks} inside")
 
     def _chance(self, chance: float) -> bool:
         return self._random.random() < chance
@@ -217,7 +221,11 @@ class _Draw:
             join = self._chance(self._joins) and (not steps or steps[-1].meets)
             updates = not holds and (not (join and self._chance(0.3)) or is_last) and not (generates and join)
             clip = self._clip() if updates else ""
-            steps.append(Step(tuple(ranks), join, clip, updates, "" if held else self._zero(steps)))
+            step = Step(tuple(ranks), join, clip, updates, "" if held else self._zero(steps))
+            if not held and self._inside.random() < 0.4:
+                inside = replace(step, inside=self._inside.choice(("none", "zeros", "kept")))
+                step = inside if can_step_inside(inside) else step
+            steps.append(step)
             held = holds
         return tuple(steps)
 
@@ -258,6 +266,11 @@ class _Draw:
         else:
             layers = list(every)
         return tuple(Call(each, self._chance(0.3), self._chance(0.5)) for each in layers)
+
+
+def can_step_inside(step: Step) -> bool:
+    """Return True if the optimizer can step after each backward."""
+    return step.join and all(way.sync and not way.waits for ways in step.ranks for way in ways)
 
 
 # ---- smaller ----
@@ -338,7 +351,7 @@ def is_valid(case: Case) -> bool:
         if number and not case.steps[number - 1].updates and step.zero:
             return False
         trained = [[way for way in ways if way.trains] for ways in step.ranks]
-        if held and not all(trained):
+        if (held and not all(trained)) or (step.inside and (held or not can_step_inside(step))):
             return False
         syncs = [ways[-1].sync for ways in trained if ways]
         held = bool(syncs) and not any(syncs)

@@ -24,6 +24,7 @@ import shardwise
 from fuzz.divergence.case import Call, Case, LayerSpec, Step, Way
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard, replicate, shard_model
 
+BACKWARD, FORWARD, STEP = range(3)
 WIDTH, NUM_EXPERTS, MAX_NORM = 5, 3, 1.5
 Values = list["torch.Tensor | None"]
 
@@ -145,9 +146,9 @@ class Signs(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or a backward that comes next."""
+    """What comes next; what all ranks do comes in the order of these numbers."""
 
-    is_backward: bool
+    kind: int
     way: Way
 
 
@@ -164,26 +165,28 @@ def inputs(case: Case, number: int, rank: int, micro: int) -> torch.Tensor:
 
 
 def passes_of(case: Case, number: int, rank: int, model: nn.Module, outputs: list[torch.Tensor]) -> Iterator[Pass]:
-    """Do what ``rank`` does in step ``number``; yield each forward and backward before it runs."""
+    """Do what ``rank`` does in step ``number``; yield each forward and backward before it runs, and optimizer steps."""
     losses: list[torch.Tensor] = []
     dtype = next(model.parameters()).dtype
     for micro, way in enumerate(case.steps[number].ranks[rank]):
         x = inputs(case, number, rank, micro).to(dtype)
         for _ in range(way.forwards):
-            yield Pass(False, way)
+            yield Pass(FORWARD, way)
             with torch.no_grad():
                 x = model(x, way).to(dtype)
             outputs.append(x.double())
         if not way.forwards:
-            yield Pass(False, way)
+            yield Pass(FORWARD, way)
             output = model(x.requires_grad_(way.checkpoints == "reentrant"), way)
             outputs.append(output.detach().double())
             if way.trains:
                 losses.append(output.sum())
         if way.trains and not way.waits:
-            yield Pass(True, way)
+            yield Pass(BACKWARD, way)
             torch.stack(losses).sum().backward()
             losses.clear()
+            if case.steps[number].inside:
+                yield Pass(STEP, way)
 
 
 # ---- one process ----
@@ -220,12 +223,14 @@ class _Alone:
         ranks = [passes_of(case, number, rank, self._model, outputs[rank]) for rank in range(case.num_ranks)]
         wanted = {rank: first for rank, passes in enumerate(ranks) if (first := self._next(passes)) is not None}
         while wanted:
-            is_backward = any(each.is_backward for each in wanted.values())
+            kind = min(each.kind for each in wanted.values())
+            if kind == STEP:
+                self._step_inside(step)
             num_ranks = case.num_ranks if case.divides_by_all or not step.join else len(wanted)
             for rank, each in list(wanted.items()):
-                if each.is_backward == is_backward:
+                if each.kind == kind:
                     following = self._next(ranks[rank])
-                    if is_backward:
+                    if kind == BACKWARD:
                         self._take(rank, each.way.sync, num_ranks)
                     del wanted[rank]
                     if following is not None:
@@ -237,7 +242,7 @@ class _Alone:
         """Return the next pass for which ranks meet: a forward takes no other rank where nothing is sharded."""
         case = self._case
         gathers = case.kind != "replicate" and not (case.kind == "hsdp" and case.num_ranks == 2)
-        meets = (each for each in passes if each.is_backward or gathers)
+        meets = (each for each in passes if each.kind != FORWARD or gathers)
         return next(meets, None)
 
     def _take(self, rank: int, sync: bool, num_ranks: int) -> None:
@@ -250,6 +255,19 @@ class _Alone:
             for place, gradient in held.items():
                 self._total[place] = self._total.get(place, torch.zeros_like(gradient)) + gradient / num_ranks
             held.clear()
+
+    def _step_inside(self, step: Step) -> None:
+        for place, param in enumerate(self._params):
+            param.grad = self._total.get(place)
+        if step.clip:
+            nn.utils.clip_grad_norm_(self._params, MAX_NORM)
+        self._optimizer.step()
+        if step.inside == "none":
+            self._total.clear()
+        elif step.inside == "zeros":
+            self._optimizer.zero_grad(False)
+        for param in self._params:
+            param.grad = None
 
     def _end(self, step: Step) -> None:
         for place, param in enumerate(self._params):
@@ -338,18 +356,32 @@ class _OnRank:
             self._model.set_allow_rank_divergence(False)
         if step.zero:
             self._optimizer.zero_grad(step.zero == "none")
-        options = {} if case.divides_by_all else {"divide_by_initial_world_size": False}
+        options: dict[str, Any] = {} if case.divides_by_all else {"divide_by_initial_world_size": False}
+        if step.inside:
+            options["optimizer"] = self._optimizer
         with Join([self._model], **options) if step.join else nullcontext():
             for each in passes_of(case, number, rank, self._model, self._outputs):
-                if each.way.trains and not each.is_backward:
+                if each.way.trains and each.kind == FORWARD:
                     self._model.set_requires_gradient_sync(each.way.sync)
+                if each.kind == STEP:
+                    self._step_inside(step)
         if step.meets:
             self._end(number, step)
 
+    def _clip(self, step: Step) -> torch.Tensor:
+        clip: Any = shardwise.clip_grad_norm_ if step.clip == "shardwise" else nn.utils.clip_grad_norm_
+        return clip(self._model.parameters(), MAX_NORM)
+
+    def _step_inside(self, step: Step) -> None:
+        if step.clip:
+            self._clip(step)
+        self._optimizer.step()
+        if step.inside != "kept":
+            self._optimizer.zero_grad(step.inside == "none")
+
     def _end(self, number: int, step: Step) -> None:
         if step.clip:
-            clip: Any = shardwise.clip_grad_norm_ if step.clip == "shardwise" else nn.utils.clip_grad_norm_
-            norm = clip(self._model.parameters(), MAX_NORM)
+            norm = self._clip(step)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             self._compare(
                 f"step {number}: norm",
