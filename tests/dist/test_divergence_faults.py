@@ -119,6 +119,9 @@ def fails(where: str, transport: str, fault: Any) -> str:
         ("all-gather", "collective", "kill", 2),
         ("all-gather", "collective", "raise", 4),
         ("reduction", "auto", "kill", 4),
+        ("reduction", "collective", "kill", 2),
+        ("reduction", "collective", "kill", 4),
+        ("reduction", "collective", "raise", 2),
     ],
 )
 def test_a_rank_that_ends_while_it_serves_or_is_served_is_named_on_all_others(
