@@ -501,7 +501,6 @@ class Shards:
         self._full_windows: list[torch.Tensor] | None = None
         self._packed_windows = BufferWindows()
         self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self._full_parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
@@ -566,12 +565,8 @@ class Shards:
 
     def full_parts(self, number: int, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
         """Return the windows of ``full``, the full buffer of bucket ``number``, that receive the shards of ``rank``."""
-        parts = self._full_parts.get((number, rank))
-        if parts is None:
-            layout = self.buckets[number].layout
-            moves = zip(layout.parts(rank), layout.full_offsets, strict=True)
-            parts = self._full_parts[number, rank] = [full_window(full, move, base) for move, base in moves]
-        return parts
+        layout = self.buckets[number].layout
+        return [full_window(full, *each) for each in zip(layout.parts(rank), layout.full_offsets, strict=True)]
 
     def unpack(self, packed: torch.Tensor, fulls: Sequence[torch.Tensor]) -> None:
         """Copy every shard from the packed buffer to its place in the full buffers."""
@@ -609,6 +604,7 @@ class ShardEnds:
         bucket = shards.buckets[index]
         assert isinstance(bucket, FlatBucket)
         self._shards, self._index, self._bucket, self._full = shards, index, bucket, full
+        self._parts: dict[int, list[torch.Tensor]] = {}
         self.pool: BufferPool | None = None
         self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
 
@@ -625,7 +621,10 @@ class ShardEnds:
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
         assert self.pool is not None
-        return self._shards.full_parts(self._index, rank, self._full.hold(self.pool))
+        flat, parts = self._full.hold(self.pool), self._parts.get(rank)
+        if parts is None:
+            parts = self._parts[rank] = self._shards.full_parts(self._index, rank, flat)
+        return parts
 
     def lose_full(self) -> object:
         return self._full.lose()

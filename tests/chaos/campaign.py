@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from chaos.job import Job, Run, run_job
 from chaos.judge import Verdict, judge
-from chaos.program import DIVERGENCES, DOORS, ENGINE_DOORS, Outcome, Program
+from chaos.program import DIVERGENCES, DIVERGING_DOORS, DOORS, ENGINE_DOORS, Outcome, Program
 from shardwise.collectives.routes import TRANSPORTS
 from shardwise.testing.faults import Fault, Kind
 
@@ -42,7 +42,15 @@ class Result:
 
 def places_of(program: Program, num_ranks: int) -> tuple[str, ...]:
     """Return the places that ranks come to behind this door."""
-    found = ["init", "between steps", "forward", "evaluation", "backward", "optimizer step"]
+    # Where ranks take different ways, the first forward makes a group: who waits in that for a rank that ends sees a timeout.
+    found = [
+        *["init"] * (not program.takes_ways),
+        "between steps",
+        "forward",
+        "evaluation",
+        "backward",
+        "optimizer step",
+    ]
     if program.door in ("fully_shard", "whole_matrix") or (program.door == "hsdp" and num_ranks > 2):
         found += ["all-gather", "reduction"]
     elif program.door in ("hsdp", "replicate"):
@@ -75,7 +83,9 @@ def draw(rng: random.Random) -> Job:
     num_ranks = rng.choice((2, 2, 4))
     if num_ranks == 4 and rng.random() < 0.5:
         program = replace(program, ranks_per_host=2)
-    if rng.random() < 0.25:
+    if door in DIVERGING_DOORS and rng.random() < 0.25:
+        program = replace(program, takes_ways=True)
+    elif rng.random() < 0.25:
         return diverging(program, num_ranks, rng.choice(sorted(DIVERGENCES)))
     if rng.random() < 0.25:
         (name, outcome), place = rng.choice(TRANSACTED), rng.choice(places_in_step(program, num_ranks))
@@ -131,6 +141,9 @@ def matrix(sizes: Sequence[int]) -> Iterator[Job]:
                 for name in DIVERGENCES:
                     if name != "other mesh" or num_ranks > 2:
                         yield diverging(program, num_ranks, name)
+                for place in places_of(program, num_ranks) if door in DIVERGING_DOORS else ():
+                    for name in ("kill", "raise", "late"):
+                        yield faulty(replace(program, takes_ways=True), num_ranks, name, place, rank=1)
     yield from _matrix_of_hosts(sizes)
 
 

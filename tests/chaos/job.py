@@ -79,7 +79,10 @@ class Job:
         """The job in one line."""
         program, fault = self.program, self.fault
         place = f" at {fault.at} of rank {self.struck}" if fault is not None else f" of rank {self.struck}"
-        hosts = f" {program.ranks_per_host} per host" if program.ranks_per_host else ""
+        hosts = (
+            f" {program.ranks_per_host} per host" * (program.ranks_per_host > 0)
+            + ", different ways" * program.takes_ways
+        )
         return f"{program.door} {program.transport} W={self.num_ranks}{hosts} {self.store} store: {self.name}{place}"
 
     @property

@@ -13,6 +13,7 @@ Door: TypeAlias = Literal["fully_shard", "hsdp", "replicate", "zero1", "zero2", 
 DOORS: tuple[Door, ...] = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix")
 Outcome: TypeAlias = Literal["retry", "skip"]
 ENGINE_DOORS = ("fully_shard", "hsdp", "replicate", "whole_matrix")  # those with a transport to choose
+DIVERGING_DOORS = ("fully_shard", "hsdp", "replicate")  # those whose ranks may take different ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Program:
         left_out_step: one that no rank makes; 0: none.
         last_step: after which the program returns.
         ranks_per_host: ranks count as processes of several hosts, so many of each; 0: of one host.
+        takes_ways: in each step each rank leaves out another block, so ranks serve each other.
         transacts: steps are made in transactions; what raises in one is undone, and made again or left out.  No evaluation.
     """
 
@@ -46,6 +48,7 @@ class Program:
     left_out_step: int = 0
     last_step: int = 4
     ranks_per_host: int = 0
+    takes_ways: bool = False
     transacts: Outcome | Literal[""] = ""
 
 

@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from chaos.program import Program
 from shardwise import (
+    FSDPModule,
     ShardedOptimizer,
     ZeroRedundancyOptimizer,
     fully_shard,
@@ -51,12 +52,13 @@ class Net(nn.Module):
             for _ in range(program.num_blocks)
         )
         self.order = program.order
+        self.left_out = -1
         if program.frozen:
             self.blocks[0].requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape: (batch, 8) -> (batch, 8)."""
-        for number in self.order:
+        for number in (each for each in self.order if each != self.left_out):
             x = x + self.blocks[number](x)
         return x
 
@@ -118,7 +120,11 @@ def _two_axes(num_ranks: int) -> DeviceMesh:
 def train(program: Program, folder: Path) -> str:
     """Run ``program``; return a digest of this rank's parameters at its end."""
     parts = build(program)
+    if program.takes_ways:
+        cast(FSDPModule, parts.model).set_allow_rank_divergence(True)
     for step in range(1, program.last_step + 1):
+        if program.takes_ways:
+            cast(Net, parts.plain).left_out = (dist.get_rank() + step) % program.num_blocks
         _make(program, parts, step)
         if not program.transacts:  # else its all-gathers would be taken for those of the next step
             _evaluate(program, parts)

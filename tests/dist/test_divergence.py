@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.divergent import Divergent, Steps, Way, alone, assert_same, drawn, inputs, on_all, run_forward
+from helpers.inside import parts_from
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -69,6 +70,14 @@ def tower(num_ranks: int) -> Steps:
 @on_ranks(2, 4)
 def test_a_tower_on_some_ranks(kind: str, transport: str, num_ranks: int) -> None:
     check(tower(num_ranks), kind, transport)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "kept", "hsdp"])
+@on_ranks(2, 4)
+def test_ways_of_units_whose_parameters_are_sent_one_by_one(kind: str, num_ranks: int) -> None:
+    with parts_from(6):
+        check(tower(num_ranks), kind, "gloo")
+        check(drawn(1, num_ranks, 3), kind, "gloo", joins=True)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

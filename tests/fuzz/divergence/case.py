@@ -106,6 +106,7 @@ class Case:
         head_unit: the head, whose weight is tied to one of the root, is a unit.
         on_at, off_at, copy_at: numbers of the steps before which the switch is set and unset, and the model copied; -1: never.
         on_by_join: the switch is not set: ``Join`` does it.
+        large: parameters are sent one by one where the transport sends messages.
         prefetch: pairs of numbers of units: the first prefetches the second in forward (in backward the other way round).
     """
 
@@ -123,6 +124,7 @@ class Case:
     off_at: int = -1
     copy_at: int = -1
     on_by_join: bool = False
+    large: bool = False
     prefetch: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -182,6 +184,7 @@ class _Draw:
             off_at,
             self._random.randrange(num_steps) if chance(0.2) else -1,
             chance(0.5),
+            self._inside.random() < 0.4,
             tuple((self._random.randrange(6), self._random.randrange(6)) for _ in range(choose((0, 0, 0, 1, 3)))),
         )
         return replace(case, steps=self._steps(case, num_steps))

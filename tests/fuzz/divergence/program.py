@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from helpers.inside import parts_from
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -432,9 +433,10 @@ def run_rank(cases: list[Case], expected: list[Outcome]) -> list[list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # optimizers step without gradients
         for case, outcome in zip(cases, expected, strict=True):
-            this = _OnRank(case, outcome)
-            for number in range(len(case.steps)):
-                this.run(number)
-            this.end()
+            with parts_from(6) if case.large else nullcontext():
+                this = _OnRank(case, outcome)
+                for number in range(len(case.steps)):
+                    this.run(number)
+                this.end()
             found.append(this.differences)
     return found
