@@ -62,7 +62,9 @@ class JointChanges:
     def __init__(self, params: Sequence[ShardedParam], group: dist.ProcessGroup, device: torch.device) -> None:
         self._params, self._group, self._device = params, group, device
         self._optimizers: Sequence[Optimizer] = ()
-        self._norm: torch.Tensor | None = None  # of this rank's gradients after a backward, if it is known
+        # The norm of this rank's gradients after the last backward; None once they may have been changed.
+        self._norm: torch.Tensor | None = None
+        self._last = torch.zeros((), device=device)  # the same, kept
         self.repeats = False
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
@@ -83,7 +85,7 @@ class JointChanges:
             raise ConfigError(
                 f"ranks differ in the optimizer of Join([model], optimizer=...): {said}; give the same on all"
             )
-        self._optimizers, self._norm = optimizers, None
+        self._optimizers, self._norm, self._last = optimizers, None, self._norm_now()
 
     def end(self) -> None:
         """Step no optimizers any more."""
@@ -92,7 +94,8 @@ class JointChanges:
     def note_gradients(self, have_hooks: bool) -> None:
         """Note the gradients after a backward; ``have_hooks``: hooks of users come next and may change them."""
         if self._optimizers:
-            self._norm = None if have_hooks else self._norm_now()
+            self._last = self._norm_now()
+            self._norm = None if have_hooks else self._last
 
     def _norm_now(self) -> torch.Tensor:
         gradients = [gradient for param in self._params if (gradient := param.sharded.grad) is not None]
@@ -102,12 +105,16 @@ class JointChanges:
         """Clear gradients on ranks that have left, as those have that begin a backward, or leave last (``is_next``)."""
         if not self._optimizers:
             return
-        params = [param.sharded for param in self._params]
-        mine = ([param.grad is not None for param in params], bool(self._norm_now())) if is_next else None
-        every = [each for each in gather_objects(mine, self._group) if each is not None]
-        are_kept = any(is_kept for _, is_kept in every)
+        params, now = [param.sharded for param in self._params], bool(self._norm_now())
+        # A rank whose gradients were zeros before, such as one with empty shards, cannot tell whether they were cleared.
+        mine = [param.grad is not None for param in params], now, now or bool(self._last)
+        every = [
+            each for each in gather_objects((is_next, *mine) if is_active else None, self._group) if each is not None
+        ]
+        known = [each for each in every if each[0] and each[3]] or [each for each in every if each[3]]
+        are_kept = any(is_kept for _, _, is_kept, _ in known)
         for place, param in enumerate(params if not is_active else ()):
-            if not any(has[place] for has, _ in every):
+            if not any(has[place] for is_next, has, _, _ in every if is_next):
                 param.grad = None
             elif param.grad is not None and not are_kept:
                 part_of(param.grad).local.zero_()
