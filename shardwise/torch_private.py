@@ -538,10 +538,10 @@ def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DT
     DTensor.redistribute = redistribute
 
 
-def clip_mixed_by(clip: Callable[..., torch.Tensor], before: Callable[..., object]) -> None:
+def clip_mixed_by(clip: Callable[..., torch.Tensor], clipping: Callable[..., AbstractContextManager[None]]) -> None:
     """Use ``clip`` in ``torch.nn.utils.clip_grad_norm_`` for a mix of DTensor and plain gradients, where torch's raises.
 
-    ``before(parameters, function, max_norm, ...)`` is called first.
+    It clips inside of ``clipping(parameters, function, max_norm, ...)``.
 
     The function is public, but is replaced in its modules, once.
     """
@@ -552,11 +552,11 @@ def clip_mixed_by(clip: Callable[..., torch.Tensor], before: Callable[..., objec
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        before(params, clip_grad_norm_, max_norm, *args, **kwargs)
-        if len({isinstance(param.grad, DTensor) for param in params if param.grad is not None}) < 2:
-            return original(params, max_norm, *args, **kwargs)
-        kwargs.pop("foreach", None)
-        return clip(params, max_norm, *args[:2], **kwargs)
+        with clipping(params, clip_grad_norm_, max_norm, *args, **kwargs):
+            if len({isinstance(param.grad, DTensor) for param in params if param.grad is not None}) < 2:
+                return original(params, max_norm, *args, **kwargs)
+            kwargs.pop("foreach", None)
+            return clip(params, max_norm, *args[:2], **kwargs)
 
     clip_grad_norm_.shardwise_clip = clip  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_

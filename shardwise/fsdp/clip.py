@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -290,14 +291,21 @@ class Limit:
         return norm
 
 
-# Called before a norm with parameters, and with the function that is to be called on them, its args and kwargs.
-before_norms: list[Callable[..., object]] = []
+# Called before a clip with parameters, and with the function that is to be called on them, its args and kwargs; and after it.
+before_clips: list[Callable[..., object]] = []
+after_clips: list[Callable[[], object]] = []
 
 
-def before_norm(params: Sequence[torch.Tensor], clip: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Call what :data:`before_norms` has: gradients of ``params`` may not be complete yet."""
-    for function in before_norms:
-        function(params, clip, args, kwargs)
+@contextmanager
+def clipping(
+    params: Sequence[torch.Tensor], clip: Callable[..., object], *args: Any, **kwargs: Any
+) -> Generator[None, None, None]:
+    """Call what :data:`before_clips` has: gradients of ``params`` may not be complete yet; then what ``after_clips`` has."""
+    for before in before_clips:
+        before(params, clip, args, kwargs)
+    yield
+    for after in after_clips:
+        after()
 
 
 def clip_grad_norm_(
@@ -331,10 +339,10 @@ def clip_grad_norm_(
     """
     limit = Limit(max_norm, norm_type, error_if_nonfinite)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    before_norm(params, clip_grad_norm_, max_norm, norm_type, error_if_nonfinite)
-    gradients = [param.grad for param in params if param.grad is not None]
-    parts = [part_of(gradient) for gradient in gradients if not isinstance(gradient, OwnedGradient)]
-    return clip_parts(parts, [gradient for gradient in gradients if isinstance(gradient, OwnedGradient)], limit)
+    with clipping(params, clip_grad_norm_, max_norm, norm_type, error_if_nonfinite):
+        gradients = [param.grad for param in params if param.grad is not None]
+        parts = [part_of(gradient) for gradient in gradients if not isinstance(gradient, OwnedGradient)]
+        return clip_parts(parts, [gradient for gradient in gradients if isinstance(gradient, OwnedGradient)], limit)
 
 
 def clip_parts(parts: Sequence[Part], owned: Sequence[OwnedGradient], limit: Limit) -> torch.Tensor:

@@ -91,9 +91,11 @@ def _merged(known: list[OrderEntry], order: Sequence[OrderEntry]) -> list[OrderE
 _MOST_GIVEN = 2  # gathers for the others alone whose buffers are allocated at once
 _BEGIN, _WITHIN = 1, 2  # what ranks speak about
 # The places of words in the vector that ranks exchange; the largest word of all ranks counts.
-_COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS, _IS_SHORT, _NUM_FLAGS = range(
+_COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _OPTIONS, _LESS_OPTIONS, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS = range(
     10
 )
+_IS_SHORT, _NUM_FLAGS = 10, 11
+_NO_OPTIONS = -(2**31)  # less than any word
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +173,16 @@ class Divergence:
 
     # ---- what ranks tell each other ----
 
-    def _exchange(self, about: int, flags: Sequence[int], places: Sequence[int] = ()) -> list[int]:
-        """Return the largest word of all ranks at each place; this rank says 1 at ``flags`` and ``places``."""
+    def _exchange(
+        self, about: int, flags: Sequence[int], places: Sequence[int] = (), options: int | None = None
+    ) -> list[int]:
+        """Return the largest word of all ranks at each place; this rank says 1 at ``flags`` and ``places``.
+
+        ``options``: a digest that ranks which have one must have in common.
+        """
         mine = torch.zeros(self._length, dtype=torch.int32, device="cpu")
         mine[_COUNT], mine[_LESS_COUNT], mine[_ABOUT], mine[_LESS_ABOUT] = self._count, -self._count, about, -about
+        mine[_OPTIONS], mine[_LESS_OPTIONS] = (_NO_OPTIONS, _NO_OPTIONS) if options is None else (options, -options)
         mine[[*flags, *places]] = 1
         try:
             largest_words(mine, self.group)
@@ -186,6 +194,11 @@ class Divergence:
                 f"a rank has left a {self._kind} that others still run, by an exception; see the error of that rank"
             )
             raise self._exec_order.explain(error, f"the other ranks in a {self._kind}")
+        if said[_OPTIONS] not in (_NO_OPTIONS, -said[_LESS_OPTIONS]):
+            raise StateError(
+                "ranks step an optimizer with different options, such as the learning rate, inside of a Join. A scheduler that "
+                "steps in the body does not run on ranks that have left it: step schedulers after the Join, on every rank"
+            )
         return said
 
     def begin(self, wanted: PassKind | None, change: JointChange | None = None) -> None:
@@ -202,7 +215,7 @@ class Divergence:
             )
         while True:
             self.notify()
-            kind = self._begin_next(wanted, is_active=True)
+            kind = self._begin_next(wanted, True, self.changes.digest_of(change))
             if kind is None and self._left:
                 self.changes.make(change, self._left)
             if kind is None or kind == wanted:
@@ -214,23 +227,25 @@ class Divergence:
         self.changes.clear(is_last, is_last)
         self.notify, self.divides_by_all = _nothing, True
         self.changes.end()
+        for unit in self._units:
+            unit.reshard()  # ranks may differ in what they have left unsharded
 
     def serve_one(self) -> None:
         """Serve the next pass, or make the next change, of the other ranks; this rank begins none (``Join``)."""
-        kind = self._begin_next(None, is_active=False)
+        kind = self._begin_next(None, False)
         if kind is not None:
             self._serve_pass(kind)
         else:
             self.changes.make(None, self._left)
 
-    def _begin_next(self, wanted: PassKind | None, is_active: bool) -> PassKind | None:
+    def _begin_next(self, wanted: PassKind | None, is_active: bool, options: int | None = None) -> PassKind | None:
         flags: list[int] = []
         if wanted is not None:
             flags.append(_BACKWARD if wanted == "backward" else _FORWARD)
         if wanted == "backward":
             syncing = [unit.policy for unit in self._units if unit.policy.sync]
             flags += [_SYNCS] * bool(syncing) + [_SYNCS_REPLICAS] * any(each.syncs_replicas for each in syncing)
-        said = self._exchange(_BEGIN, flags, [_NUM_FLAGS + self.group.rank()] if is_active else [])
+        said = self._exchange(_BEGIN, flags, [_NUM_FLAGS + self.group.rank()] if is_active else [], options)
         self._count += 1
         self._syncs, self._reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
         active = said[_NUM_FLAGS : _NUM_FLAGS + self.group.size()]

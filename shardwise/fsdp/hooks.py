@@ -25,7 +25,7 @@ from shardwise import observe, torch_private
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import StateError
-from shardwise.fsdp.clip import before_norms
+from shardwise.fsdp.clip import after_clips, before_clips
 from shardwise.fsdp.divergence import refuse_manual
 from shardwise.fsdp.engine import Engine, live_engines
 from shardwise.fsdp.joint_changes import JointChange
@@ -543,7 +543,8 @@ def watch_optimizers() -> None:
     """Install global optimizer hooks that reshard units and count steps as writes; refuse shards as inputs of backwards."""
     if not _watches:
         check_backward_inputs()
-        before_norms.append(lambda params, *clip: serve_others(JointChange(params, None, False, *clip)))
+        before_clips.append(lambda params, *clip: serve_others(JointChange(params, None, False, *clip)))
+        after_clips.append(_note_clipped)
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
         _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
 
@@ -584,6 +585,12 @@ def leave_interrupted(engine: Engine | None) -> None:
     """Reset ``engine`` if an interrupt has ended its forward without running the forward hooks."""
     if engine is not None and engine.forwards and engine.forwards.are_stale:
         engine.reset()
+
+
+def _note_clipped() -> None:
+    for engine in list(diverging):
+        if engine.divergence is not None:
+            engine.divergence.changes.note_gradients()
 
 
 def serve_others(change: JointChange) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,13 @@ from shardwise.formatting import format_ranks
 from shardwise.fsdp.clip import Limit, part_of
 from shardwise.fsdp.param import ShardedParam
 
+# What has become of a gradient since the last backward or clip; "unknown": it was zeros, and is.
+_Seen = Literal["none", "zeroed", "kept", "unknown", "changed"]
 _ONE_STEP = "put Join around the forwards and backwards of one step, and clip and step after it"
+_CHANGED = (
+    "other code than clip_grad_norm_ has changed gradients after backward (GradScaler, clip_grad_value_, yours), which a rank "
+    f"that has left cannot repeat. Remove it, or {_ONE_STEP}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +46,17 @@ class JointChange:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A change for other ranks: numbers of parameters and of the optimizer, its options, and why the change is refused."""
+    """A change for other ranks: numbers of parameters and of the optimizer, its options, and why the change is refused.
+
+    ``seen``: what has become of gradients.
+    """
 
     places: Sequence[int]
     number: int
     options: Sequence[Mapping[str, Any]]
     change: JointChange
     why: str
+    seen: list[_Seen]
 
 
 class JointChanges:
@@ -62,9 +73,8 @@ class JointChanges:
     def __init__(self, params: Sequence[ShardedParam], group: dist.ProcessGroup, device: torch.device) -> None:
         self._params, self._group, self._device = params, group, device
         self._optimizers: Sequence[Optimizer] = ()
-        # The norm of this rank's gradients after the last backward; None once they may have been changed.
-        self._norm: torch.Tensor | None = None
-        self._last = torch.zeros((), device=device)  # the same, kept
+        self._sizes: list[list[int]] = []
+        self._before: torch.Tensor | None = None  # what :meth:`note_gradients` has noted; None: nothing
         self.repeats = False
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
@@ -85,39 +95,58 @@ class JointChanges:
             raise ConfigError(
                 f"ranks differ in the optimizer of Join([model], optimizer=...): {said}; give the same on all"
             )
-        self._optimizers, self._norm, self._last = optimizers, None, self._norm_now()
+        self._optimizers, self._sizes = optimizers, [_sizes(each) for each in optimizers]
+        self.note_gradients()
 
     def end(self) -> None:
         """Step no optimizers any more."""
-        self._optimizers, self._norm = (), None
+        self._optimizers = ()
 
-    def note_gradients(self, have_hooks: bool) -> None:
-        """Note the gradients after a backward; ``have_hooks``: hooks of users come next and may change them."""
+    def note_gradients(self, have_hooks: bool = False) -> None:
+        """Note the gradients after a backward or a clip; ``have_hooks``: hooks of users come next and may change them."""
         if self._optimizers:
-            self._last = self._norm_now()
-            self._norm = None if have_hooks else self._last
+            self._before = None if have_hooks else self._gradients_now()
 
-    def _norm_now(self) -> torch.Tensor:
-        gradients = [gradient for param in self._params if (gradient := param.sharded.grad) is not None]
-        return Limit(0.0).power([part_of(each).local for each in gradients], self._device).nan_to_num()
+    def _gradients_now(self) -> torch.Tensor:
+        """Return the power of the norm of each gradient, -1 for none, and the sum of one: it shows changes of signs."""
+        parts = [None if param.sharded.grad is None else part_of(param.sharded.grad).local for param in self._params]
+        none = torch.full((), -1.0, dtype=torch.float64, device=self._device)
+        powers = [none if part is None else Limit(0.0).power([part], self._device) for part in parts]
+        first = next((part for part in parts if part is not None and part.numel()), none)
+        return torch.stack([*powers, first.sum().real.to(none)]).nan_to_num()
+
+    def _seen(self) -> list[_Seen]:
+        """Return what has become of each gradient since :meth:`note_gradients`."""
+        *now, first = self._gradients_now().tolist()
+        *before, first_before = [-1.0] * (len(now) + 1) if self._before is None else self._before.tolist()
+        has_turned = first == -first_before != 0
+        return [_compared(old, new, has_turned) for old, new in zip(before, now, strict=True)]
 
     def clear(self, is_active: bool, is_next: bool) -> None:
         """Clear gradients on ranks that have left, as those have that begin a backward, or leave last (``is_next``)."""
-        if not self._optimizers:
-            return
-        params, now = [param.sharded for param in self._params], bool(self._norm_now())
+        if self._optimizers:
+            mine = (is_next, self._seen()) if is_active else None
+            said = [each for each in gather_objects(mine, self._group) if each is not None]
+            self._clear_as([seen for is_next, seen in said if is_next], [seen for _, seen in said], is_active)
+
+    def _clear_as(self, said: Sequence[list[_Seen]], every: Sequence[list[_Seen]], is_active: bool) -> None:
         # A rank whose gradients were zeros before, such as one with empty shards, cannot tell whether they were cleared.
-        mine = [param.grad is not None for param in params], now, now or bool(self._last)
-        every = [
-            each for each in gather_objects((is_next, *mine) if is_active else None, self._group) if each is not None
-        ]
-        known = [each for each in every if each[0] and each[3]] or [each for each in every if each[3]]
-        are_kept = any(is_kept for _, _, is_kept, _ in known)
-        for place, param in enumerate(params if not is_active else ()):
-            if not any(has[place] for is_next, has, _, _ in every if is_next):
+        if any("changed" in seen for seen in said):
+            raise StateError(f"gradients are used inside of a Join that ranks have left: {_CHANGED}")
+        are_cleared = any("zeroed" in seen for seen in said) and not any("kept" in seen for seen in said)
+        for place, param in enumerate([param.sharded for param in self._params] if not is_active else ()):
+            first = {seen[place] for seen in said}
+            known = first if first & {"kept", "zeroed"} else {seen[place] for seen in every}
+            if "none" in first:
                 param.grad = None
-            elif param.grad is not None and not are_kept:
+            elif param.grad is not None and "kept" not in known and ("zeroed" in known or are_cleared):
                 part_of(param.grad).local.zero_()
+
+    def digest_of(self, change: JointChange | None) -> int | None:
+        """Return a digest of the options of a step; None for another change, or without optimizers."""
+        if change is None or change.optimizer is None or not self._optimizers:
+            return None
+        return zlib.crc32(repr(_options(change.optimizer)).encode()) >> 1
 
     def make(self, change: JointChange | None, left: Sequence[int]) -> None:
         """Tell ranks ``left``, which have left, what to change; None: this rank is one of them, and does it.
@@ -128,13 +157,16 @@ class JointChanges:
         said: list[_Message] = [each for each in gather_objects(mine, self._group) if each is not None]
         first = said[0]
         why = next((each.why for each in said if each.why), "")
-        if any((each.number, each.places) != (first.number, first.places) for each in said):
-            why = "the ranks that are still in it differ in what they clip or step"
+        if any(
+            (each.number, each.places, each.options) != (first.number, first.places, first.options) for each in said
+        ):
+            why = "the ranks that are still in it differ in what they clip or step, or in options such as the learning rate"
         if why:
             raise StateError(
                 f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(left)} has left: {why}"
             )
-        self._norm = None
+        seen = [each.seen for each in said]
+        self._clear_as(seen, seen, change is not None)
         if change is not None:
             return
         self.repeats = True
@@ -150,39 +182,54 @@ class JointChanges:
     def _message(self, change: JointChange) -> _Message:
         optimizer, number = change.optimizer, -1
         places: list[int] = []
-        options: list[dict[str, Any]] = []
         if optimizer is not None:
             number = next((at for at, each in enumerate(self._optimizers) if each is optimizer), -1)
-            options = [
-                {name: _on_host(group[name]) for name in group if name != "params"} for group in optimizer.param_groups
-            ]
         else:
-            by_id = {id(param.sharded): place for place, param in enumerate(self._params)}
+            by_id = {id(form): at for at, param in enumerate(self._params) for form in (param.sharded, param.full)}
             places = [by_id.get(id(param), -1) for param in change.params]
         why = ""
         if not self._optimizers:
             why = f"its shards would stay as they are. Write Join([model], optimizer=optimizer), or {_ONE_STEP}"
         elif optimizer is not None and number < 0:
             why = f"this {type(optimizer).__name__} is not the optimizer of Join([model], optimizer=...)"
+        elif optimizer is not None and _sizes(optimizer) != self._sizes[number]:
+            why = f"this {type(optimizer).__name__} has other parameters than when the Join began"
         elif change.has_closure:
             why = "step has a closure, which that rank cannot call"
         elif -1 in places:
             why = "parameters that are not sharded are clipped, too"
-        elif self._have_changed() or getattr(optimizer, "grad_scale", None) is not None:
-            why = (
-                "other code than clip_grad_norm_ has changed gradients after backward (GradScaler, clip_grad_value_, yours), "
-                f"which that rank cannot repeat. Remove it, or {_ONE_STEP}"
-            )
-        return _Message(
-            places, number, options, JointChange((), None, False, change.clip, change.args, change.kwargs), why
-        )
-
-    def _have_changed(self) -> bool:
-        return self._norm is not None and not self._norm.equal(self._norm_now())
+        elif getattr(optimizer, "grad_scale", None) is not None:
+            why = _CHANGED
+        told = JointChange((), None, False, change.clip, change.args, change.kwargs)
+        return _Message(places, number, _options(optimizer), told, why, self._seen() if self._optimizers else [])
 
 
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _compared(before: float, now: float, has_turned: bool) -> _Seen:
+    """Compare the norm of a gradient, -1: none, with that before; ``has_turned``: the sign of one of them."""
+    if now < 0:
+        return "none"
+    if before < 0:
+        return "kept" if now else "zeroed"
+    if before == now:
+        return "unknown" if not now else "changed" if has_turned else "kept"
+    return "changed" if now else "zeroed"
+
+
+def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """Return the options of each group; objects of other kinds are those of the rank itself."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params" and isinstance(value, torch.Tensor | int | float | str | tuple)
+        }
+        for group in groups
+    ]
 
 
 @torch.no_grad()
@@ -191,7 +238,7 @@ def _step(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
             if isinstance(group.get(name), torch.Tensor):
-                group[name].copy_(value)
+                group[name].copy_(torch.tensor(value, device="cpu"))
             else:
                 group[name] = value
     optimizer.step()

@@ -21,7 +21,7 @@ from shardwise.collectives.routes import Transport, check_transport
 from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError, did_you_mean
 from shardwise.fsdp.build import copy_module
-from shardwise.fsdp.clip import before_norm, clip_grad_norm_
+from shardwise.fsdp.clip import clip_grad_norm_, clipping
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.fsdp.divergence import ServeHook
 from shardwise.fsdp.engine import Engine, engine_of
@@ -138,7 +138,7 @@ def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
     # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
     for name in ("fully_shard", "replicate"):
         torch_private.enter_composable_api(module, name)
-    torch_private.clip_mixed_by(clip_grad_norm_, before_norm)
+    torch_private.clip_mixed_by(clip_grad_norm_, clipping)
     torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
 
 
@@ -492,7 +492,7 @@ class FSDPModule(_Base):
         if torch_private.num_joinables() > 1:
             raise ConfigError(
                 "Join was given a sharded model and other objects, whose passes and steps a rank that has left cannot tell "
-                "apart. Write Join([model], optimizer=optimizer) if an optimizer steps inside; two models need one root"
+                "apart. Write Join([model]), or Join([model], optimizer=optimizer); two models need one root"
             )
         attachment = self._attachment()
         attachment.unit.may_diverge = True

@@ -195,9 +195,30 @@ def _differently(model: Any, optimizer: Any, batch: int) -> None:
         shardwise.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def _noisy_after_clip(model: Any, optimizer: Any, batch: int) -> None:
+    shardwise.clip_grad_norm_(model.parameters(), 0.5)
+    for param in (each for each in model.parameters() if each.grad is not None):
+        param.grad += 0.1
+    optimizer.step()
+
+
+def _turned(model: Any, optimizer: Any, batch: int) -> None:
+    for param in (each for each in model.parameters() if each.grad is not None):
+        param.grad.neg_()
+    optimizer.step()
+
+
+def _grown(model: Any, optimizer: Any, batch: int) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.step()
+
+
 MISTAKES: Sequence[tuple[Step, str]] = (
     (_scaled, "has changed gradients after backward"),
     (_clamped, "has changed gradients after backward"),
+    (_noisy_after_clip, "has changed gradients after backward"),
+    (_turned, "has changed gradients after backward"),
+    (_grown, "has other parameters than when the Join began"),
     (_with_closure, "step has a closure"),
     (_with_another, "this SGD is not the optimizer of Join"),
     (_with_others, "parameters that are not sharded are clipped, too"),
@@ -212,7 +233,7 @@ def test_what_a_rank_that_has_left_cannot_repeat_is_refused_on_every_rank(step: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = copy.deepcopy([full(param.detach()) for param in model.parameters()])
     with (
-        pytest.raises(StateError, match=f"inside of a Join that ranks? .* left: .*{text}"),
+        pytest.raises(StateError, match=f"inside of a Join that rank.* left: .*{text}"),
         Join([model], optimizer=optimizer),
     ):
         for batch in range(0 if dist.get_rank() == 3 else 1):
@@ -234,3 +255,58 @@ def test_an_optimizer_of_other_parameters_and_one_on_some_ranks_are_refused() ->
     with pytest.raises(ConfigError, match=r"ranks differ in the optimizer of Join.*\[\[\], \['SGD'\]\]"):
         Join([model], optimizer=optimizer if dist.get_rank() else None)
     train(model, optimizer, STEPS["plain"])
+
+
+@on_ranks(2)
+def test_a_scheduler_that_steps_in_the_body_is_refused_once_ranks_differ() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def step(model: nn.Module, optimizer: Any, batch: int) -> None:
+        step_plainly(model, optimizer, batch)
+        scheduler.step()
+
+    with pytest.raises(StateError, match="ranks step an optimizer with different options, such as the learning rate"):
+        train(model, optimizer, step, epochs=3)
+
+
+@on_ranks(2)
+def test_gradients_cleared_without_a_backward_and_in_part_are_so_on_ranks_that_have_left() -> None:
+    def step(model: nn.Module, optimizer: Any, batch: int) -> None:
+        if batch == 1:
+            optimizer.zero_grad(set_to_none=False)  # a bad batch
+        optimizer.step()
+        first = next(iter(model.parameters()))
+        assert first.grad is not None
+        first.grad.zero_()
+
+    model, plain = sharded(), Divergent()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step)
+    train_alone(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), step)
+    assert_alike(model, plain)
+
+
+@on_ranks(2)
+def test_an_evaluation_in_a_join_leaves_ranks_alike() -> None:
+    model = sharded()
+    with Join([model]), torch.no_grad():
+        if dist.get_rank():
+            model(inputs(0, 0, 0), Way())
+    kinds: list[Any] = [None, None]
+    dist.all_gather_object(kinds, [type(param).__name__ for param in model.parameters()])
+    assert kinds[0] == kinds[1]
+
+
+@on_ranks(2)
+def test_clipping_after_an_evaluation_in_the_body_takes_the_full_parameters_of_the_root() -> None:
+    def step(model: nn.Module, optimizer: Any, batch: int) -> None:
+        with torch.no_grad():
+            model(inputs(9, 0, 0), Way())
+        shardwise.clip_grad_norm_(model.parameters(), 0.5)
+        step_plainly(model, optimizer, batch)
+
+    model, plain = sharded(), Divergent()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), step)
+    train_alone(plain, torch.optim.SGD(plain.parameters(), lr=0.1), step)
+    assert_alike(model, plain)
