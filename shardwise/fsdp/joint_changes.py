@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from shardwise import torch_private
 from shardwise.consistency.process_groups import gather_objects
 from shardwise.errors import ConfigError, StateError
 from shardwise.formatting import format_ranks
-from shardwise.fsdp.clip import Limit, part_of
+from shardwise.fsdp.clip import part_of
 from shardwise.fsdp.param import ShardedParam
 
 # What has become of a gradient since the last backward or clip; "unknown": it was zeros, and is.
@@ -108,12 +109,14 @@ class JointChanges:
             self._before = None if have_hooks else self._gradients_now()
 
     def _gradients_now(self) -> torch.Tensor:
-        """Return the power of the norm of each gradient, -1 for none, and the sum of one: it shows changes of signs."""
+        """Return the norm of each gradient, -1 for none, and the sum of one: it shows changes of signs."""
         parts = [None if param.sharded.grad is None else part_of(param.sharded.grad).local for param in self._params]
-        none = torch.full((), -1.0, dtype=torch.float64, device=self._device)
-        powers = [none if part is None else Limit(0.0).power([part], self._device) for part in parts]
-        first = next((part for part in parts if part is not None and part.numel()), none)
-        return torch.stack([*powers, first.sum().real.to(none)]).nan_to_num()
+        values = [part.abs() if part.is_complex() else part for part in parts if part is not None and part.numel()]
+        dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+        norms = iter(torch_private.norms_of(values, 2.0, dtype) if values else ())
+        none, zero = torch.tensor([-1.0, 0.0], dtype=dtype, device=self._device)
+        found = [none if part is None else next(norms).to(none) if part.numel() else zero for part in parts]
+        return torch.stack([*found, values[0].sum().to(none) if values else zero]).nan_to_num()
 
     def _seen(self) -> list[_Seen]:
         """Return what has become of each gradient since :meth:`note_gradients`."""
