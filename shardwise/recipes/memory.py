@@ -132,7 +132,10 @@ class LiveBytes:
             return
         size = storage.nbytes()
         start = storage.data_ptr() if size else 0  # torch refuses the address of a storage without memory
-        is_part = any(low <= start and start + size <= high for low, high in self._ranges.values())
+        ranges = [
+            *self._ranges.values()
+        ]  # a copy: storages that are collected meanwhile, or on another thread, change it
+        is_part = any(low <= start and start + size <= high for low, high in ranges)
         if is_part or any(low <= start < high for low, high in foreign_ranges()):
             size = 0  # it is counted already, or elsewhere
 
