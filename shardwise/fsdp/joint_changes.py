@@ -130,7 +130,8 @@ class JointChanges:
         if self._optimizers:
             mine = (is_next, self._seen()) if is_active else None
             said = [each for each in gather_objects(mine, self._group) if each is not None]
-            self._clear_as([seen for is_next, seen in said if is_next], [seen for _, seen in said], is_active)
+            if len(said) < self._group.size():  # else no rank has left
+                self._clear_as([seen for is_next, seen in said if is_next], [seen for _, seen in said], is_active)
 
     def _clear_as(self, said: Sequence[list[_Seen]], every: Sequence[list[_Seen]], is_active: bool) -> None:
         # A rank whose gradients were zeros before, such as one with empty shards, cannot tell whether they were cleared.
@@ -160,10 +161,8 @@ class JointChanges:
         said: list[_Message] = [each for each in gather_objects(mine, self._group) if each is not None]
         first = said[0]
         why = next((each.why for each in said if each.why), "")
-        if any(
-            (each.number, each.places, each.options) != (first.number, first.places, first.options) for each in said
-        ):
-            why = "the ranks that are still in it differ in what they clip or step, or in options such as the learning rate"
+        if any((each.number, each.places) != (first.number, first.places) for each in said):
+            why = "the ranks that are still in it differ in what they clip or step"
         if why:
             raise StateError(
                 f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(left)} has left: {why}"

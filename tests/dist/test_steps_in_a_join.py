@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -309,4 +310,20 @@ def test_clipping_after_an_evaluation_in_the_body_takes_the_full_parameters_of_t
     model, plain = sharded(), Divergent()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), step)
     train_alone(plain, torch.optim.SGD(plain.parameters(), lr=0.1), step)
+    assert_alike(model, plain)
+
+
+@on_ranks(2)
+def test_gradients_may_be_changed_in_a_join_that_no_rank_leaves_early() -> None:
+    model, plain = sharded(), Divergent()
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        with Join([cast(Any, each)], optimizer=optimizer) if each is model else nullcontext():
+            for batch in range(2):
+                optimizer.zero_grad()
+                loss = run_forward(each, Way(), inputs(0, 0, batch))
+                assert loss is not None
+                loss.backward()
+                nn.utils.clip_grad_value_(each.parameters(), 0.5)
+                optimizer.step()
     assert_alike(model, plain)
