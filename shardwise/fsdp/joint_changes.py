@@ -128,15 +128,30 @@ class JointChanges:
     def clear(self, is_active: bool, is_next: bool) -> None:
         """Clear gradients on ranks that have left, as those have that begin a backward, or leave last (``is_next``)."""
         if self._optimizers:
-            mine = (is_next, self._seen()) if is_active else None
-            said = [each for each in gather_objects(mine, self._group) if each is not None]
+            every = gather_objects((is_next, self._seen()) if is_active else self._has_any(), self._group)
+            said = [each for each in every if isinstance(each, tuple)]
             if len(said) < self._group.size():  # else no rank has left
-                self._clear_as([seen for is_next, seen in said if is_next], [seen for _, seen in said], is_active)
+                has_any = any(each for each in every if isinstance(each, bool))
+                self._clear_as(
+                    [seen for is_next, seen in said if is_next], [seen for _, seen in said], is_active, has_any
+                )
 
-    def _clear_as(self, said: Sequence[list[_Seen]], every: Sequence[list[_Seen]], is_active: bool) -> None:
+    def _has_any(self) -> bool:
+        """Return True if a gradient of this rank is not zeros."""
+        return bool((self._gradients_now()[:-1] > 0).any())
+
+    def _clear_as(
+        self, said: Sequence[list[_Seen]], every: Sequence[list[_Seen]], is_active: bool, has_any: bool
+    ) -> None:
         # A rank whose gradients were zeros before, such as one with empty shards, cannot tell whether they were cleared.
         if any("changed" in seen for seen in said):
             raise StateError(f"gradients are used inside of a Join that ranks have left: {_CHANGED}")
+        found = {each for seen in every for each in seen}
+        if has_any and "unknown" in found and not found & {"kept", "zeroed"}:
+            raise StateError(
+                "all gradients of the ranks that are still in a Join are zeros or empty, so these cannot tell a rank that has "
+                f"left whether they were cleared: call zero_grad(set_to_none=True), or {_ONE_STEP}"
+            )
         are_cleared = any("zeroed" in seen for seen in said) and not any("kept" in seen for seen in said)
         for place, param in enumerate([param.sharded for param in self._params] if not is_active else ()):
             first = {seen[place] for seen in said}
@@ -157,8 +172,8 @@ class JointChanges:
 
         Raises: StateError on all ranks if these cannot do it.
         """
-        mine = None if change is None else self._message(change)
-        said: list[_Message] = [each for each in gather_objects(mine, self._group) if each is not None]
+        every = gather_objects(self._has_any() if change is None else self._message(change), self._group)
+        said = [each for each in every if isinstance(each, _Message)]
         first = said[0]
         why = next((each.why for each in said if each.why), "")
         if any((each.number, each.places) != (first.number, first.places) for each in said):
@@ -168,7 +183,7 @@ class JointChanges:
                 f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(left)} has left: {why}"
             )
         seen = [each.seen for each in said]
-        self._clear_as(seen, seen, change is not None)
+        self._clear_as(seen, seen, change is not None, any(each for each in every if isinstance(each, bool)))
         if change is not None:
             return
         self.repeats = True

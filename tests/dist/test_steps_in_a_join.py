@@ -327,3 +327,20 @@ def test_gradients_may_be_changed_in_a_join_that_no_rank_leaves_early() -> None:
                 nn.utils.clip_grad_value_(each.parameters(), 0.5)
                 optimizer.step()
     assert_alike(model, plain)
+
+
+@on_ranks(4)
+def test_a_rank_of_empty_shards_that_clears_in_place_alone_is_refused() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        for batch in range(2 if dist.get_rank() == 3 else 0):  # 5 rows on 4 ranks: it has none
+            loss = run_forward(model, Way(), inputs(0, 0, batch))
+            assert loss is not None
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    with pytest.raises(StateError, match="zeros or empty, so these cannot tell"), Join([model], optimizer=optimizer):
+        step()

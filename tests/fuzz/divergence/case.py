@@ -226,7 +226,8 @@ class _Draw:
             clip = self._clip() if updates else ""
             step = Step(tuple(ranks), join, clip, updates, "" if held else self._zero(steps))
             if not held and self._inside.random() < 0.4:
-                inside = replace(step, inside=self._inside.choice(("none", "zeros", "kept")))
+                kinds = ("none", "zeros", "kept") if self._num_ranks == 2 else ("none",)  # rank 3 of 4 has empty shards
+                inside = replace(step, inside=self._inside.choice(kinds))
                 step = inside if can_step_inside(inside) else step
             steps.append(step)
             held = holds
