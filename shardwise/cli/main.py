@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +16,10 @@ from shardwise.cli.info import add_info_arguments
 from shardwise.cli.local_ranks import add_run_arguments, run_run
 from shardwise.cli.plan import add_plan_arguments, run_plan
 from shardwise.cli.train import add_train_arguments, read_num_bytes, read_train_request, with_config_file
-from shardwise.consistency.diagnosis import PREFIX, diagnose, in_words, to_dumps
-from shardwise.consistency.recorder import Record, find_records, last_job
+from shardwise.consistency.diagnosis import diagnose, in_words
+from shardwise.consistency.recorder import find_records, last_job
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.formatting import drop_output, plain, prepare_output
-from shardwise.safe_files import replace_file
 
 
 class Parser(argparse.ArgumentParser):
@@ -180,8 +177,6 @@ def _add_place(parser: argparse.ArgumentParser, name: str) -> None:
 
 # ---- ``shardwise diagnose``: read the records of the ranks of a failed job, and explain what happened.
 
-ANALYZER = "torch.distributed.flight_recorder.fr_trace"
-
 
 def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
     """Add ``diagnose``."""
@@ -198,37 +193,16 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
         nargs="?",
         help="a run folder, or the folder of shardwise.record (default: the temporary records of your last job on this host)",
     )
-    parser.add_argument(
-        "--flight-recorder",
-        metavar="OUT",
-        help="also write the collectives of all ranks as dumps of torch's FlightRecorder into the folder OUT, for its analyzer",
-    )
 
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records; OSError of writing dumps."""
+    """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records."""
     records, is_before = find_records(last_job() if arguments.folder is None else Path(arguments.folder))
     if is_before:
         print("nothing has failed since the last start; this is what ended the start before\n")
     for line in in_words(diagnose(records)):
         print(plain(line))
-    if arguments.flight_recorder is not None:
-        out = Path(arguments.flight_recorder)
-        count = write_dumps(records, out)
-        print(f"\n{count} dump{'s' * (count != 1)} of FlightRecorder; read them with:")
-        print(f"  {shlex.join(['python', '-m', ANALYZER, str(out)])}")
     return 0
-
-
-def write_dumps(records: Sequence[Record], out: Path) -> int:
-    """Write the dumps of ``records`` into the folder ``out``, replacing those of an earlier call; return how many."""
-    dumps = {f"{PREFIX}{rank}": pickle.dumps(dump) for rank, dump in to_dumps(records).items()}
-    out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob(f"{PREFIX}*"):  # the analyzer reads every file there
-        old.unlink()
-    for name, dump in dumps.items():
-        replace_file(out, name, dump)
-    return len(dumps)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -154,7 +154,6 @@ class Record:
         rank: global; None if it was unknown.  num_ranks: of the job; 0 if unknown.
         host, pid: of the process.  main_thread: the thread that runs the program.
         written_s: time of the last write.
-        groups: for tracks of the events, if known: the global ranks that make these events.
         is_cut: a line could not be read.
     """
 
@@ -167,12 +166,11 @@ class Record:
     reasons: tuple[Reason, ...] = ()
     stacks: tuple[Stack, ...] = ()
     events: tuple[Event, ...] = field(default=(), repr=False)
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], repr=False)
     is_cut: bool = False
 
 
 def to_lines(record: Record) -> Iterator[str]:
-    """Yield ``record`` as JSON lines: the rank, its reasons, its stacks, groups of tracks, its events."""
+    """Yield ``record`` as JSON lines: the rank, its reasons, its stacks, its events."""
     head = {
         "version": VERSION,
         "rank": record.rank,
@@ -187,11 +185,6 @@ def to_lines(record: Record) -> Iterator[str]:
         yield json.dumps({"reason": reason.text[:MOST_TEXT], "time_s": reason.time_s})
     for stack in record.stacks:
         yield json.dumps({"stack": asdict(stack)})
-    tracks: dict[tuple[int, ...], list[str]] = {}
-    for track, ranks in record.groups.items():
-        tracks.setdefault(ranks, []).append(track)
-    for ranks, names in tracks.items():
-        yield json.dumps({"ranks": ranks, "tracks": names})
     for event in record.events:
         what = event.what[:MOST_TEXT]
         yield json.dumps([round(event.time_s, 6), event.thread, event.track, event.count, event.place, what])
@@ -212,7 +205,6 @@ def from_lines(lines: Iterable[str]) -> Record | None:
     reasons: list[Reason] = []
     stacks: list[Stack] = []
     events: list[Event] = []
-    groups: dict[str, tuple[int, ...]] = {}
     is_cut = False
     for line in lines:
         try:
@@ -225,17 +217,13 @@ def from_lines(lines: Iterable[str]) -> Record | None:
                 reasons.append(Reason(float(found["time_s"]), str(found["reason"])))
             elif "stack" in found:
                 stacks.append(_stack(found["stack"]))
-            elif "tracks" in found:
-                groups |= dict.fromkeys(map(str, found["tracks"]), tuple(map(int, found["ranks"])))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             is_cut = True
             if head is None:
                 return None
     if head is None:
         return None
-    return Record(
-        **head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events), groups=groups, is_cut=is_cut
-    )
+    return Record(**head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events), is_cut=is_cut)
 
 
 def _checked_head(found: Any) -> dict[str, Any]:
@@ -494,7 +482,6 @@ class Recorder:
             tuple(self._reasons),
             tuple(self._stacks),
             tuple(events),
-            observe.groups_of(dict.fromkeys(event.track for event in events if event.track)),
         )
 
     def _entries(self) -> list[observe.Entry]:
