@@ -1,9 +1,8 @@
-"""Every message of an error, read from the code: ``python docs/list_messages.py`` prints them; the site has them."""
+"""Every message of an error, read from the code: ``python docs/list_messages.py`` prints them; docs/errors.md has a row for each."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "shardwise"
@@ -38,14 +37,6 @@ def messages() -> dict[str, list[str]]:
     return {name: sorted(texts, key=str.lower) for name, texts in found.items() if texts}
 
 
-def as_markdown() -> Iterator[str]:
-    """Yield the list as lines of Markdown."""
-    for name, texts in messages().items():
-        yield f"### Messages of {name}"
-        yield ""
-        yield from (f"- `` {text} ``" for text in texts)
-        yield ""
-
-
 if __name__ == "__main__":
-    print("\n".join(as_markdown()))
+    for name, texts in messages().items():
+        print(name, *texts, sep="\n  ")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import runpy
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     markdown = markdown.replace(f"]({up}../CONTRIBUTING.md", f"]({up}contributing.md")
     markdown = markdown.replace(f"]({up}../README.md", f"]({up}index.md")
     markdown = re.sub(rf"\]\({re.escape(up)}\.\./examples/(\w+)\.py\)", rf"]({up}examples/\1.md)", markdown)
-    if source == "errors.md":
-        markdown += "\n".join(runpy.run_path(str(ROOT / "docs" / "list_messages.py"))["as_markdown"]())
     origin = "CONTRIBUTING.md" if source == "contributing.md" else source.replace(".md", ".py")
     if page.ancestors and page.ancestors[-1].title == CONTRIBUTORS:
         page.meta.setdefault("search", {"boost": 0.1})  # pages for users are found first

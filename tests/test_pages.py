@@ -160,6 +160,17 @@ def thing_of(name: str) -> Any:
     return getattr(importlib.import_module(module), last)
 
 
+def test_a_module_in_the_reference_does_not_show_all_that_is_in_it() -> None:
+    """A module hides the function of its name that comes from it: ``save.save`` with a heading shows the function."""
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        text = page.read_text()
+        for found in ENTRY.finditer(text):
+            thing = thing_of(found[1])
+            is_shown_as_module = isinstance(thing, ModuleType) or thing.__module__ == found[1]
+            options = text[found.end() :].lstrip("\n").partition("\n")[0]
+            assert not is_shown_as_module or "members: false" in options, f"{page.name} shows the module {found[1]}"
+
+
 def test_every_entry_of_the_reference_has_a_docstring_as_have_the_public_methods_behind_it() -> None:
     for name in sorted(entries()):
         thing = thing_of(name)
