@@ -1,4 +1,4 @@
-"""Every message of an error, read from the code: ``python docs/list_messages.py`` prints them; docs/errors.md has a row for each."""
+"""Every message of an error, read from the code: ``python docs/list_messages.py`` prints them."""
 
 from __future__ import annotations
 
