@@ -35,13 +35,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW, Optimizer
-
-from shardwise import CompressionPolicy, ZeroRedundancyOptimizer, hook_with_zero_step, replicate, shard_model
-from shardwise.consistency.liveness import on_host
-from shardwise.recipes.bench.contenders import (
+from bench_contenders import (
     CONTENDERS,
     LR,
     SHAPES,
@@ -52,8 +46,14 @@ from shardwise.recipes.bench.contenders import (
     build_trained,
     make_setup,
 )
-from shardwise.recipes.bench.figures import describe_machine, find_wrong_losses
-from shardwise.recipes.bench.timing import WARM_UP, take_step, wait_for_all
+from bench_figures import describe_machine, find_wrong_losses
+from bench_timing import WARM_UP, take_step, wait_for_all
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW, Optimizer
+
+from shardwise import CompressionPolicy, ZeroRedundancyOptimizer, hook_with_zero_step, replicate, shard_model
+from shardwise.consistency.liveness import on_host
 from shardwise.recipes.gpt import GPT
 
 # In its own network the first address is free, whatever the machine's networks are.

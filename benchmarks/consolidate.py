@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_timing import PeakSampler, malloc_live_bytes
 from over_ranks import Knob, measure_over_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.recipes.bench.timing import PeakSampler, malloc_live_bytes
 
 WIDTH, NUM_WEIGHTS = 1024, 25  # 100 MiB of parameters
 

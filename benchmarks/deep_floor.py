@@ -15,13 +15,12 @@ import sys
 
 import torch
 import torch.distributed as dist
+from bench_contenders import CONTENDERS, BenchConfig, adamw, build_trained, make_setup
+from bench_timing import take_step
 from divergence import RANKS, in_turns
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-
-from shardwise.recipes.bench.contenders import CONTENDERS, BenchConfig, adamw, build_trained, make_setup
-from shardwise.recipes.bench.timing import take_step
 
 
 def main() -> None:

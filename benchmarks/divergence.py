@@ -1,6 +1,6 @@
 """Ranks that take different ways: what the switch costs ranks that do not, and the usual workaround beside it.
 
-same way: shapes of ``shardwise bench`` with ``set_allow_rank_divergence`` off and on, step by step in turns in one process per
+same way: shapes of ``bench.py`` with ``set_allow_rank_divergence`` off and on, step by step in turns in one process per
 rank; the ratio is the median over pairs.
 
 tower: blocks, half of which a rank does not need, another half on each rank, changing every step.  Beside it the same model
@@ -23,13 +23,13 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from bench_contenders import CONTENDERS, BenchConfig, build_trained, make_setup
+from bench_timing import take_step
 from torch import nn
 
 import shardwise
 from shardwise.collectives.routes import Transport
 from shardwise.observe import Op
-from shardwise.recipes.bench.contenders import CONTENDERS, BenchConfig, build_trained, make_setup
-from shardwise.recipes.bench.timing import take_step
 
 RANKS, WARM_UP, WIDTH, BLOCKS, ROWS = 2, 6, 512, 8, 64
 NAME = "shardwise full"

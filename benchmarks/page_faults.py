@@ -1,6 +1,6 @@
-"""Page faults and milliseconds of a warm step of one contender of ``shardwise bench`` alone in its processes.
+"""Page faults and milliseconds of a warm step of one contender of ``bench.py`` alone in its processes.
 
-In ``shardwise bench`` contenders share a process, and the largest widens the heap for all.  Here each run is a process of
+In ``bench.py`` contenders share a process, and the largest widens the heap for all.  Here each run is a process of
 its own per rank; runs with the end of the heap kept (``collectives/buffer_pool.py``) and without take turns.  Medians over
 the steps of a run, then over the runs.
 
@@ -17,10 +17,10 @@ import time
 
 import torch
 import torch.distributed as dist
+from bench_contenders import CONTENDERS, BenchConfig, build_trained, make_setup
+from bench_timing import minor_faults, take_step, wait_for_all
 
 from shardwise.collectives.buffer_pool import HeapTop
-from shardwise.recipes.bench.contenders import CONTENDERS, BenchConfig, build_trained, make_setup
-from shardwise.recipes.bench.timing import minor_faults, take_step, wait_for_all
 
 RANKS, WARM_UP = 2, 6
 

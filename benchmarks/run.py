@@ -18,7 +18,7 @@ AT_FOUR = (
 
 def list_jobs(out: Path) -> list[list[str]]:
     """Return the command lines after ``python``; results go to the folder ``out``."""
-    bench = ["-m", "shardwise.cli.main", "bench", "--backend", "gloo", "--out", str(out)]
+    bench = ["benchmarks/bench.py", "--backend", "gloo", "--out", str(out)]
     at_four = ["--ranks", "4", "--rounds", "5", "--no-memory", "--only", *AT_FOUR]
     return [
         ["benchmarks/host_cost.py", "--out", str(out / "host_cost.json")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import platform
 import shutil
 import stat
 import sys
@@ -25,6 +26,14 @@ def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
+
+
+def cpu_model() -> str:
+    """Return the name of the processor according to the kernel, else the machine's."""
+    for line in read_proc("cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def find_version(name: str = "shardwise") -> str:

@@ -175,8 +175,6 @@ def test_private_torch_names_live_in_one_file(path: Path) -> None:
 def test_the_package_does_not_use_what_it_replaces() -> None:
     replaced = re.compile(r"torch\.distributed\.(fsdp|_composable|optim\b)|ddp_zero_hook|_shard\.sharded_optim")
     for path in FILES:
-        if path.relative_to(ROOT).as_posix() == "recipes/bench/contenders.py":
-            continue  # shardwise bench measures them beside ours
         for name in imports(path):
             assert not replaced.search(name), f"{path.name} imports {name}"
 

@@ -22,8 +22,7 @@ from shardwise import __version__
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment, can_share_memory
 from shardwise.formatting import format_bytes
 from shardwise.loop.launch import private_network
-from shardwise.one_host import UNKNOWN, find_version, host_memory_bytes, usable_cores
-from shardwise.recipes.bench.figures import cpu_model
+from shardwise.one_host import UNKNOWN, cpu_model, find_version, host_memory_bytes, usable_cores
 
 # ---- What this host and this installation offer to shardwise, and why not more: checked, never guessed.
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from shardwise import __version__
 from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras
-from shardwise.cli.bench import add_bench_arguments, read_bench_request
 from shardwise.cli.info import add_info_arguments
 from shardwise.cli.local_ranks import add_run_arguments, run_run
 from shardwise.cli.plan import add_plan_arguments, run_plan
@@ -43,7 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train_arguments(commands)
     add_run_arguments(commands)
-    add_bench_arguments(commands)
     add_checkpoint_arguments(commands)
     add_diagnose_arguments(commands)
     add_info_arguments(commands)
@@ -79,10 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    if arguments.command == "bench":
-        from shardwise.cli.bench import count_host, run_bench
-
-        return run_bench(read_bench_request(arguments, *count_host()), words)
     if arguments.command == "run":
         return run_run(arguments)
     if arguments.command == "diagnose":

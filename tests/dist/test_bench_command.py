@@ -1,4 +1,4 @@
-"""``shardwise bench`` in real processes: it measures, writes what it says, and notices a contender that is wrong."""
+"""``benchmarks/bench.py`` in real processes: it measures, writes what it says, and notices a contender that is wrong."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 from helpers.jobs import PRELOAD
+from helpers.scripts import ROOT
 from torch import nn
 
-from shardwise.cli import bench
-from shardwise.cli.main import main
-from shardwise.recipes.bench import contenders
-from shardwise.recipes.bench.contenders import CONTENDERS, BenchConfig, BenchShape, Setup, choose_names
-from shardwise.recipes.bench.timing import RankTimes, time_steps
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT
 from shardwise.testing import WorkerPool
+
+sys.path.append(str(ROOT / "benchmarks"))  # here and in the workers that import this file
+import bench
+import bench_contenders
+from bench_contenders import CONTENDERS, BenchConfig, BenchShape, Setup, choose_names
+from bench_timing import RankTimes, time_steps
 
 FP32_BYTES = 4
 
@@ -42,7 +44,7 @@ def time_steps_of_little(config: BenchConfig) -> RankTimes:
     """Time a model that is smaller than every shape of the command.  Runs on every rank."""
     little = BenchShape(ModelShape(layers=2, width=32, heads=2, context=16), grouped_blocks=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contenders, "SHAPES", {"small": little})
+        patch.setattr(bench_contenders, "SHAPES", {"small": little})
         return time_steps(config)
 
 
@@ -69,7 +71,7 @@ def test_the_command_measures_times_and_memory_and_writes_them(
 ) -> None:
     monkeypatch.setattr(bench, "WorkerPool", functools.partial(WorkerPool, preload=PRELOAD))  # forks its processes
     words = ["--shape", "small", "--ranks", "2", "--rounds", "1", "--only", "FSDP2"]
-    assert main(["bench", "--backend", "gloo", "--out", str(tmp_path / "results"), *words]) == 0
+    assert bench.main(["--backend", "gloo", "--out", str(tmp_path / "results"), *words]) == 0
     names = ["local", "FSDP2"]
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(names))]
     assert [line.split()[0] for line in table] == names
@@ -82,7 +84,7 @@ def test_the_command_measures_times_and_memory_and_writes_them(
     assert set(found["machine"]) == {
         "cpu", "cores", "system", "python", "torch", "threads_per_rank", "gpus", "date", "disturbed"
     }  # fmt: skip
-    assert found["command"].startswith("shardwise bench --backend gloo")
+    assert found["command"].startswith("benchmarks/bench.py --backend gloo")
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == names
     assert rows["FSDP2"]["loss"] > 0  # that contenders train alike is tested above

@@ -1,4 +1,4 @@
-"""``shardwise bench`` without processes: options, the choice of contenders, figures, table, JSON and picture."""
+"""``benchmarks/bench.py`` without processes: options, the choice of contenders, figures, table, JSON and picture."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from helpers.scripts import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import ConfigError
-from shardwise.cli import bench as bench_command
-from shardwise.cli.bench import BenchRequest, read_bench_request
-from shardwise.cli.main import build_parser, main
-from shardwise.recipes.bench.contenders import (
+from shardwise.recipes.config import ModelShape
+from shardwise.recipes.gpt import build_gpt
+
+sys.path.append(str(ROOT / "benchmarks"))
+import bench
+from bench import BenchRequest, build_parser, main, read_bench_request
+from bench_contenders import (
     CONTENDERS,
     SHAPES,
     BenchConfig,
@@ -33,7 +37,7 @@ from shardwise.recipes.bench.contenders import (
     held_bytes,
     settle_ranks,
 )
-from shardwise.recipes.bench.figures import (
+from bench_figures import (
     COLORS,
     LOSS_TOLERANCE,
     HostLoad,
@@ -49,7 +53,7 @@ from shardwise.recipes.bench.figures import (
     title_of,
     write_json,
 )
-from shardwise.recipes.bench.timing import (
+from bench_timing import (
     PeakSampler,
     RankTimes,
     available_bytes,
@@ -58,14 +62,12 @@ from shardwise.recipes.bench.timing import (
     peak_resident_bytes,
     resident,
 )
-from shardwise.recipes.config import ModelShape
-from shardwise.recipes.gpt import build_gpt
 
 CONFIG = BenchConfig("small", 2, 2, 3, "gloo", 0, ("local", "FSDP2"))
 
 
 def _request(*words: str, num_gpus: int = 0, num_cores: int = 8) -> BenchRequest:
-    return read_bench_request(build_parser().parse_args(["bench", *words]), num_gpus, num_cores)
+    return read_bench_request(build_parser().parse_args(words), num_gpus, num_cores)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +94,16 @@ def test_a_wrong_value_is_refused(words: list[str], num_gpus: int, expected: str
 @pytest.mark.parametrize("words", [["--shape", "round"], ["--backend", "mpi"], ["--only"], ["--rounds", "x"], ["more"]])
 def test_an_unknown_option_value_ends_with_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["bench", *words])
+        main(words)
     assert caught.value.code == 2
-    assert "usage: shardwise" in capsys.readouterr().err
+    assert "usage: bench.py" in capsys.readouterr().err
 
 
 def test_the_command_says_once_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--only", "nobody"]) == 2
+    assert main(["--only", "nobody"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("shardwise: error: --only 'nobody'")
+    assert captured.err.startswith("bench.py: error: --only 'nobody'")
     assert captured.err.count("\n") == 1
 
 
@@ -278,7 +280,7 @@ def test_the_table_is_aligned_and_shows_what_was_not_measured() -> None:
 
 
 def test_the_json_holds_rows_machine_and_how_it_was_measured(tmp_path: Path) -> None:
-    write_json(tmp_path / "b.json", CONFIG, _rows(), {"cpu": "some"}, "shardwise bench", 867_072)
+    write_json(tmp_path / "b.json", CONFIG, _rows(), {"cpu": "some"}, "benchmarks/bench.py", 867_072)
     found = json.loads((tmp_path / "b.json").read_text())
     assert found["machine"] == {"cpu": "some"}
     assert found["shape"] == {
@@ -313,8 +315,8 @@ def test_a_contender_with_a_wrong_loss_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     times = RankTimes({}, {"local": 4.5, "FSDP2": 4.0}, ("FSDP2: loss 4.0, expected 4.5",), 1)
-    monkeypatch.setattr(bench_command.WorkerPool, "run", lambda *given, **options: [times, times])
-    assert bench_command.run_bench(BenchRequest(CONFIG, tmp_path / "out", True), ["bench"]) == 1
+    monkeypatch.setattr(bench.WorkerPool, "run", lambda *given, **options: [times, times])
+    assert bench.run_bench(BenchRequest(CONFIG, tmp_path / "out", True), []) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "nothing was timed" in captured.err
@@ -335,11 +337,11 @@ def test_each_contender_is_timed_alone_if_asked(
         seconds = {name: [0.1 * len(name)] * 3 for name in config.names}
         return [RankTimes(seconds, dict.fromkeys(config.names, 4.5), (), 1)] * 2
 
-    monkeypatch.setattr(bench_command.WorkerPool, "run", run)
+    monkeypatch.setattr(bench.WorkerPool, "run", run)
     for alone, expected in ((True, [(("local",), True), (("FSDP2",), True)]), (False, [(("local", "FSDP2"), False)])):
         runs.clear()
         request = BenchRequest(dataclasses.replace(CONFIG, alone=alone), tmp_path / str(alone), False)
-        assert bench_command.run_bench(request, ["bench"]) == 0
+        assert bench.run_bench(request, []) == 0
         assert runs == expected
         printed = capsys.readouterr().out
         assert ("each contender alone" in printed) is alone
@@ -386,8 +388,8 @@ def test_the_probes_see_memory_come_and_go() -> None:
 
 
 def test_make_bench_asks_for_what_there_is() -> None:
-    jobs = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "run.py"))["list_jobs"](Path("out"))
-    requests = [_request(*job[3:]) for job in jobs if job[0] == "-m"]
+    jobs = runpy.run_path(str(ROOT / "benchmarks" / "run.py"))["list_jobs"](Path("out"))
+    requests = [_request(*job[1:]) for job in jobs if job[0] == "benchmarks/bench.py"]
     assert {(r.config.shape, r.config.ranks) for r in requests} == {(s, w) for s in ("wide", "deep") for w in (2, 4)}
     for request in requests:
         check_fit(request.config, count_parameters(SHAPES[request.config.shape].model), 16_000_000_000)

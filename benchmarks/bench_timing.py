@@ -16,10 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from shardwise.one_host import read_proc
-from shardwise.recipes.bench.contenders import (
+from bench_contenders import (
     CONTENDERS,
     BenchConfig,
     Contender,
@@ -30,7 +27,10 @@ from shardwise.recipes.bench.contenders import (
     load_torchs_own,
     make_setup,
 )
-from shardwise.recipes.bench.figures import HostLoad, MeasuredMemory, find_wrong_losses
+from bench_figures import HostLoad, MeasuredMemory, find_wrong_losses
+from torch import Tensor, nn
+
+from shardwise.one_host import read_proc
 from shardwise.recipes.gpt import next_byte_loss
 from shardwise.recipes.memory import peak_rss_bytes
 from shardwise.recipes.sharding import RunRanks

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from bench_contenders import SHAPES, BenchConfig, Contender
 
-from shardwise.one_host import read_proc, usable_cores
-from shardwise.recipes.bench.contenders import SHAPES, BenchConfig, Contender
+from shardwise.one_host import cpu_model, usable_cores
 
 # ---- The machine of the measurements; nothing names the host.
 
@@ -33,14 +33,6 @@ def describe_machine(num_threads: int) -> dict[str, object]:
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def cpu_model() -> str:
-    """Return the name of the processor according to the kernel, else the machine's."""
-    for line in read_proc("cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 # Rounding: sums over ranks in another order, fused kernels.  bf16 has 8 bits: 5.5 is known to 1/32.

@@ -1,4 +1,10 @@
-"""Run ``shardwise bench``: two phases on processes of this host, then table, JSON and chart."""
+"""Time a step of the same GPT with every API of ours, DDP, torch's ZeRO and FSDP2, in turns; then each one's memory alone.
+
+Run: ``python benchmarks/bench.py [--shape deep] [--ranks 4] [--only NAME ...] [--out DIR]``.  It prints a table; ``--out``
+writes JSON and a chart too.  Losses are compared before anything is timed: if a contender trains differently, the exit code
+is 1.  Only ratios within a run carry over to other machines.  Memory is measured with one contender at a time in new
+processes; other traffic on the loopback device counts, so measure on a quiet host.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from shardwise.cli import EXIT_FAILED, check_extras
-from shardwise.errors import ConfigError
-from shardwise.one_host import usable_cores
-from shardwise.recipes.bench.contenders import (
+from bench_contenders import (
     BACKENDS,
     CONTENDERS,
     SHAPES,
@@ -25,7 +27,7 @@ from shardwise.recipes.bench.contenders import (
     count_parameters,
     settle_ranks,
 )
-from shardwise.recipes.bench.figures import (
+from bench_figures import (
     MeasuredMemory,
     describe_machine,
     disturbances,
@@ -36,10 +38,13 @@ from shardwise.recipes.bench.figures import (
     title_of,
     write_json,
 )
-from shardwise.recipes.bench.timing import RankTimes, available_bytes, measure_memory, time_steps
+from bench_timing import RankTimes, available_bytes, measure_memory, time_steps
+
+from shardwise import ConfigError
+from shardwise.one_host import usable_cores
 from shardwise.testing import RankFailure, WorkerPool
 
-# ---- The options of ``shardwise bench``, read into a frozen request.
+# ---- The options, read into a frozen request.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +56,11 @@ class BenchRequest:
     with_memory: bool
 
 
-def add_bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Add ``bench``."""
-    parser = commands.add_parser(
-        "bench",
-        help="time ours beside DDP, torch's ZeRO and FSDP2, on this host",
-        description="Step a GPT in turns: without communication, with DDP, torch's ZeRO and FSDP2, and with every API "
-        "of ours; then measure the memory of each alone. Prints a table; --out writes JSON and a chart too.",
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this program."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py",
+        description="Time a step of the same GPT with every API of ours, DDP, torch's ZeRO and FSDP2, in turns.",
         epilog=f"contenders: {', '.join(CONTENDERS)}",
     )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="wide", help="the model (default: %(default)s)")
@@ -84,6 +87,7 @@ def add_bench_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
     )
     parser.add_argument("--no-memory", action="store_true", help="leave out memory, page faults and bytes on the wire")
     parser.add_argument("--out", metavar="DIR", help="folder for bench_SHAPE_wW_BACKEND.json and .png")
+    return parser
 
 
 def read_bench_request(arguments: argparse.Namespace, num_gpus: int, num_cores: int) -> BenchRequest:
@@ -114,22 +118,27 @@ TIMING_LIMIT_S, MEMORY_LIMIT_S, COLLECTIVE_LIMIT_S = 4 * 3600.0, 1200.0, 600.0
 _BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 
 
-def count_host() -> tuple[int, int]:
-    """Return the GPUs and the usable cores of this host."""
-    return torch.cuda.device_count(), usable_cores()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit code: 2 for wrong arguments, else that of :func:`run_bench`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = build_parser().parse_args(words)
+        return run_bench(read_bench_request(arguments, torch.cuda.device_count(), usable_cores()), words)
+    except ConfigError as error:
+        print(f"bench.py: error: {error}", file=sys.stderr)
+        return 2
 
 
 def run_bench(request: BenchRequest, words: Sequence[str]) -> int:
     """Measure and report; return the exit code: 0, or 1 if a rank failed or a contender computes something else.
 
-    Raises: ConfigError if the package for the chart is missing, or memory for all contenders at once.
+    Raises: ConfigError if memory for all contenders at once is missing.
     """
     config = request.config
     available = _available_bytes(config)
     if available is not None:
         check_fit(config, count_parameters(SHAPES[config.shape].model), available)
     if request.out is not None:
-        check_extras(("matplotlib",), "bench")
         request.out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"num_ranks": config.ranks, "backend": _BACKENDS[config.backend]}
     options["group_timeout_s"] = COLLECTIVE_LIMIT_S
@@ -198,15 +207,21 @@ def _report(
         return
     stem = request.out / config.label
     machine = describe_machine(times[0][0].num_threads) | {"disturbed": disturbed}
-    write_json(stem.with_suffix(".json"), config, rows, machine, shlex.join(["shardwise", *words]), num_parameters)
+    write_json(
+        stem.with_suffix(".json"), config, rows, machine, shlex.join(["benchmarks/bench.py", *words]), num_parameters
+    )
     draw_chart(stem.with_suffix(".png"), title, rows)
     print(f"\n{stem}.json\n{stem}.png")
 
 
 def _fail(what: str, reasons: Sequence[str]) -> int:
-    print(f"shardwise: error: {what}:", *reasons, sep="\n  ", file=sys.stderr)
-    return EXIT_FAILED
+    print(f"bench.py: error: {what}:", *reasons, sep="\n  ", file=sys.stderr)
+    return 1
 
 
 def _say(text: str) -> None:
-    print(f"shardwise bench: {text} ...", file=sys.stderr, flush=True)
+    print(f"bench.py: {text} ...", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
