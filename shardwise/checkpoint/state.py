@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise import torch_private
 from shardwise.checkpoint.contents import (
@@ -44,7 +45,8 @@ from shardwise.errors import (
 )
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.fsdp.roots import SHARES_BUFFERS, unwritten_in
-from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, whole_state_names
+from shardwise.optim.other_class import why_other_class
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, whole_state_names
 from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
@@ -293,9 +295,20 @@ class ObjectCarrier:
             mine, found = own.get(name), staged[name]
             return found[0] if mine is None else like(mine, [x.to(device_of(mine)) for x in found], found[0].dtype)
 
-        order.value(self.prefix, give=stage)
+        self._check_scheduler(order.value(self.prefix, give=stage))
         # Decode again after the read: a copy on a device that was made before it would lack the values.
         return lambda: self._load(order.value(self.prefix, give=place))
+
+    def _check_scheduler(self, found: Any) -> None:
+        """Refuse the state of another class of scheduler: torch's take over any attributes."""
+        if type(self._thing).__module__ != LRScheduler.__module__ or not isinstance(found, Mapping):
+            return
+        there, here = ({key for key in names if key[0] != "_"} - {"verbose"} for names in (found, self._state()))
+        if there != here:
+            raise CheckpointError(
+                f"{self.prefix}: it is the state of another scheduler, with {', '.join(sorted(there))}; a "
+                f"{type(self._thing).__name__} has {', '.join(sorted(here))}. Load it into a scheduler of its class"
+            )
 
     def _state(self) -> Any:
         if isinstance(self._thing, MutableMapping):
@@ -386,9 +399,9 @@ class OptimizerCarrier:
         return {own[key]: values for key, values in packed.items()}
 
     def _groups(self) -> list[dict[str, Any]]:
-        names = iter(self._names)
+        names, kind = iter(self._names), type(_inner(self._optimizer)).__name__
         return [
-            {"params": [next(names) for _ in group["params"]], "options": options_of(group)}
+            {"params": [next(names) for _ in group["params"]], "options": options_of(group), "class": kind}
             for group in self._optimizer.param_groups
         ]
 
@@ -400,12 +413,13 @@ class OptimizerCarrier:
         if full not in order.manifest.values:
             order.missing.append(full)
             return [options_of(group) for group in self._optimizer.param_groups]
-        options: dict[str, Any] = {}
-        for group in groups_of(order.value(full), full):
-            options |= {str(name): group["options"] for name in group["params"]}
+        saved = groups_of(order.value(full), full)
+        group_of = {str(name): number for number, group in enumerate(saved) for name in group["params"]}
+        options: dict[str, Any] = {name: saved[number]["options"] for name, number in group_of.items()}
         order.missing += [join(full, name) for name in self._names if name not in options]
         order.missing += [f"{join(full, name)}: in no group here" for name in options if name not in self._by_name]
         names, found = iter(self._names), []
+        seen: dict[int, tuple[str, dict[str, Any]]] = {}
         for own in self._optimizer.param_groups:
             members = [name for name in (next(names) for _ in own["params"]) if name in options]
             other = next((name for name in members if not _same(options[name], options[members[0]])), None)
@@ -420,8 +434,28 @@ class OptimizerCarrier:
                 raise CheckpointError(
                     f"{full}: the option {odd!r} is {str(theirs[odd])[:60]!r}, expected a value like {str(mine[odd])[:60]!r}"
                 )
+            for name in members:
+                first, others = seen.setdefault(group_of[name], (name, mine))
+                unlike = [key for key in mine if not _same(mine[key], others.get(key))]
+                if unlike:
+                    raise CheckpointError(
+                        f"{full}: {first} and {name} are in one param group there, and here in two with other options "
+                        f"({', '.join(unlike)}), which both would get those of the one; make groups as those of the "
+                        "checkpoint"
+                    )
+            if members:
+                self._check_class(order, members, mine, saved[group_of[members[0]]])
             found.append({**mine, **theirs})
         return found
+
+    def _check_class(
+        self, order: LoadRequests, members: Sequence[str], mine: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> None:
+        places = {name: order.names_under(join(self.prefix, "state", name)) for name in members}
+        states = [(self._by_name[name].dim(), [split(full)[-1] for full in found]) for name, found in places.items()]
+        reason = why_other_class(_inner(self._optimizer), mine, saved["options"], states, saved.get("class"))
+        if reason is not None:
+            raise CheckpointError(f"{self.prefix}: {reason}")
 
     def _ask_all(self, order: LoadRequests) -> Later:
         optimizer = self._optimizer
@@ -547,6 +581,13 @@ class OptimizerCarrier:
             {**options, "params": [next(rest) for _ in own["params"]]}
             for options, own in zip(groups, self._optimizer.param_groups, strict=True)
         ]
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that updates: the one inside of those of shardwise."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer_backend(optimizer).optimizer
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def _names_of(prefix: str, optimizer: Optimizer, params: Sequence[torch.Tensor], names: Mapping[int, str]) -> list[str]:

@@ -19,6 +19,7 @@ from shardwise.fsdp.clip import Limit, OwnedGradient, Part, clip_parts, part_of
 from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
+from shardwise.optim.other_class import why_other_class
 from shardwise.optim.slices import (
     Closure,
     MakeOptimizer,
@@ -490,6 +491,7 @@ class ShardedOptimizer(Optimizer):
                 raise ConfigError(f"state of {saved_key!r} belongs to no parameter of the loaded param_groups")
             by_name[name] = values
         options = [options_of(group) for group in groups]
+        self._check_class(by_name, options)
         if adopt and isinstance(self._backend, WholeMatrixStep):
             self._backend.load_whole(by_name, options)
         else:
@@ -497,6 +499,13 @@ class ShardedOptimizer(Optimizer):
         copy_options(options, self.param_groups)
         copy_options(self._backend.optimizer.param_groups, self.param_groups)
         after_load(self)
+
+    def _check_class(self, states: Mapping[str, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        for names, own, saved in zip(self._names_by_group(), self.param_groups, options, strict=True):
+            found = [(self.named_params[name].dim(), states.get(name, {})) for name in names]
+            reason = why_other_class(self._backend.optimizer, options_of(own), saved, found)
+            if reason is not None:
+                raise ConfigError(f"the loaded state of {names[0]}: {reason}")
 
     # ---- other attributes of the inner optimizer ----
 

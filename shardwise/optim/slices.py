@@ -150,13 +150,19 @@ def _declaration(optimizer_class: type[Optimizer]) -> UpdateRule | None:
     return getattr(optimizer_class, "sharded_update", None)
 
 
-def _known_rule(optimizer_class: type[Optimizer]) -> UpdateRule | None:
+def known_base(optimizer_class: type[Optimizer]) -> type[Optimizer] | None:
+    """Return the class of torch.optim whose methods ``optimizer_class`` has; None for other classes."""
     for known in optimizer_class.__mro__:
         if known in _ELEMENTWISE or known in _WHOLE_MATRIX:
-            if not _overrides(optimizer_class, known):
-                return "elementwise" if known in _ELEMENTWISE else "whole_matrix"
-            return None
+            return None if _overrides(optimizer_class, known) else known
     return None
+
+
+def _known_rule(optimizer_class: type[Optimizer]) -> UpdateRule | None:
+    known = known_base(optimizer_class)
+    if known is None:
+        return None
+    return "elementwise" if known in _ELEMENTWISE else "whole_matrix"
 
 
 def _overrides(derived: type[Any], known: type[Any]) -> bool:

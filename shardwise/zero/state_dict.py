@@ -18,6 +18,7 @@ from shardwise.collectives.owned import gather_objects, receive_tensor, send_ten
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.layout import Box, OwnedSlice, boxes
+from shardwise.optim.other_class import why_other_class
 from shardwise.optim.slices import copied
 from shardwise.optim.state_dict import Checkpoint, in_form, is_flat, load_indexed, only_saved, options_of, unflattened
 from shardwise.optim.sums import states_after_zeros
@@ -128,6 +129,7 @@ def load_rank_partition(
     """
     groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     _check_groups([len(group["params"]) for group in groups], local.groups)
+    _check_class(local, state_dict["state"], groups, keys)
     states: list[StateOfParam | None] = []
     for own in local.rank_partition.local_slices:
         values = state_dict["state"].get(keys[own.owned_slice.tensor])
@@ -147,6 +149,18 @@ def _check_groups(sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> 
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: found "
             f"{list(sizes)} parameters, expected {expected}"
         )
+
+
+def _check_class(
+    local: LocalOptimizer, states: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], keys: Sequence[Any]
+) -> None:
+    params = iter(zip(keys, local.rank_partition.params, strict=True))
+    for number, (own, saved) in enumerate(zip(local.groups, groups, strict=True)):
+        members = [next(params) for _ in own["params"]]
+        found = [(param.dim(), states.get(key) or ()) for key, param in members]
+        reason = why_other_class(local.optim, options_of(own), options_of(saved), found)
+        if reason is not None:
+            raise ConfigError(f"param group {number} of the loaded state dict: {reason}")
 
 
 def _is_streamed(value: object, owned_slice: OwnedSlice, kind: Partition) -> TypeGuard[torch.Tensor]:

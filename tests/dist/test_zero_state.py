@@ -168,8 +168,9 @@ def test_state_that_does_not_fit_is_refused() -> None:
     short = {"state": {}, "param_groups": [{**g, "params": g["params"][:1]} for g in good["param_groups"]]}
     with pytest.raises(ValueError, match="doesn't match the size"):
         zero.load_state_dict(short)
-    factored = {"state": {i: {"row": torch.zeros(3)} for i in range(6)}, "param_groups": good["param_groups"]}
-    with pytest.raises(ValueError, match="'row' of parameter"):
+    rows = {"step": 1.0, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    factored = {"state": dict.fromkeys(range(6), rows), "param_groups": good["param_groups"]}
+    with pytest.raises(ValueError, match="'exp_avg' of parameter"):
         zero.load_state_dict(factored)
 
 
