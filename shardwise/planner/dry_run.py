@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -29,269 +29,7 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp.shard_model import families_of
 from shardwise.plan.grouping import Child, group_blocks
 from shardwise.plan.schedule import StepEvent
-from shardwise.planner.profile import ROOT, ParamFacts, Profile, StepMark, Stretch, Work, params_by_block
-
-# ---- Alike blocks: a dry run runs a few of them and copies what they did for the others. Of a run of alike blocks the
-# first three and the last one run. The second and the third must have done the same, to the byte and to the operation,
-# relative to what they found; then the others would repeat it.
-
-_FIRST = 3  # blocks that run: the second and the third have alike neighbours
-_HELD = frozenset({"_parameters", "_buffers", "_modules"})
-
-
-@dataclass(frozen=True, slots=True)
-class AlikeRun:
-    """Consecutive alike blocks, by number: ``kept`` ones run, the first and the last; ``skipped`` come before the last."""
-
-    kept: tuple[int, int, int, int]
-    skipped: tuple[int, ...]
-
-
-def alike_runs(model: nn.Module, blocks: Sequence[str]) -> tuple[AlikeRun, ...]:
-    """Return the runs of five and more neighbours among ``blocks`` (paths, the root's first) that are alike.
-
-    Alike blocks have one class, structure and settings, in all of their parts, and share no parameter with other
-    modules.
-    """
-    users: dict[int, set[int]] = {}
-    modules = [model.get_submodule(path) for path in blocks]
-    for number, module in enumerate(modules[1:], 1):
-        for param in module.parameters():
-            users.setdefault(id(param), set()).add(number)
-    inside = {id(part) for module in modules[1:] for part in module.modules()}
-    for part in model.modules():
-        if id(part) not in inside:
-            for param in part.parameters(recurse=False):
-                users.setdefault(id(param), set()).add(0)
-    found: list[list[int]] = []
-    for number, module in enumerate(modules[1:], 1):
-        is_own = all(len(users[id(param)]) == 1 for param in module.parameters()) and "forward" not in vars(module)
-        last = found[-1] if found else []
-        is_next = bool(last) and blocks[last[0]].rpartition(".")[0] == blocks[number].rpartition(".")[0]
-        if is_own and is_next and are_alike(modules[last[0]], module):
-            last.append(number)
-        else:
-            found.append([number] if is_own else [])
-    return tuple(
-        AlikeRun((run[0], run[1], run[2], run[-1]), tuple(run[_FIRST:-1])) for run in found if len(run) > _FIRST + 1
-    )
-
-
-def are_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Return True if the contents of both modules are equal except for the values of tensors."""
-    if type(one) is not type(other) or _ties(one) != _ties(other):
-        return False
-    pairs = list(zip(one.modules(), other.modules(), strict=False))
-    return all(_held_alike(left, right) for left, right in pairs)
-
-
-def _ties(module: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Return the names of parts and parameters, each with the index of its first occurrence."""
-    places: dict[int, int] = {}
-    named = [*module.named_modules(remove_duplicate=False), *module.named_parameters(remove_duplicate=False)]
-    return tuple((name, places.setdefault(id(each), len(places))) for name, each in named)
-
-
-def _held_alike(one: nn.Module, other: nn.Module) -> bool:
-    if one is other:
-        return True
-    mine, theirs = vars(one), vars(other)
-    if type(one) is not type(other) or mine.keys() != theirs.keys():
-        return False
-    tensors = (torch_private.parameters_of, torch_private.buffers_of)
-    return all(_are_same(dict(held(one)), dict(held(other))) for held in tensors) and all(
-        _are_same(value, theirs[name]) for name, value in mine.items() if name not in _HELD
-    )
-
-
-def _are_same(one: object, other: object) -> bool:
-    """Return True if code cannot distinguish the values; False if unknown."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return spec_of(one) == spec_of(cast(torch.Tensor, other))
-    if isinstance(one, (bool, int, float, complex, str, bytes, frozenset, set, torch.dtype, torch.device)):
-        return one == other
-    if isinstance(one, (list, tuple)):
-        values, others = cast("Sequence[object]", one), cast("Sequence[object]", other)
-        return len(values) == len(others) and all(map(_are_same, values, others))
-    if isinstance(one, Mapping):
-        left, right = cast("Mapping[object, object]", one), cast("Mapping[object, object]", other)
-        return list(left) == list(right) and all(_are_same(left[key], right[key]) for key in left)
-    if isinstance(one, functools.partial):
-        same = cast("functools.partial[object]", other)
-        return one.func is same.func and _are_same((one.args, one.keywords), (same.args, same.keywords))
-    return False
-
-
-def spec_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what distinguishes tensors without values."""
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type, tensor.requires_grad
-
-
-class Unlike(Exception):
-    """A block was not called like those before it: the dry run has to run all blocks."""
-
-
-class StandIn:
-    """Passes on the input of a skipped block, whose output would have the form of its input.
-
-    There is one for each run: it gets the calls of blocks that run, and answers those of blocks that do not.
-    """
-
-    def __init__(self) -> None:
-        self._given: object = None
-        self._output: object = None
-
-    def entered(self, args: object, kwargs: object) -> None:
-        """Record the arguments of a block that runs."""
-        self._given = torch_private.map_tensors(_Spec, (args, kwargs))
-
-    def left(self, output: object) -> None:
-        """Record its output."""
-        self._output = torch_private.map_tensors(_Spec, output)
-
-    def pass_on(self, args: object, kwargs: object) -> object:
-        """Return what the block would return, as another view of its first tensor.  Raises: Unlike."""
-        given = (args, kwargs)
-        tensors = [each for each in torch_private.leaves_of(given) if isinstance(each, torch.Tensor)]
-        made = [each for each in torch_private.leaves_of(self._output) if isinstance(each, _Spec)]
-        if torch_private.map_tensors(_Spec, given) != self._given or not tensors or made != [_Spec(tensors[0])]:
-            raise Unlike
-        return torch_private.map_of_kind(_Spec, lambda _: tensors[0].view_as(tensors[0]), self._output)
-
-
-class _Spec:
-    """A tensor in a tree of arguments."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.spec = spec_of(tensor)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Spec) and self.spec == other.spec
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-
-def with_skipped(
-    stretches: Sequence[Stretch], run: AlikeRun, params: Sequence[Sequence[int]]
-) -> tuple[Stretch, ...] | None:
-    """Return the stretches with those of the skipped blocks of ``run``; None if blocks that ran did not do the same.
-
-    Args:
-        stretches: of a dry run without the skipped blocks.
-        params: for each block, the numbers of its parameters.
-    """
-    without = _without(stretches, frozenset(run.skipped))
-    return None if without is None else _with_copies(without, run, params)
-
-
-def _without(stretches: Sequence[Stretch], skipped: frozenset[int]) -> list[Stretch] | None:
-    """Return the stretches without those of ``skipped`` blocks; None if anything happened in these."""
-    kept: list[Stretch] = []
-    for each in stretches:
-        if each.mark.block not in skipped:
-            kept.append(each)
-        elif each.work.num_ops or {each.peak_bytes, each.left_bytes} != {kept[-1].left_bytes}:
-            return None
-    return kept
-
-
-def _with_copies(
-    stretches: Sequence[Stretch], run: AlikeRun, params: Sequence[Sequence[int]]
-) -> tuple[Stretch, ...] | None:
-    places = [{param: place for place, param in enumerate(params[block])} for block in run.kept]
-    forward = _neighbours(stretches, StepEvent.PRE_FORWARD, list(zip(run.kept[1:], places[1:], strict=True)))
-    if forward is None or stretches[forward.end].work != stretches[forward.second].work:
-        return None
-    backward = _neighbours(stretches, StepEvent.PRE_BACKWARD, list(zip(run.kept[2::-1], places[2::-1], strict=True)))
-    grown = forward.growth
-    if backward is None:
-        has_backward = any(
-            StepMark(StepEvent.PRE_BACKWARD, block) in [each.mark for each in stretches] for block in run.kept
-        )
-        if has_backward or grown:
-            return None
-        again = stretches[forward.second : forward.end]
-        copies = [each for block in run.skipped for each in _copied(again, block, params[block], places[2], 0)]
-        return (*stretches[: forward.end], *copies, *stretches[forward.end :])
-    if backward.growth != -grown or backward.first < forward.end:
-        return None
-    numbered = list(enumerate(run.skipped, 1))
-    again = stretches[forward.second : forward.end]
-    there = [e for place, b in numbered for e in _copied(again, b, params[b], places[2], place * grown)]
-    again = stretches[backward.first : backward.second]
-    back = [e for place, b in reversed(numbered) for e in _copied(again, b, params[b], places[2], place * grown)]
-    between = [_shifted(each, len(run.skipped) * grown) for each in stretches[forward.end : backward.first]]
-    return (*stretches[: forward.end], *there, *between, *back, *stretches[backward.first :])
-
-
-@dataclass(frozen=True, slots=True)
-class _Neighbours:
-    """Indices of the begins of two consecutive blocks that did the same, and of the end of the second.
-
-    ``growth``: of the remaining bytes, from one to the next.
-    """
-
-    first: int
-    second: int
-    end: int
-    growth: int
-
-
-def _neighbours(
-    stretches: Sequence[Stretch], event: StepEvent, blocks: Sequence[tuple[int, Mapping[int, int]]]
-) -> _Neighbours | None:
-    """Return where three blocks reach ``event``, if the first two do the same from there to the next.
-
-    ``blocks``: their numbers, and the index of each of their parameters in its block.
-    """
-    found = [[n for n, each in enumerate(stretches) if each.mark == StepMark(event, block)] for block, _ in blocks]
-    if any(len(each) != 1 for each in found):
-        return None
-    first, second, end = (each[0] for each in found)
-    if not 0 < first < second < end:
-        return None
-    before, between = stretches[first - 1].left_bytes, stretches[second - 1].left_bytes
-    one = _beside(stretches[first:second], before, *blocks[0])
-    if one is None or one != _beside(stretches[second:end], between, *blocks[1]):
-        return None
-    return _Neighbours(first, second, end, stretches[end - 1].left_bytes - between)
-
-
-def _beside(stretches: Sequence[Stretch], base: int, block: int, places: Mapping[int, int]) -> list[object] | None:
-    """Return what ``block`` did relative to ``base`` bytes; None if another block passed a mark meanwhile."""
-    if any(
-        each.mark.block != block or (each.mark.event is None and each.mark.param not in places) for each in stretches
-    ):
-        return None
-    return [
-        (each.mark.event, places.get(each.mark.param), each.peak_bytes - base, each.left_bytes - base, each.work)
-        for each in stretches
-    ]
-
-
-def _copied(
-    stretches: Sequence[Stretch], block: int, params: Sequence[int], places: Mapping[int, int], num_bytes: int
-) -> list[Stretch]:
-    """Return ``stretches`` as those of ``block``, whose parameters are ``params``, with ``num_bytes`` more alive."""
-    return [
-        replace(
-            _shifted(each, num_bytes),
-            mark=StepMark(
-                each.mark.event, block, -1 if each.mark.event is not None else params[places[each.mark.param]]
-            ),
-        )
-        for each in stretches
-    ]
-
-
-def _shifted(stretch: Stretch, num_bytes: int) -> Stretch:
-    peak, left = stretch.peak_bytes + num_bytes, stretch.left_bytes + num_bytes
-    return replace(stretch, peak_bytes=peak, left_bytes=left)
-
+from shardwise.planner.profile import ROOT, ParamFacts, Profile, StepMark, Stretch, Work
 
 # ---- Tensor parallelism in a dry run: a copy of the model without memory, split by ``parallelize_module``.
 
@@ -540,29 +278,17 @@ def dry_run(
         split: tensor parallelism, as on the first of its ranks, with the collectives of DTensor.
 
     Raises: ConfigError if parameters are sharded already.  Errors of the model pass through. Cost: about 0.3 ms per
-    operation of the model (of alike blocks only four run), independent of its sizes.
+    operation of the model, independent of its sizes.
     """
     families = tuple(families_of(model, frozenset()))
     paths = {path for each in families for group in group_blocks(each, 0) for path in group}
     blocks = ("", *[path for path, _ in model.named_modules() if path in paths])
-    runs = alike_runs(model, blocks)
-    if split is None:
-        return _run(_Question(model, inputs, loss, precision, recompute, families, blocks), runs)
     _check_whole(model)
+    if split is None:
+        return _Question(model, inputs, loss, precision, recompute, families, blocks).answer()
     with split_copy(model, blocks, split) as twin:
         families = tuple(families_of(twin, frozenset()))
-        return _run(_Question(twin, inputs, loss, precision, recompute, families, blocks, split.ranks), runs)
-
-
-def _run(question: _Question, runs: Sequence[AlikeRun]) -> DryRun:
-    if runs:
-        try:
-            found = question.answer(runs)
-        except Exception:  # if the model itself is at fault, the run of all blocks raises
-            found = None
-        if found is not None:
-            return found
-    return cast(DryRun, question.answer(()))
+        return _Question(twin, inputs, loss, precision, recompute, families, blocks, split.ranks).answer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -578,22 +304,17 @@ class _Question:
     blocks: tuple[str, ...]
     tensor: int = 1
 
-    def answer(self, runs: Sequence[AlikeRun]) -> DryRun | None:
-        """Run forward and backward without the blocks that ``runs`` skip; None if those that ran were not alike."""
+    def answer(self) -> DryRun:
+        """Run forward and backward."""
         model, precision = self.model, self.precision
-        if self.tensor == 1:
-            _check_whole(model)
-        skipped = [model.get_submodule(self.blocks[block]) for run in runs for block in run.skipped]
-        idle = {id(param) for module in skipped for param in module.parameters()}
         with torch_private.fake_mode(), torch.enable_grad():
-            used = [param for param in model.parameters() if id(param) not in idle]
-            fakes = {id(param): _fake_parameter(param, precision) for param in used}
+            fakes = {id(param): _fake_parameter(param, precision) for param in model.parameters()}
             buffers = {id(each): _fake(each) for each in model.buffers()}
             given = [_fake(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
             tensors = [each for each in given if isinstance(each, torch.Tensor)]
             watch = OpWatch([*map(torch_private.local_of, fakes.values()), *buffers.values(), *tensors])
             steps = _Steps(model, self.blocks, watch, precision)
-            with _standing_in(model, fakes, buffers), steps.hooked(fakes, self.recompute, runs):
+            with _standing_in(model, fakes, buffers), steps.hooked(fakes, self.recompute):
                 autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
                 with torch_private.watching(watch.after):
                     with autocast:
@@ -616,27 +337,7 @@ class _Question:
             batch=tensors[0].shape[0] if tensors and tensors[0].ndim else 1,
             tensor=self.tensor,
         )
-        whole = _with_all(profile, runs)
-        return None if whole is None else DryRun(whole, tuple(watch.calls.values()))
-
-
-def _with_all(profile: Profile, runs: Sequence[AlikeRun]) -> Profile | None:
-    """Return the profile with what the skipped blocks of ``runs`` would have done; None if that is unknown."""
-    stretches, saved = profile.stretches, list(profile.saved_bytes)
-    for run in runs:
-        found = with_skipped(stretches, run, params_by_block(profile))
-        if found is None:
-            return None
-        saved[ROOT] += _left_in_forward(found) - _left_in_forward(stretches)
-        stretches = found
-        for block in run.skipped:
-            saved[block] = saved[run.kept[2]]
-    return replace(profile, stretches=stretches, saved_bytes=tuple(saved))
-
-
-def _left_in_forward(stretches: Sequence[Stretch]) -> int:
-    end = next(place for place, each in enumerate(stretches) if each.mark == StepMark(StepEvent.POST_FORWARD))
-    return stretches[end - 1].left_bytes
+        return DryRun(profile, tuple(watch.calls.values()))
 
 
 def _facts(name: str, param: nn.Parameter, block: int) -> ParamFacts:
@@ -713,22 +414,13 @@ class _Steps:
         self._order = {id(param): number for number, param in enumerate(model.parameters())}
         self.saved_bytes = [0] * len(blocks)
         self._entered = [0] * len(blocks)
-        self._stand_ins: dict[int, StandIn] = {}
 
     @contextmanager
-    def hooked(
-        self, fakes: dict[int, nn.Parameter], recompute: bool, runs: Sequence[AlikeRun]
-    ) -> Generator[None, None, None]:
-        """Hook the modules, which recompute in backward if ``recompute``; modules that ``runs`` skip do nothing."""
+    def hooked(self, fakes: dict[int, nn.Parameter], recompute: bool) -> Generator[None, None, None]:
+        """Hook the modules, which recompute in backward if ``recompute``."""
         handles: list[Any] = []
         replaced: list[nn.Module] = []
-        self._stand_ins = {block: each for run in runs for each in [StandIn()] for block in (*run.kept, *run.skipped)}
-        skipped = {block for run in runs for block in run.skipped}
         for number, module in enumerate(self._modules):
-            if number in skipped:
-                module.forward = self._passing_on(number)
-                replaced.append(module)
-                continue
             handles.append(module.register_forward_pre_hook(self._entering(number), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self._leaving(number), always_call=False))
             if recompute and number != ROOT and "forward" not in vars(module):
@@ -751,20 +443,9 @@ class _Steps:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._watch.mark(StepMark(StepEvent.PRE_FORWARD, number))
             self._entered[number] = self._watch.live_bytes
-            if number in self._stand_ins:
-                self._stand_ins[number].entered(args, kwargs)
             return torch_private.map_tensors(self._cast, (args, kwargs)) if self._casts else (args, kwargs)
 
         return enter
-
-    def _passing_on(self, number: int) -> Callable[..., object]:
-        def forward(*args: object, **kwargs: object) -> object:
-            self._watch.mark(StepMark(StepEvent.PRE_FORWARD, number))
-            output = self._stand_ins[number].pass_on(args, kwargs)
-            self._left(number, output)
-            return output
-
-        return forward
 
     @staticmethod
     def _cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -772,8 +453,6 @@ class _Steps:
 
     def _leaving(self, number: int) -> Callable[..., None]:
         def leave(_module: nn.Module, _args: Any, output: object) -> None:
-            if number in self._stand_ins:
-                self._stand_ins[number].left(output)
             self.saved_bytes[number] = max(self._watch.live_bytes - self._entered[number], 0)
             self._left(number, output)
 
