@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from shardwise.consistency import store as alarm
 from shardwise.consistency.failure_report import (
-    ASKING_S,
     ASKS,
     cited,
     gone_in_words,
@@ -53,7 +52,8 @@ from shardwise.torch_private import default_store, is_gloo, process_group_store
 
 GRACE_S = 3.0  # after a rank's own deadline: time for the others to reach theirs and report
 _HEED_S = 2.0  # time for a late rank to report why
-ANSWER_S = _HEED_S + ASKING_S  # the rank that waits for all queries late ranks for the reason during this time
+# Neighbouring ranks share a host: each checks whether that many on each side are gone, so that a poll makes few requests.
+_NEAR = 8
 _SOON_S = 0.05  # ranks that arrive within it are not late
 
 # How often ranks have restored the state before a step, by the set of ranks: exchanges that they open later are
@@ -69,6 +69,7 @@ class StoreExchange:
         members: global ranks, as errors name them.  rank: index of this one among them; methods use indices.
         timeout_s: how long to wait for a rank, which in a correct program does the same at about the same time.
         notes: the store with the process ids of ranks; without it no rank is known to be gone.
+        rounds: number of gathers about each topic.
     """
 
     store: JobStore
@@ -77,6 +78,7 @@ class StoreExchange:
     rank: int
     timeout_s: float
     notes: dist.Store | None = None
+    rounds: Counter[str] = field(default_factory=Counter[str], init=False)
 
     @property
     def size(self) -> int:
@@ -91,38 +93,40 @@ class StoreExchange:
         """Post this rank's ``what``."""
         self.store.set(f"{self.prefix}/{what}/{self.rank}", text)
 
-    def decide(
-        self,
-        topic: str,
-        number: int,
-        said: str,
-        judge: Callable[[Mapping[int, str]], str],
-        is_enough: Callable[[Mapping[int, str]], bool] | None = None,
-        needs: Sequence[int] = (),
-    ) -> str | None:
-        """Return what the first rank makes of all ranks' texts in round ``number`` about ``topic``; None if nothing arrives.
+    def gather(
+        self, topic: str, text: str, is_enough: Callable[[Mapping[int, str]], bool] | None = None
+    ) -> dict[int, str]:
+        """Return the texts of all ranks in their next round about ``topic``, the same on all ranks.
 
-        ``judge(found)`` runs on the first rank, on the texts that arrived by its deadline, and may raise.
-        ``is_enough``, ``needs``: as for :meth:`collect`.  The previous round is deleted, so that long runs do not fill
-        the store.
+        Texts are missing, so that :meth:`absent` names their ranks, if ranks are gone or late, or if ``is_enough``
+        accepted fewer.  The previous round is deleted, so that long runs do not fill the store.
+        Cost: the first rank reads all texts, and the others read what it has found.
         """
+        self.rounds[topic] += 1
+        number = self.rounds[topic]
         what, last = f"{topic}/{number}", f"{topic}/{number - 1}"
-        self.post(what, said)
+        self.post(what, text)
         if not self.rank:
-            verdict = judge(self.collect(what, range(self.size), None, is_enough, needs))
-            self.post(f"{what}/verdict", verdict)
-            self._delete(f"{last}/verdict")  # every rank had read it before it posted in this round
+            found = self.collect(what, range(self.size), None, is_enough)
+            self.post(f"{what}/all", json.dumps(found))
+            self._delete(f"{last}/all")  # every rank had read it before it posted in this round
         else:
-            # The first rank finds out who is missing, so the others wait longer than it does.
-            answer = self.collect(f"{what}/verdict", [0], self.timeout_s + GRACE_S, is_enough, needs)
-            if not answer and not self.gone([0]) and not (is_enough and is_enough({})) and self.collect(what, [0], 0.0):
-                # It is alive: it is on another host, from which it cannot see who is gone, or it is querying late ranks
-                # for their reason.
-                answer = self.collect(f"{what}/verdict", [0], GRACE_S if self.gone(needs) else ANSWER_S, is_enough)
-            verdict = answer.get(0)
-        if verdict is not None:
-            self._delete(last)
-        return verdict
+            found = self._gathered(what, is_enough)
+        self._delete(last)
+        return found
+
+    def _gathered(self, what: str, is_enough: Callable[[Mapping[int, str]], bool] | None) -> dict[int, str]:
+        """Return what the first rank has found, or what there is of the others if the first rank does not come."""
+        near = [rank for rank in self.peers() if abs(rank - self.rank) <= _NEAR]
+        # The first rank finds out who is missing, so the others wait longer than it does.
+        answer = self.collect(f"{what}/all", [0], self.timeout_s + GRACE_S, is_enough, near)
+        found = {} if answer else self.collect(what, range(self.size), 0.0)
+        if 0 in found and (len(found) == self.size or not self.gone(near)):
+            # One has ended after it posted, or the first rank is on another host, from which it does not see who is gone.
+            answer = self.collect(f"{what}/all", [0], GRACE_S, is_enough)
+        if not answer:
+            return {rank: text for rank, text in found.items() if rank or len(found) < self.size}
+        return {int(rank): text for rank, text in json.loads(answer[0]).items()}
 
     def _delete(self, what: str) -> None:
         self.store.delete(f"{self.prefix}/{what}/{self.rank}")
@@ -279,7 +283,7 @@ class Position:
 
 
 class MismatchCheck:
-    """The mismatch check of one engine.  Every rank compares itself with the first rank, and the first rank with all."""
+    """The mismatch check of one engine."""
 
     def __init__(self, exchange: StoreExchange) -> None:
         self._exchange = exchange
@@ -290,7 +294,6 @@ class MismatchCheck:
             f"engine {number} of ranks {min(exchange.members)} to {max(exchange.members)}"  # the same on all of them
         )
         note_group(self.topic, exchange.members)
-        self._counts: Counter[str] = Counter()
         self._agreed: set[str] = set()
         self.groups: list[dist.ProcessGroup] = []  # those that the engine uses
 
@@ -355,19 +358,11 @@ class MismatchCheck:
         Raises: DesyncError if a rank does not call it.
         """
         exchange = self._exchange
-        self._counts[topic] += 1
-
-        def refuse(absent: Sequence[int]) -> NoReturn:
+        found = exchange.gather(topic, json.dumps(list(mine)))
+        if absent := exchange.absent(found):
             late = f"rank {self._rank} has new {topic}, unlike {exchange.named(absent)}: {_listed(mine)}"
             self._refuse(exchange.absence(absent, late), position)
-
-        def unite(found: Mapping[int, str]) -> str:
-            if len(found) < exchange.size:
-                refuse(exchange.absent(found))
-            return json.dumps(sorted(set[str]().union(*map(json.loads, found.values()))))
-
-        every = exchange.decide(topic, self._counts[topic], json.dumps(list(mine)), unite)
-        return refuse([0]) if every is None else set(json.loads(every))
+        return set[str]().union(*map(json.loads, found.values()))
 
     def check_deviation(self, what: str, position: Position) -> None:
         """Raise DesyncError unless all ranks deviate from their plan here, in the way that ``what`` describes.
@@ -393,19 +388,9 @@ class MismatchCheck:
         late: Callable[[str], str],
     ) -> None:
         exchange = self._exchange
-        self._counts[topic] += 1
-        place = f"{topic}/{self._counts[topic]}"
-        exchange.post(place, text)
-        peers = (0,) if exchange.rank else exchange.peers()
-        limit_s = exchange.timeout_s + (
-            GRACE_S if exchange.rank else 0.0
-        )  # the first rank finds out who is missing, and reports it
-        found = exchange.collect(
-            place, peers, limit_s, is_enough=lambda found: any(theirs != text for theirs in found.values())
-        )
+        found = exchange.gather(topic, text, lambda found: len(set(found.values())) > 1)
         problem = next((different(exchange.members[other], each) for other, each in found.items() if each != text), "")
-        if not problem and len(found) < len(peers):
-            absent = [other for other in peers if other not in found]
+        if not problem and (absent := exchange.absent(found)):
             problem = exchange.absence(absent, late(exchange.named(absent)))
         if problem:
             self._refuse(problem, position)
@@ -500,10 +485,6 @@ def _listed(facts: Sequence[str]) -> str:
 # ---- Gathers over the store: each rank posts a text, and all ranks read all texts. No collective: a thread can call it
 # during training, and a rank that is gone is named.
 
-_NEAR = (
-    8  # neighbouring ranks share a host: each checks that many on each side, so that a poll makes few store requests
-)
-
 
 class StoreGather:
     """Gathers in one order on all ranks; without an exchange this process is the only one."""
@@ -511,7 +492,6 @@ class StoreGather:
     def __init__(self, exchange: StoreExchange | None) -> None:
         self._exchange = exchange
         self.rank, self.size = (exchange.rank, exchange.size) if exchange is not None else (0, 1)
-        self._number = 0
         self._track = Track(exchange.prefix if exchange is not None else "")
 
     def branch(self, name: str) -> StoreGather:
@@ -527,27 +507,15 @@ class StoreGather:
         exchange = self._exchange
         if exchange is None:
             return [said]
-        self._number += 1
         self._track.note("meeting")
-        near = [rank for rank in exchange.peers() if abs(rank - exchange.rank) <= _NEAR] if exchange.rank else []
-
-        def judge(found: Mapping[int, str]) -> str:
-            absent = exchange.absent(found)
-            return json.dumps(_absence(exchange, absent) if absent else [found[rank] for rank in range(exchange.size)])
-
-        answer = exchange.decide("call", self._number, said, judge, needs=near)
-        verdict = json.loads(answer) if answer else _absence(exchange, exchange.gone(near) or [0])
-        if isinstance(verdict, str):
-            raise TransportError(verdict)
-        return verdict
-
-
-def _absence(exchange: StoreExchange, ranks: list[int]) -> str:
-    return exchange.absence(
-        ranks,
-        f"{exchange.named(ranks)} did not make this call within {exchange.timeout_s:g} s; save and load are collective: "
-        "call them on every rank",
-    )
+        found = exchange.gather("call", said)
+        if absent := exchange.absent(found):
+            late = (
+                f"{exchange.named(absent)} did not make this call within {exchange.timeout_s:g} s; save and load are "
+                "collective: call them on every rank"
+            )
+            raise TransportError(exchange.absence(absent, late))
+        return list(found.values())
 
 
 def open_store_gather(group: dist.ProcessGroup | None, topic: str) -> StoreGather:
@@ -584,7 +552,6 @@ class GroupAgreement:
     rank: int = field(init=False)
     size: int = field(init=False)
     name: int = field(init=False)
-    num_agreements: int = field(default=0)
     num_renewals: int = field(default=0)
     # the track's count when this rank last raised an error that the program may catch
     count_of_own_error: int = field(default=-1)
@@ -622,7 +589,6 @@ class GroupAgreement:
         self.exchange = replace(
             self.exchange, prefix=f"{self.exchange.prefix.partition(' renewed ')[0]} renewed {self.num_renewals}"
         )
-        self.num_agreements = 0
 
     def report_failure(self, text: str, may_be_caught: bool = False) -> None:
         """Report to ranks that wait for this one why it will not take part; only the first report counts.
@@ -657,7 +623,8 @@ class GroupAgreement:
             with suppress(RuntimeError):
                 abort_connections(self.group)
         far = self.exchange.out_of_reach(self.exchange.peers(), str(error))  # they cannot report their positions
-        found = self._collect("stuck", LOOK_S if far else GRACE_S)
+        limit_s = LOOK_S if far else GRACE_S
+        found = self.exchange.collect("stuck", range(self.size), limit_s, self._has_failure, range(self.size))
         failure = self.failure()  # a report that arrived meanwhile knows more than this rank
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
@@ -697,58 +664,35 @@ class GroupAgreement:
     def _compare(
         self, what: str, facts: Sequence[str], error: BaseException | None, said: str | None = None
     ) -> list[str]:
-        self.num_agreements += 1
         self.track.note("agreement", what)
         text = f"{type(error).__name__}: {error}" if error is not None else ""
-        note, number = json.dumps([what, _digest(facts), text, said]), self.num_agreements - 1
-        verdict = self.exchange.decide(
-            "agree", number, note, lambda notes: self._judge(what, notes), self._has_failure, range(self.size)
-        )
-        place = f"agree/{number}"
-        if verdict is None:
-            self._explain_absence(what, self._collect(place, 0.0))
-        elif verdict.startswith("ok"):
-            return json.loads(verdict[2:] or "[]")
-        elif error is None:
-            self._raise_disagreement(place, json.loads(verdict), facts, what)
-        return []
-
-    def _judge(self, what: str, notes: Mapping[int, str]) -> str:
-        if len(notes) < self.size:
-            self._explain_absence(what, notes)
-        parsed = {rank: _Note(*json.loads(text)) for rank, text in notes.items()}
-        same = len({(note.what, note.digest) for note in parsed.values()}) == 1
-        if same and not any(note.error for note in parsed.values()):
-            said = [parsed[rank].said for rank in range(self.size)]
-            return "ok" if None in said else f"ok{json.dumps(said)}"
-        return json.dumps([[rank, note.what, note.digest, note.error] for rank, note in sorted(parsed.items())])
-
-    def _raise_disagreement(self, place: str, rows: list[list[str]], facts: Sequence[str], what: str) -> None:
-        failed = [(rank, text) for rank, _, _, text in rows if text]
-        if failed:
-            causes = "; ".join(
-                f"rank {self.exchange.members[int(rank)]} raised {_short(str(text))}" for rank, text in failed
-            )
+        found = self.exchange.gather("agree", json.dumps([what, _digest(facts), text, said]), self._has_failure)
+        if absent := self.exchange.absent(found):
+            self._explain_absence(what, absent)
+        notes = {self.exchange.members[rank]: _Note(*json.loads(text)) for rank, text in found.items()}
+        if error is None and (failed := {rank: note.error for rank, note in notes.items() if note.error}):
+            causes = "; ".join(f"rank {rank} raised {_short(text)}" for rank, text in failed.items())
             raise DesyncError(f"{what} stopped on rank {self.name} because {causes}")
+        if error is None and len({(note.what, note.digest) for note in notes.values()}) > 1:
+            self._raise_disagreement([note.what for note in notes.values()], facts)
+        return [note.said or "" for note in notes.values()]
+
+    def _raise_disagreement(self, calls: Sequence[str], facts: Sequence[str]) -> NoReturn:
         members = self.exchange.members
-        calls = ranks_by_text((members[int(rank)], str(call)) for rank, call, _, _ in rows)
-        if len(calls) > 1:
-            elsewhere = self._names([int(rank) for rank, call, _, _ in rows if call != rows[0][1]])
-            raise DesyncError(f"{rows[0][1]}: {elsewhere} are in another call: {_listing(calls)}")
-        self.exchange.post(f"{place}/detail", json.dumps(list(facts)))
-        found = self._collect(f"{place}/detail", GRACE_S + self.exchange.timeout_s)
+        if len(set(calls)) > 1:
+            elsewhere = self._names([rank for rank, call in enumerate(calls) if call != calls[0]])
+            listing = _listing(ranks_by_text(zip(members, calls, strict=True)))
+            raise DesyncError(f"{calls[0]}: {elsewhere} are in another call: {listing}")
+        found = self.exchange.gather("detail", json.dumps(list(facts)), self._has_failure)
         raise DesyncError(
-            f"{what}: ranks disagree. "
-            + first_difference(
-                {members[rank]: [str(fact) for fact in json.loads(text)] for rank, text in found.items()}
-            )
+            f"{calls[0]}: ranks disagree. "
+            + first_difference({members[rank]: list(map(str, json.loads(text))) for rank, text in found.items()})
         )
 
-    def _explain_absence(self, what: str, notes: Mapping[int, str]) -> NoReturn:
+    def _explain_absence(self, what: str, absent: Sequence[int]) -> NoReturn:
         failure = self.failure()
         if failure is not None:
             raise DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
-        absent = self.exchange.absent(notes) or [0]
         late = (
             f"{self._names(absent)} did not make this call within {self.exchange.timeout_s:g} s. Every rank must make the same "
             "calls in the same order"
@@ -760,10 +704,6 @@ class GroupAgreement:
 
     def _has_failure(self, _: Mapping[int, str]) -> bool:
         return self.failure() is not None
-
-    def _collect(self, what: str, limit_s: float) -> dict[int, str]:
-        """Collect ``what``; stop once a rank has reported a failure or is gone."""
-        return self.exchange.collect(what, range(self.size), limit_s, self._has_failure, range(self.size))
 
 
 def open_agreement(group: dist.ProcessGroup | None, topic: str) -> GroupAgreement:

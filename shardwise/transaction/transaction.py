@@ -238,20 +238,18 @@ class Agreement:
         rank if one is gone, or does not report in time.
         """
         exchange = self._exchange
-        exchange.post(f"{number}/report", mine.to_text())
         abort_all_connections(self.members)
 
         def is_enough(_: Mapping[int, str]) -> bool:
             return (mine.follows and self.was_committed(number)) or self.ended() is not None
 
-        found = exchange.collect(f"{number}/report", range(exchange.size), is_enough=is_enough)
-        if len(found) < exchange.size:
+        found = exchange.gather(f"{number}/report", mine.to_text(), is_enough)
+        if absent := exchange.absent(found):
             ended = self.ended()
             if ended is not None:
                 return ended
             if mine.follows and self.was_committed(number):
                 return None
-            absent = exchange.absent(found)
             late = (
                 f"{exchange.named(absent)} did not finish its step within {exchange.timeout_s:g} s of rank "
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
@@ -265,10 +263,8 @@ class Agreement:
         ``problem``: why this rank could not.  Raises: TransportError on every rank if one has a problem or is gone.
         """
         exchange = self._exchange
-        exchange.post(f"{number}/back", problem)
-        found = exchange.collect(f"{number}/back", range(exchange.size))
-        absent = exchange.absent(found)
-        if absent:
+        found = exchange.gather(f"{number}/back", problem)
+        if absent := exchange.absent(found):
             late = f"{exchange.named(absent)} did not undo its step within {exchange.timeout_s:g} s"
             raise self._named(absent, late)
         wrong = {exchange.members[rank]: text for rank, text in found.items() if text}

@@ -96,31 +96,35 @@ def test_a_wait_ends_once_what_has_come_is_enough() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_the_first_rank_decides_for_all_and_a_round_deletes_the_one_before_and_nothing_else() -> None:
-    def body(exchange: StoreExchange) -> list[str | None]:
+def test_all_ranks_get_all_texts_and_a_round_deletes_the_one_before_and_nothing_else() -> None:
+    def body(exchange: StoreExchange) -> list[dict[int, str]]:
         exchange.post("word", "said")
-        return [
-            exchange.decide("round", number, str(exchange.rank), lambda found: "".join(found.values()))
-            for number in (0, 1)
-        ]
+        return [exchange.gather("round", f"{number} of {exchange.rank}") for number in (1, 2)]
 
     exchange = make_exchange()
-    assert on_threads(body, exchange) == [["012"] * 2] * 3
-    kept = [exchange[0].collect(what, range(3), 0.0) for what in ("word", "round/0", "round/0/verdict", "round/1")]
-    assert kept == [dict.fromkeys(range(3), "said"), {}, {}, {0: "0", 1: "1", 2: "2"}]
+    every = [{rank: f"{number} of {rank}" for rank in range(3)} for number in (1, 2)]
+    assert on_threads(body, exchange) == [every] * 3
+    kept = [exchange[0].collect(what, range(3), 0.0) for what in ("word", "round/1", "round/1/all", "round/2")]
+    assert kept == [dict.fromkeys(range(3), "said"), {}, {}, every[1]]
 
 
-def test_what_the_first_rank_raises_leaves_the_others_without_a_decision() -> None:
-    def refuse(found: object) -> str:
-        raise ValueError(found)
+def test_all_ranks_learn_who_is_late_and_a_late_one_that_it_was_late_itself() -> None:
+    def body(exchange: StoreExchange) -> list[int]:
+        time.sleep(0.8 * (exchange.rank == 1))
+        return exchange.absent(exchange.gather("round", "here"))
 
-    def body(exchange: StoreExchange) -> str | None:
-        try:
-            return exchange.decide("round", 0, "", refuse, lambda _: exchange.rank > 0)
-        except ValueError:
-            return "raised"
+    assert on_threads(body, make_exchange(timeout_s=0.3)) == [[1]] * 3
 
-    assert on_threads(body, make_exchange()) == ["raised", None, None]
+
+def test_a_gather_ends_on_all_ranks_once_the_first_has_found_enough() -> None:
+    def body(exchange: StoreExchange) -> dict[int, str]:
+        if exchange.rank == 2:
+            return {}
+        return exchange.gather("round", str(exchange.rank), lambda found: len({*found.values()}) > 1)
+
+    start = time.monotonic()
+    assert on_threads(body, make_exchange(timeout_s=60.0)) == [{0: "0", 1: "1"}] * 2 + [{}]
+    assert time.monotonic() - start < 30
 
 
 def test_the_nth_opening_of_a_topic_is_one_place_for_all_its_ranks_and_no_others() -> None:

@@ -47,11 +47,11 @@ def test_what_all_have_said_comes_in_rank_order_and_the_store_keeps_one_answer()
     kept = [
         f"posts/call/{number}/{key}"
         for number in range(1, 4)
-        for key in ("verdict/0", *range(SIZE))
+        for key in ("all/0", *range(SIZE))
         if store.check([f"posts/call/{number}/{key}"])
     ]
-    assert kept == [f"posts/call/3/{key}" for key in ("verdict/0", *range(SIZE))]
-    assert json.loads(store.get("posts/call/3/verdict/0")) == answers[0][2]
+    assert kept == [f"posts/call/3/{key}" for key in ("all/0", *range(SIZE))]
+    assert [*json.loads(store.get("posts/call/3/all/0")).values()] == answers[0][2]
 
 
 def test_every_rank_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import platform
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -258,7 +258,10 @@ def collect_from(exchange: StoreExchange, what: str, ranks: Sequence[int]) -> li
 
     Raises: DesyncError if one does not arrive in time, TransportError if its process is gone.
     """
-    found = exchange.collect(what, ranks)
+    return _complete(exchange, exchange.collect(what, ranks), ranks)
+
+
+def _complete(exchange: StoreExchange, found: Mapping[int, str], ranks: Sequence[int]) -> list[str]:
     if absent := [rank for rank in ranks if rank not in found]:
         late = (
             f"{exchange.named(absent)} did not begin its first forward or backward within {exchange.timeout_s:g} s of "
@@ -317,8 +320,8 @@ def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
     rank, ranks = exchange.rank, exchange.members
     own, problem = _create(offer.num_bytes) if offer.transport == "auto" else (None, "")
     address = None if own is None else astuple(own.address)
-    exchange.post("offer", json.dumps([offer.transport, offer.digest, host_id(), problem, address]))
-    found = [json.loads(text) for text in collect_from(exchange, "offer", range(exchange.size))]
+    text = json.dumps([offer.transport, offer.digest, host_id(), problem, address])
+    found = [json.loads(text) for text in _complete(exchange, exchange.gather("offer", text), range(exchange.size))]
     _compare_digests([fields[1] for fields in found], ranks, rank)
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     on_one_host = len({fields[2] for fields in found}) == 1
@@ -326,8 +329,7 @@ def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
         return Outcome(transport, exchange, are_on_one_host=on_one_host)
     local_peers = local_peers_of(rank, [fields[2] for fields in found])
     segments, problem = _open_all(found, exchange, own, local_peers)
-    exchange.post("opened", problem)
-    problems = [text for text in collect_from(exchange, "opened", range(exchange.size)) if text]
+    problems = [*filter(None, _complete(exchange, exchange.gather("opened", problem), range(exchange.size)))]
     if problems:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
