@@ -11,7 +11,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, cast, overload
 
@@ -388,7 +388,34 @@ OLDER_ARGUMENTS = frozenset(
 
 
 class ReplicateModule(FSDPModule):
-    """The mixin of every module that ``replicate`` was called on, with the methods of :class:`FSDPModule`."""
+    """The mixin of every module that ``replicate`` was called on, with the methods of :class:`FSDPModule`.
+
+    Attributes:
+        require_backward_grad_sync: DDP's attribute: set it before a forward to tell whether that forward's backward reduces
+            gradients.
+    """
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        attachment = self._attachment()
+        return attachment.unit.policy.sync if attachment.asked_sync is None else attachment.asked_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._attachment().asked_sync = bool(value)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Accumulate gradients of the forwards in this context, unsynced, as ``DistributedDataParallel.no_sync`` does.
+
+        The forward decides, wherever its backward runs; the first backward of a later forward reduces the sums.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
 
 @overload

@@ -404,6 +404,8 @@ class Hooks:
         engine = host if isinstance(host, Engine) and attachment.is_root is not None else None
         if attachment.is_root is not False:
             refuse_forked()
+        if attachment.asked_sync is not None and torch.is_grad_enabled() and not is_in_backward():
+            cast(Any, module).set_requires_gradient_sync(attachment.asked_sync)
         if engine is None:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine = live_engine(attachment)

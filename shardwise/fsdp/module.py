@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -71,11 +71,14 @@ def policy(
     unknown = sorted(set(changes) - set(known))
     if unknown:
         raise ConfigError(f"a unit policy has no field {unknown}.{did_you_mean(unknown[0], known)} It has {known}")
-    units = _units_in(module, recurse)
+    attachments = _attachments_in(module, recurse)
+    units = [each.unit for each in attachments]
     if not units:
         raise ConfigError(
             f"{type(module).__name__} contains no sharded module; call fully_shard or replicate on it first"
         )
+    if "sync" in changes:
+        _forget_asked(attachments)
     before = [unit.policy for unit in units]
     for unit in units:
         unit.policy = replace(unit.policy, **changes)  # pyright: ignore[reportArgumentType]
@@ -86,13 +89,15 @@ def policy(
             unit.policy = replace(unit.policy, **{name: getattr(old, name) for name in changes})
 
 
-def _units_in(module: nn.Module, recurse: bool) -> list[Unit]:
-    found: dict[int, Unit] = {}
-    for each in module.modules() if recurse else [module]:
-        attachment = attachment_of(each)
-        if attachment is not None:
-            found[id(attachment.unit)] = attachment.unit
-    return list(found.values())
+def _attachments_in(module: nn.Module, recurse: bool) -> list[Attachment]:
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(found for each in modules if (found := attachment_of(each)) is not None))
+
+
+def _forget_asked(attachments: Iterable[Attachment]) -> None:
+    """Let an explicit choice of sync win over ``require_backward_grad_sync``, which waits for a forward."""
+    for each in attachments:
+        each.asked_sync = None
 
 
 # ---- The private interface that torch's tools use on a sharded module: its class, and the end of a pipeline's step.
@@ -565,6 +570,7 @@ class FSDPModule(_Base):
         engine = engine_of(self._unit())
         if engine is not None and not requires_gradient_sync:
             engine.hold_assigned()
+        _forget_asked(_attachments_in(self, recurse))
         self._replace_policies(recurse, sync=requires_gradient_sync, syncs_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -770,14 +776,8 @@ class FSDPModule(_Base):
             raise StateError(f"{method} must be called on the root FSDP module; this is '{self._unit().name}'")
         return self._engine()
 
-    def _units(self, recurse: bool) -> Iterator[Unit]:
-        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        seen: set[int] = set()
-        for module in modules:
-            attachment = attachment_of(module)
-            if attachment is not None and id(attachment) not in seen:
-                seen.add(id(attachment))
-                yield attachment.unit
+    def _units(self, recurse: bool) -> list[Unit]:
+        return [each.unit for each in _attachments_in(self, recurse)]
 
     def _replace_policies(self, recurse: bool, **changes: Any) -> None:
         for unit in self._units(recurse):

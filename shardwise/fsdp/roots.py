@@ -441,6 +441,7 @@ class Attachment:
         shared_pass: the pass that the modules of a unit share.
         passes: the passes of forwards that have begun; None for one whose inputs have no hooks.
         is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
+        asked_sync: whether backwards reduce gradients from the next forward on (``no_sync`` of replicas); None: as they do.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -453,11 +454,12 @@ class Attachment:
         self.shared_pass: Pass | None = None
         self.passes: list[Pass | None] = []
         self.is_materialized = False
+        self.asked_sync: bool | None = None
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
         """Return an attachment with an empty unit, which is filled in when the outermost copy is done."""
         result = Attachment(Unit([], self.unit.precision, self.unit.policy))
-        result.is_materialized = self.is_materialized
+        result.is_materialized, result.asked_sync = self.is_materialized, self.asked_sync
         memo[id(self)] = result
         memo.setdefault(PENDING, []).append((self, result))
         return result

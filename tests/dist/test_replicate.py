@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import ReplicateModule, StateError, fully_shard, replicate
+from shardwise import ReplicateModule, StateError, fully_shard, policy, replicate
 from shardwise.fsdp.api import OLDER_ARGUMENTS
 from shardwise.fsdp.roots import attachment_of, live_engine
 from shardwise.testing.models import Block
@@ -387,3 +387,86 @@ def test_a_rank_may_go_forward_alone(way: str) -> None:
         train()
         train(looks=rank)
         train()
+
+
+WAYS_TO_HOLD = ["no_sync", "flag", "forward only", "backward only", "nested", "raises"]
+
+
+def _hold(model: Any, what: str, x: torch.Tensor, is_last: bool) -> int:
+    """Run one microbatch as users of DDP accumulate; return the number of all-reduces of its backward."""
+    if what == "flag":
+        model.require_backward_grad_sync = is_last
+
+    def hold() -> Any:
+        return nullcontext() if is_last or what == "flag" else model.no_sync()
+
+    raises = what == "raises" and not is_last
+    loss = None
+    with nullcontext() if what == "backward only" else hold():
+        if what == "nested":
+            with hold():
+                model(x).square().sum().backward()
+        if what in ("forward only", "backward only"):
+            loss = model(x).square().sum()
+    with (
+        CommDebugMode() as counts,
+        pytest.raises(ValueError, match="mine") if raises else nullcontext(),
+        nullcontext() if what == "forward only" else hold(),
+    ):
+        (model(x).square().sum() if loss is None else loss).backward()
+        if raises:
+            raise ValueError("mine")
+    assert model.require_backward_grad_sync is (is_last if what == "flag" else True)
+    return counts.get_comm_counts()[torch.ops.c10d.allreduce_]
+
+
+@pytest.mark.parametrize("way", ["whole", "each", "older"])
+@pytest.mark.parametrize("what", WAYS_TO_HOLD)
+@on_ranks(2)
+def test_gradients_are_held_as_users_of_ddp_do(what: str, way: str) -> None:
+    """With no_sync and with the flag: the forward decides whether its backward reduces."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(7, 15), Block(7, 9))
+    ddp, model = DistributedDataParallel(copy.deepcopy(plain)), copy.deepcopy(plain)
+    for layer in model if way == "each" else ():
+        replicate(layer)
+    replicate(model, device_ids=None) if way == "older" else replicate(model)
+    assert hasattr(model, "no_sync")
+    for step in range(2):
+        for number in range(3):
+            x, is_last = batch(3 * step + number), number == 2
+            assert _hold(model, what, x, is_last) == (is_last or what == "backward only")
+            _hold(ddp, what, x, is_last)
+            if number == 1:  # forwards of an evaluation change nothing
+                with torch.no_grad():
+                    model(x)
+        for mine, theirs in zip(model.parameters(), ddp.parameters(), strict=True):
+            torch.testing.assert_close(local(mine.grad), theirs.grad)
+        if not step:
+            model, ddp = copy.deepcopy(model), DistributedDataParallel(copy.deepcopy(ddp.module))
+        model.zero_grad()
+        ddp.zero_grad()
+
+
+@on_ranks(2)
+def test_an_explicit_choice_of_sync_replaces_that_of_the_flag() -> None:
+    model: Any = replicate(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+
+    def reduces() -> bool:
+        with CommDebugMode() as counts:
+            model(torch.ones(2, 3)).sum().backward()
+        return bool(counts.get_comm_counts()[torch.ops.c10d.allreduce_])
+
+    with model.no_sync():
+        assert not reduces()
+    model.set_requires_gradient_sync(True)
+    model.require_backward_grad_sync = False
+    with policy(model, sync=True):
+        assert reduces()
+    model.require_backward_grad_sync = True
+    model.set_requires_gradient_sync(False)
+    assert not reduces()
+    model.require_backward_grad_sync = True
+    copied = copy.deepcopy(model)
+    assert copied.require_backward_grad_sync
+    assert reduces()

@@ -44,7 +44,7 @@ FOR_USERS = {
     "Plan": """batch best candidates changes code found hardware memory model num_parameters picture ranks table
     tensor_plan to_json why""",
     "RandomState": "load_state_dict state_dict",
-    "ReplicateModule": _MODULE,
+    "ReplicateModule": f"{_MODULE} no_sync require_backward_grad_sync",
     "ShardPlacementResult": "mesh_info placement",
     "ShardedOptimizer": f"{_OPTIMIZER} blank_state_dict full_state_dict named_params",
     "Span": "begin_s end_s lane num_bytes seconds unit what",

@@ -125,6 +125,8 @@ def shards() -> FSDPModule:
     weights: dict[str, torch.Tensor] = full_state_dict(model, dtype=torch.bfloat16, only=weight_names, rank=0)
     weights |= dict(full_tensors(model, dtype=None, only=None))
     copied: ReplicateModule = replicate(Net(), mesh=mesh)
+    with copied.no_sync():
+        copied.require_backward_grad_sync = True
     copied.set_requires_gradient_sync(True)
     classes: dict[type, type] = get_cls_to_fsdp_cls()
     table: UnitTable = describe_units(model)
