@@ -388,15 +388,11 @@ OLDER_ARGUMENTS = frozenset(
 
 
 class ReplicateModule(FSDPModule):
-    """The mixin of every module that ``replicate`` was called on, with the methods of :class:`FSDPModule`.
-
-    Attributes:
-        require_backward_grad_sync: DDP's attribute: set it before a forward to tell whether that forward's backward reduces
-            gradients.
-    """
+    """The mixin of every module that ``replicate`` was called on, with the methods of :class:`FSDPModule`."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
+        """Whether backward reduces gradients; DDP's attribute.  Set it before the forward, which decides for its backward."""
         attachment = self._attachment()
         return attachment.unit.policy.sync if attachment.asked_sync is None else attachment.asked_sync
 
