@@ -71,23 +71,23 @@ def are_same(
 def check_same_params(
     rank_partition: RankPartition, moving: Sequence[bool], agreement: GroupAgreement, what: str
 ) -> None:
-    """Check that all ranks have the same parameters (samples of large ones); skip those not ``moving``.  Collective.
+    """Compare the parameters of all ranks (samples of large ones) before the first step, which sends those ``moving``.
 
-    Raises: DesyncError on every rank, with the first parameter that differs.
+    Those become equal, to a mixture of the ranks' values: a warning, since torch's class does the same.  Collective.
+    Raises: DesyncError on every rank, with the first parameter that differs and that no step makes equal.
     """
-    params = [
-        sample_of(flat_like(param.detach(), param)) if moves else None
-        for param, moves in zip(rank_partition.params, moving, strict=True)
-    ]
-    complaint = _judge(
-        rank_partition, f"{what}: parameters", _compare(params, f"the parameters before {what}", agreement)[1]
+    params = [sample_of(flat_like(param.detach(), param)) for param in rank_partition.params]
+    rows = _compare(params, f"the parameters before {what}", agreement)[1]
+    text = (
+        f"{what}: parameters differ between ranks before it: %s. %s: build the model with one seed on all ranks, load "
+        "weights on every rank, or wrap the model in DistributedDataParallel, which broadcasts those of the first rank"
     )
+    stay = _judge(rank_partition, f"{what}: parameters", {i: row for i, row in rows.items() if not moving[i]})
+    if stay:
+        raise DesyncError(text % (stay, "No step sends frozen parameters, so that ranks would keep different models"))
+    complaint = _judge(rank_partition, f"{what}: parameters", {i: row for i, row in rows.items() if moving[i]})
     if complaint:
-        raise DesyncError(
-            f"{what}: parameters differ between ranks before it: {complaint}. Each owner would send its own to all, so that "
-            "the model becomes a mixture of them: build the model with one seed on all ranks, load weights on every rank, or "
-            "wrap the model in DistributedDataParallel, which broadcasts those of the first rank"
-        )
+        logger.warning(text, complaint, "Each owner sends its own to all, so that the model becomes a mixture of them")
 
 
 def _compare(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import on_ranks
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsZero
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -121,19 +124,25 @@ def test_values_that_are_written_after_sharding_are_all_that_counts(way: str, fi
     assert torch.equal(forward(model), forward(plain))
 
 
-@on_ranks(2)
-def test_what_differs_by_rounding_is_warned_of() -> None:
+@contextmanager
+def warnings_of(name: str) -> Generator[list[str], None, None]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("shardwise.fsdp.initial_values").addHandler(handler)
+    logging.getLogger(name).addHandler(handler)
+    yield told
+    logging.getLogger(name).removeHandler(handler)
+
+
+@on_ranks(2)
+def test_what_differs_by_rounding_is_warned_of() -> None:
     model = Net().double()
     with torch.no_grad():
         model[0].weight.mul_(1 + 1e-15 * dist.get_rank())
     model = layers(model)
-    for _ in range(2):
-        forward(model)
-    logging.getLogger("shardwise.fsdp.initial_values").removeHandler(handler)
+    with warnings_of("shardwise.fsdp.initial_values") as told:
+        for _ in range(2):
+            forward(model)
     assert len(told) == 1
     assert "ranks do not begin with the same bits; they differ by" in told[0]
 
@@ -174,20 +183,75 @@ def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer, averages: bool) -
     optimizer.step()
 
 
+def assert_alike(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    for param in model.parameters():
+        others = [torch.empty_like(param) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(others, param.detach(), group=group)
+        assert all(torch.equal(param, other) for other in others)
+
+
 @pytest.mark.parametrize("partition", ["whole", "even"])
 @pytest.mark.parametrize("averages", [False, True])
 @on_ranks(2, 4)
-def test_zero_names_parameters_that_differ_before_its_first_step(partition: Any, averages: bool) -> None:
+def test_zero_warns_once_of_parameters_that_differ_and_its_first_step_makes_them_equal(
+    partition: Any, averages: bool
+) -> None:
+    model = Net(dist.get_rank()).requires_grad_(True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, partition=partition)
+    with warnings_of("shardwise.zero.gradients") as told:
+        for _ in range(2):
+            if averages:
+                step(model, optimizer, averages)
+            else:
+                optimizer.step(lambda: cast(float, forward(model).sum().backward()))
+            model.zero_grad()
+            assert_alike(model)
+    (text,) = [text for text in told if "parameters differ" in text]
+    assert "parameter 0 of shape (7, 5) is of norm" in text
+    assert "becomes a mixture of them: build the model with one seed" in text
+
+
+@on_ranks(2, 4)
+def test_zero_names_frozen_parameters_that_no_step_makes_equal() -> None:
     model = Net(dist.get_rank())
     before = [param.detach().clone() for param in model.parameters()]
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, partition=partition)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for _ in range(2):
-        with pytest.raises(
-            DesyncError, match=r"parameters differ between ranks before it: parameter 0 of shape \(7, 5\) is"
-        ):
-            step(model, optimizer, averages)
+        with pytest.raises(DesyncError, match=r"differ between ranks before it: parameter 4 .* keep different models"):
+            step(model, optimizer, averages=True)
         model.zero_grad()
     assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks(4)
+def test_nondefault_process_group() -> None:
+    """torch's own test of this name: ranks with seeds of their own, a group of the even ones, a closure without DDP."""
+    even = [rank for rank in range(dist.get_world_size()) if rank % 2 == 0]
+    group: Any = dist.new_group(even)
+    if dist.get_rank() not in even:
+        return
+    torch.manual_seed(dist.get_rank())
+    models = [nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))]
+    models.append(copy.deepcopy(models[0]))
+    kinds: list[Any] = [ZeroRedundancyOptimizer, TorchsZero]
+    optimizers = [
+        kind(model.parameters(), torch.optim.SGD, process_group=group, lr=1e-3, momentum=0.99)
+        for kind, model in zip(kinds, models, strict=True)
+    ]
+
+    def closure(model: nn.Module, optimizer: Any, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.l1_loss(model(inputs), target) / len(even)
+        loss.backward()
+        dist.all_reduce(loss.detach(), group=group)
+        return loss
+
+    for _ in range(5):
+        target, inputs = torch.rand(8, 2), torch.rand(8, 3)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step(closure=partial(closure, model, optimizer, inputs, target))
+        assert_alike(models[0], group)
+        assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 @on_ranks(2)
