@@ -27,6 +27,7 @@ from shardwise.fsdp.reductions import Reductions, hold_assigned
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Gathering, Stage, Subsharded, Unit
 from shardwise.fsdp.user_writes import Written
+from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
 from shardwise.torch_private import innermost_transform
@@ -816,14 +817,19 @@ class Engine:
         return params
 
     def stash_gradients(self) -> None:
-        """Stash ``.grad`` of parameters that stay registered, so that this backward accumulates from zero."""
+        """Stash ``.grad`` of parameters that stay registered, so that this backward accumulates from zero.
+
+        Gradients that wait and that user code has cleared since are dropped.
+        """
+        self.reductions.withdraw_waiting(self.units)
         for unit in self._plain:
             unit.stash_gradients()
 
     def unstash_gradients(self) -> None:
-        """Restore stashed gradients, with those of this backward added."""
+        """Restore stashed gradients, with those of this backward added, and show which gradients wait."""
         for unit in self._plain:
             unit.unstash_gradients()
+        self.reductions.show_waiting(self.units)
 
     def abort_backward(self) -> None:
         """Clean up after a backward that raised: drop its gradients, its reductions and its full parameters."""
@@ -859,6 +865,19 @@ class Engine:
         self.reset()
         for unit in self.units:
             unit.earlier.forget()
+
+    def check_step(self, stepped: set[int]) -> None:
+        """Raise StateError if an optimizer steps on a parameter, one of the ids ``stepped``, whose gradients wait."""
+        self.manual.check_step(stepped, self.units)
+        for unit in self.units:
+            for param, mark in unit.earlier.waiting.items():
+                if id(param.sharded) in stepped and param.sharded.grad is mark:
+                    raise StateError(f"an optimizer steps too early: {waits_for_sync(param.fqn)}")
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if gradients wait for a later backward, unless user code has cleared all of them."""
+        return any(unit.earlier.waiting for unit in self.units)
 
     def reset(self) -> None:
         """Reshard every unit; unsynced gradients of earlier backwards stay."""

@@ -556,7 +556,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
 
     Full parameters would be stale after the step, and gathered again in any case.
 
-    Raises: StateError if gradients of these parameters wait for ``finalize_backward``.
+    Raises: StateError if gradients of these parameters wait for ``finalize_backward`` or for a backward with sync.
     """
     observe.note("optimizer steps", type(optimizer).__name__)
     if id(optimizer) not in _checked:
@@ -571,12 +571,12 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
     engines = [
         engine
         for engine in live_engines
-        if engine.manual.awaits_completion or engine.has_copies or engine.awaits_backward
+        if engine.manual.awaits_completion or engine.has_copies or engine.awaits_backward or engine.has_waiting
     ]
     if engines:
         stepped = _stepped(optimizer)
         for engine in engines:
-            engine.manual.check_step(stepped, engine.units)
+            engine.check_step(stepped)
             if engine.awaits_backward:
                 _look_for_gradients(engine, stepped)
             if not engine.is_in_step:

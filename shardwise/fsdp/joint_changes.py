@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.formatting import format_ranks
 from shardwise.fsdp.clip import part_of
 from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.waiting_gradients import WaitingGradient
 
 # What has become of a gradient since the last backward or clip; "unknown": it was zeros, and is.
 _Seen = Literal["none", "zeroed", "kept", "unknown", "changed"]
@@ -110,7 +111,9 @@ class JointChanges:
 
     def _gradients_now(self) -> torch.Tensor:
         """Return the norm of each gradient, -1 for none, and the sum of one: it shows changes of signs."""
-        parts = [None if param.sharded.grad is None else part_of(param.sharded.grad).local for param in self._params]
+        shown = [param.sharded.grad for param in self._params]
+        gradients = [None if isinstance(gradient, WaitingGradient) else gradient for gradient in shown]
+        parts = [None if gradient is None else part_of(gradient).local for gradient in gradients]
         values = [part.abs() if part.is_complex() else part for part in parts if part is not None and part.numel()]
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         norms = iter(torch_private.norms_of(values, 2.0, dtype) if values else ())

@@ -14,6 +14,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.mesh import names_of
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.waiting_gradients import WaitingGradient, show, withdraw
 
 Gradients = dict[ShardedParam, torch.Tensor]
 
@@ -80,7 +81,7 @@ def take_at_once(group: ParamGroup) -> Gradients | None:
 def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Return True if ``gradient`` belongs to the full parameter, not to its shard."""
     if not isinstance(gradient, DTensor):
-        return not isinstance(full, DTensor)
+        return not isinstance(full, DTensor) and not isinstance(gradient, WaitingGradient)
     return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
 
 
@@ -163,6 +164,7 @@ class EarlierGradients:
     Attributes:
         held: unsynced gradients (``no_sync``) per parameter, in the reduce dtype.
         partial: gradients that are reduced over the shard axis only.
+        waiting: what ``.grad`` of shards shows while gradients wait; see :class:`WaitingGradient`.
         stashed: ``.grad`` of plain parameters that stay registered, removed while a backward accumulates from zero.
         unsynced: plain parameters whose ``.grad`` contains unsynced gradients of this rank.
         deferred_hooks: post-accumulate-grad hooks of plain parameters that were removed until gradients are accumulated,
@@ -173,6 +175,7 @@ class EarlierGradients:
     def __init__(self) -> None:
         self.held: Gradients = {}
         self.partial: Gradients = {}
+        self.waiting: dict[ShardedParam, WaitingGradient] = {}
         self.stashed: Gradients = {}
         self.unsynced: set[ShardedParam] = set()
         self.deferred_hooks: dict[ShardedParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
@@ -201,6 +204,20 @@ class EarlierGradients:
     def forget(self) -> None:
         """Drop unsynced gradients and partial sums; ``.grad`` of plain parameters stays."""
         self.held, self.partial = {}, {}
+        self.withdraw()
+
+    def show(self, params: Iterable[ShardedParam] = ()) -> None:
+        """Show in ``.grad`` that gradients wait: those held here, and those of ``params``."""
+        show(self.waiting, (*self.held, *self.partial, *params))
+
+    def withdraw(self) -> set[ShardedParam]:
+        """Undo :meth:`show`; drop the gradients that user code has cleared meanwhile, and return their parameters."""
+        cleared = withdraw(self.waiting)
+        self.waiting = {}
+        for param in cleared:
+            self.held.pop(param, None)
+            self.partial.pop(param, None)
+        return cleared
 
     def stash(self, params: Sequence[ShardedParam], is_exact: bool, first: int | None = None) -> None:
         """Stash ``.grad`` of plain ``params``, so that a backward accumulates from zero.

@@ -42,6 +42,7 @@ from shardwise.fsdp.roots import (
     use_transport,
 )
 from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.plan.schedule import UnitPolicy
 from shardwise.torch_private import shares_locals, without_weak_references
 
@@ -258,7 +259,8 @@ def converting(
         groups: the groups of the module's own unit.
         units: the units whose parameters its tree uses.
     """
-    with _settings_kept(groups), without_weak_references(_setattr_modules(units), shares_locals(fn)) as convert:
+    waits = withdrawn(unit.earlier for unit in units)
+    with waits, _settings_kept(groups), without_weak_references(_setattr_modules(units), shares_locals(fn)) as convert:
         yield convert
 
 

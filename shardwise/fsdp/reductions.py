@@ -580,6 +580,25 @@ class Reductions:
             unit.earlier.hold(gradients)
         self._fresh_held.clear()
 
+    # ---- gradients that wait for a later backward ----
+
+    def show_waiting(self, units: Sequence[Unit]) -> None:
+        """Show in ``.grad`` of shards that their gradients wait for a later backward."""
+        for unit in units:
+            if unit.earlier.held or unit.earlier.partial:
+                unit.earlier.show()
+        for launch in self._deferred:
+            launch.unit.earlier.show(launch.params - launch.taken - launch.unused)
+
+    def withdraw_waiting(self, units: Sequence[Unit]) -> None:
+        """Undo :meth:`show_waiting`, and drop the gradients that user code has cleared since."""
+        for unit in units:
+            cleared = unit.earlier.withdraw() if unit.earlier.waiting else ()
+            if cleared:
+                for launch in (each for each in self._deferred if each.unit is unit):
+                    launch.taken |= cleared
+                    launch.unused |= cleared
+
     # ---- failure ----
 
     def cancel(self) -> None:

@@ -18,7 +18,7 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.clip import OwnedGradient
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.local_gradients import Gradients
+from shardwise.fsdp.local_gradients import EarlierGradients, Gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import Attachment, attachment_of
 from shardwise.fsdp.unit import Unit
@@ -89,6 +89,16 @@ class KeptUnits:
             restore()
         for attachment in self._attachments:
             attachment.is_root = None  # the next forward creates the engine
+
+    def show_waiting(self) -> None:
+        """Show in ``.grad`` of shards that gradients wait for a later backward; call it when gradients are restored."""
+        for was in self._units:
+            was.unit.earlier.show()
+
+    @property
+    def earlier(self) -> list[EarlierGradients]:
+        """The gradients of earlier backwards of all units."""
+        return [each.unit.earlier for each in self._attachments]
 
     def _engines(self) -> list[Engine]:
         found = {id(engine): engine for each in self._attachments if (engine := _engine(each)) is not None}

@@ -29,6 +29,7 @@ from shardwise.consistency.liveness import Liveness
 from shardwise.consistency.process_groups import abort_all_connections, all_have_come, groups_within, reconnect_group
 from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.errors import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError
+from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import EVERYBODY, Track, note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.transaction.kept import (
@@ -358,7 +359,9 @@ class Ledger:
             naming_lost_peers(
                 lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine
             )
-        self.num_bytes = self._units.keep() + self._buffers.keep() + self._gradients.keep(list(self._holders()))
+        self.num_bytes = self._units.keep() + self._buffers.keep()
+        with withdrawn(self._units.earlier):
+            self.num_bytes += self._gradients.keep(list(self._holders()))
         for each in self._optimizers.values():
             each.begin()
         self._undo_others = keep_others(self._wanted.also)
@@ -397,6 +400,7 @@ class Ledger:
         for each in self._optimizers.values():
             each.restore()
         self._gradients.restore()
+        self._units.show_waiting()
         self._buffers.restore()
         for undo in self._undo_others:
             undo()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.compare import REORDERED, assert_same, average_gradients
+from helpers.compare import REORDERED, assert_same, average_gradients, is_incomplete
 from helpers.inside import Recorder, engine_of
 from helpers.ranks import on_ranks
 from helpers.sharded import batch, loss_of
@@ -69,7 +69,7 @@ def run_accumulation(api: str, is_hybrid: bool, is_async: bool, syncs_last: bool
             loss_of(model, 10 * step + number).backward()
             loss_of(reference, 10 * step + number).backward()
             if api in ("fully_shard", "replicate"):
-                assert all(param.grad is None for param in model.parameters()), (
+                assert all(is_incomplete(param) for param in model.parameters()), (
                     "gradients show before they are complete"
                 )
         model.set_requires_gradient_sync(True)
@@ -105,7 +105,7 @@ def run_every_backward_syncs(api: str, is_hybrid: bool) -> None:
                 model.set_requires_all_reduce(number == 1)
             for each in (model, reference):
                 loss_of(each, 10 * step + number).backward()
-            assert api == "older" or all(param.grad is None for param in model.parameters())
+            assert api == "older" or all(is_incomplete(param) for param in model.parameters())
         model.finalize_backward()
         step_alike(model, reference)
 
@@ -169,7 +169,7 @@ def test_gradients_that_come_in_parts_are_reduced_together() -> None:
                 recorder = Recorder(engine_of(model))
             left.backward()
             right.backward()
-        assert model.left.weight.grad is None
+        assert is_incomplete(model.left.weight)
         model.finalize_backward()
         step_alike(model, reference)
     assert sum(call.op is Op.REDUCE for call in recorder.calls) == 3, "the halves were reduced apart"
@@ -240,7 +240,7 @@ def test_a_wrong_order_is_an_error_on_every_rank() -> None:
     model.reset_iter_state()
     with pytest.raises(StateError, match="invalidated"):
         handle.wait()
-    assert all(param.grad is None for param in model.parameters())
+    assert all(is_incomplete(param) for param in model.parameters())
     model.set_manual_backward_finalization(False)
     loss_of(model, 2).backward()
     optimizer.step()

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwise import StateError
+
 EXACT = {"rtol": 0.0, "atol": 0.0}
 # Sums of a few float32 terms in another order: some units in the last place (1e-7) of the largest term, cancelled down.
 REORDERED = {"rtol": 1e-5, "atol": 1e-6}
@@ -107,3 +109,15 @@ def assert_equal(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
     pairs = enumerate(zip(found, expected, strict=True))
     wrong = [(index, tuple(mine.shape)) for index, (mine, other) in pairs if not torch.equal(mine, other)]
     assert wrong == [], f"{what}: tensors {wrong} (index, shape) differ"
+
+
+def is_incomplete(param: torch.Tensor) -> bool:
+    """Return True if ``param`` has no gradient that user code could use: none, or one that waits for a later backward."""
+    if param.grad is None:
+        return True
+    try:
+        param.grad.norm()
+    except StateError as error:
+        assert "wait for a backward with sync" in str(error)
+        return True
+    return False

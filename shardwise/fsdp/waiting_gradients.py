@@ -1,0 +1,141 @@
+"""``.grad`` of shards while gradients wait for a backward with sync: clearing it drops them, any other use of it raises."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from shardwise import torch_private
+from shardwise.errors import StateError
+from shardwise.fsdp.param import ShardedParam
+
+# What ``Optimizer.zero_grad(set_to_none=False)`` calls before the gradient is zeroed; it changes nothing.
+_PASSIVE = frozenset(
+    ["__get__", "requires_grad_", "detach_", "size", "dim", "numel", "is_floating_point", "is_complex"]
+)
+_ZEROING = frozenset(["zero_", "_foreach_zero_"])
+
+
+class WaitingGradient(torch.Tensor):
+    """``.grad`` of a shard whose gradients wait for a backward with sync.
+
+    The waiting gradients are local, or partial sums, so no number of them is the gradient.  Without something in ``.grad``,
+    ``zero_grad()`` would have nothing to clear, and an optimizer would skip the parameter in silence.  It has no memory.
+
+    Attributes:
+        fqn: the name of the parameter.
+        param: weak reference to the parameter.
+        before: the reduced gradient that ``.grad`` was; None if there was none.
+    """
+
+    fqn: str
+    param: Callable[[], ShardedParam | None]
+    before: torch.Tensor | None
+
+    @classmethod
+    def of(cls, param: ShardedParam) -> WaitingGradient:
+        """Return one for ``param``."""
+        local = param.local
+        mark = torch_private.tensor_without_memory(cls, param.sharded, param.dtype_of_gradient or local.dtype)
+        mark.fqn, mark.param, mark.before = param.fqn, weakref.ref(param), None
+        return mark
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Drop the waiting gradients if ``func`` zeroes them; allow queries of attributes; refuse all else."""
+        name = getattr(func, "__name__", "")
+        if name in _ZEROING:
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            for mark in (each for each in tensors if isinstance(each, cls)):
+                if (param := mark.param()) is not None and param.sharded.grad is mark:
+                    param.sharded.grad = torch.zeros_like(param.sharded, dtype=mark.dtype)
+            others = [each for each in tensors if not isinstance(each, cls)]
+            if others:
+                func(others)
+            return args[0] if name == "zero_" else None
+        if name in _PASSIVE:
+            with torch_private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        _refuse((args, *(kwargs or {}).values()))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse what reaches a waiting gradient past :meth:`__torch_function__`, such as autograd's accumulation."""
+        _refuse((args, *(kwargs or {}).values()))
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"WaitingGradient({self.fqn}, shape={tuple(self.shape)})"
+
+
+def _refuse(value: Any) -> NoReturn:
+    raise StateError(waits_for_sync(_name_in(value)))
+
+
+def _name_in(value: Any) -> str:
+    if isinstance(value, WaitingGradient):
+        return value.fqn
+    return next((name for each in value if (name := _name_in(each))), "") if isinstance(value, (list, tuple)) else ""
+
+
+def waits_for_sync(fqn: str) -> str:
+    """Return the text of the error for a use of the gradient of ``fqn`` while backwards without sync wait for one with."""
+    return (
+        f"gradients of {fqn} wait for a backward with sync, so there is no gradient to clip, step on or read yet. Before the "
+        "last backward of a step call set_requires_gradient_sync(True) (set_requires_all_reduce(True), "
+        "set_is_last_backward(True), or leave policy(sync=False)), also if the last step of an epoch has fewer "
+        "microbatches; zero_grad() drops the gradients that wait"
+    )
+
+
+class _Waits(Protocol):
+    waiting: dict[ShardedParam, WaitingGradient]
+
+
+def show(waiting: dict[ShardedParam, WaitingGradient], params: Iterable[ShardedParam]) -> None:
+    """Put a :class:`WaitingGradient` into ``.grad`` of those of ``params`` that are sharded."""
+    for param in params:
+        if param.full is param.sharded:
+            continue  # a plain parameter that stays registered: its ``.grad`` holds what waits, as with DDP
+        mark = waiting.get(param)
+        if mark is None:
+            mark = waiting[param] = WaitingGradient.of(param)
+        if param.sharded.grad is not mark:
+            mark.before, param.sharded.grad = param.sharded.grad, mark
+
+
+def withdraw(waiting: dict[ShardedParam, WaitingGradient]) -> set[ShardedParam]:
+    """Restore ``.grad`` as it was before :func:`show`; return the parameters whose gradient user code has cleared."""
+    cleared: set[ShardedParam] = set()
+    for param, mark in waiting.items():
+        if param.sharded.grad is mark:
+            param.sharded.grad, mark.before = mark.before, None
+        else:
+            cleared.add(param)
+    return cleared
+
+
+@contextmanager
+def withdrawn(units: Iterable[_Waits]) -> Generator[None]:
+    """Have in ``.grad`` what was there before gradients of ``units`` waited, for code that copies or converts gradients."""
+    shown = [
+        (unit.waiting, [param for param, mark in unit.waiting.items() if param.sharded.grad is mark]) for unit in units
+    ]
+    for waiting, params in shown:
+        withdraw({param: waiting[param] for param in params})
+    try:
+        yield
+    finally:
+        for waiting, params in shown:
+            for param in params:
+                param.adopt_registered()  # torch may have registered new parameters with the converted gradients
+            show(waiting, params)

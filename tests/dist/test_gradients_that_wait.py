@@ -1,0 +1,237 @@
+"""Gradients of backwards without sync: what user code clears is cleared, and no optimizer steps before they are reduced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.compare import REORDERED, assert_same, average_gradients
+from helpers.pairs import pairwise
+from helpers.ranks import on_ranks
+from helpers.sharded import loss_of, shard_units
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise import ShardedOptimizer, StateError, fully_shard, replicate
+from shardwise.testing.models import build
+
+# What lets gradients wait, and what reduces them with the next backward.
+WAYS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "no sync": (lambda m: m.set_requires_gradient_sync(False), lambda m: m.set_requires_gradient_sync(True)),
+    "no all-reduce": (lambda m: m.set_requires_all_reduce(False), lambda m: m.set_requires_all_reduce(True)),
+    "not last": (lambda m: m.set_is_last_backward(False), lambda m: m.set_is_last_backward(True)),
+}
+
+
+def clear_by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+CLEARING: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, to zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, to zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": lambda model, optimizer: clear_by_hand(model),
+}
+
+
+def sharded(api: str, model: nn.Module, name: str) -> Any:
+    if api == "hsdp":
+        return shard_units(model, name, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    if api == "replicate":
+        return replicate(model, mesh=init_device_mesh("cpu", (2,)))
+    return shard_units(model, name)
+
+
+def pair(api: str, name: str) -> tuple[Any, nn.Module]:
+    model = build(name)
+    return sharded(api, copy.deepcopy(model), name), model
+
+
+def optimizers_of(model: nn.Module, plain: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, **options) for each in (model, plain)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "api", "way", "clearing", "had_gradient"),
+    pairwise(
+        ["plain", "mixed", "tied", "frozen"],
+        ["fully_shard", "hsdp", "replicate"],
+        list(WAYS),
+        list(CLEARING),
+        [True, False],
+    ),
+)
+def test_what_user_code_clears_is_not_added_later(
+    name: str, api: str, way: str, clearing: str, had_gradient: bool
+) -> None:
+    model, plain = pair(api, name)
+    optimizers = optimizers_of(model, plain, foreach=clearing == "optimizer, to zeros")
+    pause, resume = WAYS[way]
+    if had_gradient:  # one that is reduced already when others begin to wait
+        loss_of(model, 7, name).backward()
+    pause(model)
+    for seed in (0, 1):  # a window that is given up
+        loss_of(model, seed, name).backward()
+    CLEARING[clearing](model, optimizers[0])
+    for step in range(2):
+        pause(model)
+        loss_of(model, 10 * step + 2, name).backward()
+        resume(model)
+        loss_of(model, 10 * step + 3, name).backward()
+        for seed in (2, 3):
+            loss_of(plain, 10 * step + seed, name).backward()
+        average_gradients(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(model, plain, REORDERED)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_some_gradients_are_cleared_and_others_wait(api: str) -> None:
+    model, plain = pair(api, "plain")
+    optimizers = optimizers_of(model, plain)
+    model.set_requires_gradient_sync(False)
+    for each in (model, plain):
+        loss_of(each, 0).backward()
+        for number, param in enumerate(each.parameters()):
+            if number % 2:
+                param.grad = None
+    model.set_requires_gradient_sync(True)
+    for each in (model, plain):
+        loss_of(each, 1).backward()
+    average_gradients(plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(model, plain, REORDERED)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["torch", "ShardedOptimizer"])
+@pytest.mark.parametrize(
+    ("api", "way"),
+    [("fully_shard", "no sync"), ("fully_shard", "not last"), ("hsdp", "no all-reduce"), ("replicate", "no sync")],
+)
+def test_no_optimizer_steps_and_nothing_is_clipped_while_gradients_wait(api: str, way: str, kind: str) -> None:
+    model, plain = pair(api, "plain")
+    optimizer: Any
+    if kind == "torch":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    else:
+        optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=0.1)
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    pause, resume = WAYS[way]
+    for had_gradient in (False, True):
+        pause(model)
+        loss_of(model, 0).backward()
+        params = list(model.parameters())
+        for call in (
+            optimizer.step,
+            lambda: shardwise.clip_grad_norm_(params, 1.0),  # noqa: B023
+            lambda: torch.nn.utils.clip_grad_norm_(params, 1.0),  # noqa: B023
+            lambda: params[0].grad.norm(),  # noqa: B023
+        ):
+            with pytest.raises(StateError, match="wait for a backward with sync"):
+                call()
+        assert all(map(torch.equal, before, [param.full_tensor() for param in model.parameters()]))
+        if not had_gradient:
+            optimizer.zero_grad()
+            resume(model)
+            loss_of(model, 0).backward()
+    resume(model)
+    loss_of(model, 1).backward()
+    for seed in (0, 0, 1):
+        loss_of(plain, seed).backward()
+    average_gradients(plain)
+    optimizer.step()
+    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+    assert_same(model, plain, REORDERED)
+
+
+@on_ranks(2)
+def test_an_optimizer_steps_on_parameters_whose_gradients_do_not_wait() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    for layer in model:
+        fully_shard(layer)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    waiting: Any = model[0]
+    waiting.set_requires_gradient_sync(False)
+    for layer in model:
+        layer(torch.ones(2, 4)).sum().backward()
+    optimizers[1].step()
+    with pytest.raises(StateError, match=r"an optimizer steps too early: gradients of weight wait"):
+        optimizers[0].step()
+    optimizers[0].zero_grad()
+    optimizers[0].step()  # nothing waits any more
+
+
+@on_ranks(2)
+def test_a_loop_that_never_syncs_is_named_at_its_first_step() -> None:
+    model: Any = fully_shard(nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        pytest.raises(StateError, match="also if the last step of an epoch has fewer"),
+        shardwise.policy(model, sync=False),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["no sync", "not last"])
+def test_what_waits_outlives_copies_conversions_and_resets(way: str) -> None:
+    model, plain = pair("fully_shard", "plain")
+    pause, resume = WAYS[way]
+    pause(model)
+    for each in (model, plain):
+        loss_of(each, 0).backward()
+    twin = copy.deepcopy(model)
+    assert all(param.grad is None for param in twin.parameters())
+    model.to("cpu")
+    resume(model)
+    for each in (model, plain):
+        loss_of(each, 1).backward()
+    average_gradients(plain)
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        each.zero_grad()
+    assert_same(model, plain, REORDERED)
+    pause(model)
+    loss_of(model, 2).backward()
+    model.reset_iter_state()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_step_that_is_undone_lets_gradients_wait_again(clears: bool) -> None:
+    model, plain = pair("fully_shard", "plain")
+    optimizers = optimizers_of(model, plain)
+    model.set_requires_gradient_sync(False)
+    for each in (model, plain):
+        loss_of(each, 0).backward()
+    with shardwise.transaction(model, optimizers[0], skip=ArithmeticError):
+        loss_of(model, 5).backward()
+        raise ArithmeticError
+    if clears:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    else:
+        with pytest.raises(StateError, match="wait for a backward with sync"):
+            optimizers[0].step()
+    model.set_requires_gradient_sync(True)
+    for each in (model, plain):
+        loss_of(each, 1).backward()
+    average_gradients(plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(model, plain, REORDERED)
