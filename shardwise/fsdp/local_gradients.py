@@ -14,7 +14,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.mesh import names_of
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.waiting_gradients import WaitingGradient, show, withdraw
+from shardwise.fsdp.waiting_gradients import WaitingGradient, lies_as, show, withdraw
 
 Gradients = dict[ShardedParam, torch.Tensor]
 
@@ -35,19 +35,23 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
         if type(gradient) is not torch.Tensor and not lies_as(full, gradient):
             continue  # ``.grad`` of a kept full parameter is that of its shard, which was reduced already
         full.grad = None
-        if gradient.is_sparse:  # of an embedding: ranks have different rows, so reduce all of them
-            gradient = gradient.to_dense()
-        if not param.sharded.requires_grad:
-            continue  # user code has frozen it after forward
-        if type(gradient) is not torch.Tensor:
-            gradient = _local_gradient(gradient, param, group)
-        dtype = (
-            group.dtypes.by_gradient.get(gradient.dtype) if param.grad_dtype is None and not param.keeps_dtype else None
-        )
-        if dtype is None:
-            dtype = group.dtypes.of_reduction(param, gradient.dtype)
-        taken[param] = gradient if gradient.dtype is dtype else gradient.to(dtype)
+        if param.sharded.requires_grad:  # else user code has frozen it after forward
+            taken[param] = local_form(gradient, param, group)
     return taken
+
+
+def local_form(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -> torch.Tensor:
+    """Return ``gradient`` of the full parameter as a dense local tensor in its reduce dtype."""
+    if gradient.is_sparse:  # of an embedding: ranks have different rows, so reduce all of them
+        gradient = gradient.to_dense()
+    if type(gradient) is not torch.Tensor:
+        gradient = _local_gradient(gradient, param, group)
+    dtype = None
+    if param.grad_dtype is None and not param.keeps_dtype:
+        dtype = group.dtypes.by_gradient.get(gradient.dtype)
+    if dtype is None:
+        dtype = group.dtypes.of_reduction(param, gradient.dtype)
+    return gradient if gradient.dtype is dtype else gradient.to(dtype)
 
 
 _GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
@@ -76,13 +80,6 @@ def take_at_once(group: ParamGroup) -> Gradients | None:
     for full in swap.fulls:
         full.grad = None
     return dict(zip(bucket.params, gradients, strict=True))
-
-
-def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Return True if ``gradient`` belongs to the full parameter, not to its shard."""
-    if not isinstance(gradient, DTensor):
-        return not isinstance(full, DTensor) and not isinstance(gradient, WaitingGradient)
-    return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
 
 
 def _local_gradient(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -> torch.Tensor:
@@ -212,8 +209,8 @@ class EarlierGradients:
 
     def withdraw(self) -> set[ShardedParam]:
         """Undo :meth:`show`; drop the gradients that user code has cleared meanwhile, and return their parameters."""
-        cleared = withdraw(self.waiting)
-        self.waiting = {}
+        waiting, self.waiting = self.waiting, {}
+        cleared = withdraw(waiting)
         for param in cleared:
             self.held.pop(param, None)
             self.partial.pop(param, None)

@@ -40,6 +40,7 @@ def hold_assigned(units: Iterable[Unit]) -> None:
     since the schedule reads their parameters first.
     """
     for unit in units:
+        unit.hold_added()
         if unit.is_full and _has_assigned(unit) and (assigned := unit.take_gradients()):
             unit.earlier.hold(assigned)
         if unit.backward.owes_weights and not unit.diverges:  # then other ranks would not know of this gather
@@ -592,9 +593,9 @@ class Reductions:
 
     def withdraw_waiting(self, units: Sequence[Unit]) -> None:
         """Undo :meth:`show_waiting`, and drop the gradients that user code has cleared since."""
-        for unit in units:
-            cleared = unit.earlier.withdraw() if unit.earlier.waiting else ()
-            if cleared:
+        for unit in (each for each in units if each.earlier.waiting):
+            unit.hold_added()
+            if cleared := unit.earlier.withdraw():
                 for launch in (each for each in self._deferred if each.unit is unit):
                     launch.taken |= cleared
                     launch.unused |= cleared

@@ -17,7 +17,7 @@ from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.gradients import EarlyBuckets, planned_scatter_bytes, sharing_of
-from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_at_once, take_gradients
+from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, local_form, take_at_once, take_gradients
 from shardwise.fsdp.param import ShardedParam, mark_full
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import MixedPrecisionPolicy
@@ -808,6 +808,15 @@ class Unit:
             taken.update(gradients)
         self.backward.leave(is_late, not self.policy.reshard_after_backward)
         return taken
+
+    def hold_added(self) -> None:
+        """Hold the gradients that a pipeline schedule has added to those that wait for a backward with sync."""
+        for group in self.groups if self.earlier.waiting else ():
+            for param in group.params:
+                mark = self.earlier.waiting.get(param)
+                if mark is not None and mark.added is not None and param.sharded.grad is mark:
+                    self.earlier.hold({param: local_form(mark.added, param, group)})
+                    mark.added = None
 
     def is_read_by_peers(self, links: Container[str]) -> bool:
         """Return True if ranks read each other's shards without help; ``links``: names of the groups whose links are open."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from helpers.compare import gradient_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -224,7 +225,7 @@ class Side:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients there are, by name."""
         owners = {name: owner for name, (_, owner) in self.registered().items()}
-        return {name: owner.grad for name, owner in owners.items() if owner.grad is not None}
+        return {name: gradient for name, owner in owners.items() if (gradient := gradient_of(owner)) is not None}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the optimizer's state by parameter and key."""
@@ -328,7 +329,7 @@ class Side:
             shared[f"param:{name}"] = part_of(owner)
             if param is not owner:
                 shared[f"full:{name}"] = replace(part_of(param), dtype="")  # computed in another dtype
-            gradient = None if "grad" in self.hidden else owner.grad
+            gradient = None if "grad" in self.hidden else gradient_of(owner)
             shared[f"grad:{name}"] = None if gradient is None else part_of(gradient)
         if label.startswith(("step", "load", "copy of")):
             for name, tensor in self.optimizer_tensors().items():
