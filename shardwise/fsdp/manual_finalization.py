@@ -1,0 +1,124 @@
+"""Manual finalization (``set_manual_backward_finalization``): user code says when gradients are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwise.errors import StateError
+from shardwise.fsdp.unit import Unit
+from shardwise.observe import unit_in_words
+
+
+class ManualFinalization:
+    """State of manual backward finalization, and checks of the order of its calls.
+
+    Attributes:
+        is_on: ``finalize_backward`` sets gradients, after any number of backwards; the end of a backward does not.
+        is_open: a backward has begun whose gradients are not complete.
+        completion: identifies launched reductions that user code has not waited for; None if there are none.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.is_open = self._was_open = False
+        self.completion: object | None = None
+
+    @property
+    def awaits_completion(self) -> bool:
+        """True while the gradients of a backward are not complete."""
+        return self.is_open or self.completion is not None
+
+    def set_on(self, is_on: bool, is_in_backward: bool, has_deferred: bool) -> None:
+        """Turn manual finalization on or off.  Raises: StateError while gradients of a backward are not set."""
+        if is_on == self.is_on:
+            return
+        if is_in_backward:
+            raise StateError("set_manual_backward_finalization cannot change mode during backward; call it before")
+        if self.awaits_completion or has_deferred:
+            raise StateError(
+                "set_manual_backward_finalization cannot change mode after backward starts: gradients of an earlier backward "
+                f"wait for {'finalize_backward()' if self.is_on else 'a last backward'}; run that first"
+            )
+        self.is_on = is_on
+
+    def inherit(self, old: ManualFinalization) -> None:
+        """Turn on if ``old`` is on; it belongs to an engine that this one replaces."""
+        self.is_on = self.is_on or old.is_on
+
+    # ---- transitions ----
+
+    def begin_backward(self) -> None:
+        """Record that a backward begins."""
+        self._was_open, self.is_open = self.is_open, self.is_on
+
+    def abort_backward(self) -> None:
+        """Undo :meth:`begin_backward` after the backward raised."""
+        self.is_open = self._was_open
+
+    def launch(self) -> object:
+        """Record that all reductions are launched; return the token that :meth:`check_completion` takes."""
+        self.completion = object()
+        return self.completion
+
+    def complete(self) -> None:
+        """Record that gradients are set."""
+        self.is_open, self.completion = False, None
+
+    def forget(self) -> None:
+        """Drop the state: gradients that are not set yet are lost."""
+        self.is_open = self._was_open = False
+        self.completion = None
+
+    def stay_open(self) -> None:
+        """Stay open if the launch that follows raises, so that user code may try again."""
+        self._was_open = self.is_open
+
+    # ---- checks ----
+
+    def check_launch(self, is_in_backward: bool) -> bool:
+        """Return True if there is a backward to finalize.
+
+        Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
+        """
+        if is_in_backward:
+            raise StateError(
+                "finalize_backward must be called after backward completes; call it after the last backward()"
+            )
+        if self.completion is not None:
+            raise StateError(
+                "The previous gradient reduction must be waited on before finalizing backward again; call wait() on its handle"
+            )
+        if not self.is_on:
+            raise StateError(
+                "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) on the "
+                "root before forward"
+            )
+        return self.is_open
+
+    def check_completion(self, completion: object) -> None:
+        """Raise StateError if ``completion`` was invalidated."""
+        if completion is not self.completion:
+            raise StateError(
+                "This gradient reduction handle was invalidated by reset_iter_state(); its gradients are gone"
+            )
+
+    def check_completed(self, what: str) -> None:
+        """Raise StateError if launched reductions were not waited for before ``what``."""
+        if self.completion is not None:
+            raise StateError(
+                f"The previous gradient reduction must be waited on before {what}: call wait() on the handle that "
+                "finalize_backward(async_op=True) returned"
+            )
+
+    def check_step(self, stepped: set[int], units: Iterable[Unit]) -> None:
+        """Raise StateError if ``stepped`` has the id of a parameter of ``units`` whose gradient is not complete."""
+        if not self.awaits_completion:
+            return
+        missing = "call finalize_backward()" if self.completion is None else "wait() for finalize_backward()"
+        for unit in units:
+            for param in unit.params:
+                if id(param.sharded) in stepped:
+                    raise StateError(
+                        f"an optimizer steps on {param.fqn} ({unit_in_words(unit.name)}) before the gradients of its last "
+                        f"backward are complete, in manual backward finalization; {missing} on the root module first"
+                    )
