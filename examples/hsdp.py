@@ -23,7 +23,7 @@ def main(steps: int = 50, width: int = 64, groups: int = 2) -> list[float]:
     model = nn.Sequential(*layers, nn.Linear(width, 1))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard_model(model, mesh=mesh, mp_policy=precision)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     data = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(steps):

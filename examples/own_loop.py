@@ -29,7 +29,7 @@ def main(steps: int = 50, width: int = 64) -> list[float]:
     torch.manual_seed(0)  # the same weights on every rank
     model = nn.Sequential(*[Block(width) for _ in range(4)], nn.Linear(width, 1))
     shard_model(model)  # or fully_shard(block) for each block, then fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding: its state is sharded too
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # after sharding: its state is sharded too
     data = torch.Generator().manual_seed(dist.get_rank())  # other data on every rank
     losses = []
     for _ in range(steps):

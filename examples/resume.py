@@ -26,7 +26,7 @@ def main(folder: str, steps: int = 20, width: int = 64) -> list[float]:
     layers = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(width, 1))
     shard_model(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     state = {"model": model, "optimizer": optimizer}
     begin = load(folder, state, fallback=True).step if Path(folder).is_dir() else 0
     losses = []
