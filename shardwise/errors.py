@@ -12,15 +12,31 @@ from collections.abc import Iterable
 from shardwise import observe
 
 
+# Names of other libraries, and of torch's FSDP1, for what has another name here.
+_ELSEWHERE = {
+    "auto_wrap_policy": "min_unit_bytes",
+    "batch_size": "batch",
+    "cpu_offload": "offload_policy",
+    "device_mesh": "mesh",
+    "learning_rate": "lr",
+    "mixed_precision": "mp_policy",
+    "nproc_per_node": "nproc",
+    "num_layers": "layers",
+    "sharding_strategy": "reshard_after_forward",
+}
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question with the name in ``known`` that is most similar to ``name``; an empty text if none is.
+    """Return a question with the name in ``known`` that means or resembles ``name``; an empty text if none does.
 
     Example:
         >>> did_you_mean("modle", ["model", "optimizer"])
         " Did you mean 'model'?"
     """
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    names = {each.strip("-").replace("-", "_"): each for each in known}
+    bare = name.strip("-").replace("-", "_")
+    close = [_ELSEWHERE[bare]] if _ELSEWHERE.get(bare) in names else difflib.get_close_matches(bare, names, 1, 0.7)
+    return f" Did you mean {names[close[0]]!r}?" if close else ""
 
 
 class ShardwiseError(Exception):

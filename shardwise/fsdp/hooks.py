@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import observe, torch_private
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.clip import after_clips, before_clips
 from shardwise.fsdp.divergence import refuse_manual
 from shardwise.fsdp.engine import Engine, live_engines
@@ -613,10 +613,25 @@ def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
+# Optimizers of torch whose own step raises in DTensor, or is another update, over shards: what to write instead.
+_IN_A_SHARDED_OPTIMIZER = "write shardwise.ShardedOptimizer(dict(model.named_parameters()), torch.optim.{}, ...)"
+_NOT_OVER_SHARDS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adafactor: f"it takes norms over whole matrices; {_IN_A_SHARDED_OPTIMIZER}",
+    torch.optim.LBFGS: "its history takes inner products over all parameters; take another optimizer, or keep whole, plain "
+    "parameters: shardwise.replicate(model, process_group=None)",
+    torch.optim.Rprop: f"it writes to single elements, which DTensor refuses; {_IN_A_SHARDED_OPTIMIZER}",
+}
+
+
 def _check_forms(optimizer: torch.optim.Optimizer) -> None:
     number = id(optimizer)
     stepped = _stepped(optimizer)
+    kind = next((kind for kind in _NOT_OVER_SHARDS if isinstance(optimizer, kind)), None)
     for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
+        placements = param.sharded.placements if isinstance(param.sharded, DTensor) else ()
+        if kind is not None and id(param.sharded) in stepped and any(place.is_shard() for place in placements):
+            reason = _NOT_OVER_SHARDS[kind].format(kind.__name__)
+            raise ConfigError(f"{kind.__name__} cannot step on {param.fqn}, which is sharded: {reason}")
         if param.full is not None and param.full is not param.sharded and id(param.full) in stepped:
             raise StateError(
                 f"an optimizer was given the full form of {param.fqn}, which was registered in a forward: its steps would not "

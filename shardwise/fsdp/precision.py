@@ -81,8 +81,11 @@ def precision_from(policy: object) -> MixedPrecisionPolicy:
 def _checked_dtypes(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         value: object = getattr(policy, name)
-        if value is not None and not isinstance(value, torch.dtype):
-            raise ArgumentTypeError(f"mp_policy: {name} is {value!r}; expected None or a dtype, such as torch.bfloat16")
+        is_dtype = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
+        if value is not None and not is_dtype:
+            raise ArgumentTypeError(
+                f"mp_policy: {name} is {value!r}; expected None or a floating-point dtype, such as torch.bfloat16"
+            )
     return policy
 
 

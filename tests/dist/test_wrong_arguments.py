@@ -59,6 +59,35 @@ def test_arguments_of_another_type_are_named(api: Callable[..., Any]) -> None:
 def test_misspelt_arguments_get_a_question(api: Callable[..., Any]) -> None:
     _refused(lambda: api(_net(), mp_polcy=None), "Did you mean 'mp_policy'?", TypeError)
     _refused(shardwise.policy(api(_net()), synk=False).__enter__, "no field ['synk']. Did you mean 'sync'?")
+    _refused(lambda: api(_net(), cpu_offload=True), "Did you mean 'offload_policy'?", TypeError)
+
+
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_a_precision_without_fractions_is_named(api: Callable[..., Any]) -> None:
+    policy = MixedPrecisionPolicy(torch.int8)
+    _refused(lambda: api(_net(), mp_policy=policy), "param_dtype is torch.int8; expected None or a floating", TypeError)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Rprop])
+@on_ranks(2)
+def test_optimizers_whose_step_is_another_over_shards_are_named(kind: Any) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 8)).square().sum()
+            loss.backward()
+            return loss.item()
+
+        closure()
+        optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+
+    model = fully_shard(_net())
+    expected = [param.full_tensor() for param in model.parameters()]
+    _refused(lambda: step(model, kind(model.parameters())), f"{kind.__name__} cannot step on 0.0.weight, which is sharded")
+    assert all(torch.equal(param.full_tensor(), one) for param, one in zip(model.parameters(), expected, strict=True))
+    plain = replicate(_net(), process_group=None)
+    step(plain, kind(plain.parameters()))
 
 
 @on_ranks(2)

@@ -267,3 +267,6 @@ def test_a_misspelt_option_gets_a_question(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["train", "--stpes=3"])
     assert "unrecognized arguments: --stpes=3. Did you mean '--steps'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--learning-rate=3"])
+    assert "Did you mean '--lr'?" in capsys.readouterr().err

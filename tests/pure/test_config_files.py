@@ -67,6 +67,7 @@ def test_a_resumed_run_keeps_its_folder_whatever_the_file_calls_out(tmp_path: Pa
     ("text", "suffix", "said"),
     [
         ("bacth = 3", ".toml", "there is no option 'bacth'. Did you mean 'batch'?"),
+        ("learning_rate = 3", ".toml", "there is no option 'learning_rate'. Did you mean 'lr'?"),
         ("[train]\nbatch = 3", ".toml", "there is no option 'train'"),
         ("batch-size = 3", ".toml", "there is no option 'batch-size'"),
         ("weight-decay = 1\nweight_decay = 2", ".toml", "weight-decay is given twice, also as weight_decay"),
