@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from shardwise import observe
 
-
 # Names of other libraries, and of torch's FSDP1, for what has another name here.
 _ELSEWHERE = {
     "auto_wrap_policy": "min_unit_bytes",

@@ -163,4 +163,7 @@ def test_the_dockerfile_copies_what_is_there_and_starts_an_example() -> None:
         assert all((ROOT / name).exists() for name in shlex.split(text)[:-1]), text
     parts = {word: yaml.safe_load(text) for word, text in lines if word in ("ENTRYPOINT", "CMD")}
     assert parts["ENTRYPOINT"] == ["torchrun", "--standalone"]
+    pods = yaml.safe_load(JOBSET.read_text())["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    user = pods["securityContext"]["fsGroup"]  # else the user of the image cannot write to the volume
+    assert f"useradd --uid {user} " in DOCKERFILE.read_text()
     assert (ROOT / parts["CMD"][-1]).exists()

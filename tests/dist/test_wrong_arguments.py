@@ -84,7 +84,9 @@ def test_optimizers_whose_step_is_another_over_shards_are_named(kind: Any) -> No
 
     model = fully_shard(_net())
     expected = [param.full_tensor() for param in model.parameters()]
-    _refused(lambda: step(model, kind(model.parameters())), f"{kind.__name__} cannot step on 0.0.weight, which is sharded")
+    _refused(
+        lambda: step(model, kind(model.parameters())), f"{kind.__name__} cannot step on 0.0.weight, which is sharded"
+    )
     assert all(torch.equal(param.full_tensor(), one) for param, one in zip(model.parameters(), expected, strict=True))
     plain = replicate(_net(), process_group=None)
     step(plain, kind(plain.parameters()))
