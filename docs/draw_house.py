@@ -17,11 +17,13 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- drawn by docs/draw_house.py: change the code, then run it -->"
 END = "<!-- end of the drawing -->"
 LEAVES = "leaves"  # the files beside the folders, which every package may import
+REFERENCE = "reference"  # one file that is a package to itself: it imports from packages above the leaves
 COMMAND = "cli"  # what ``python -m`` runs is a part of it
 FRONT = "shardwise"  # the public names: what users import, and the packages that are users too
 PURPOSES = {
     LEAVES: "What every package may import: events, errors, torch's private names, what one host needs, "
     "files in folders that other users may have made.",
+    REFERENCE: "`fully_shard` in its simplest form, which readers start with and tests compare the engine with.",
     FRONT: "The public names, nothing else.",
 }
 
@@ -85,6 +87,8 @@ def _layer_of(path: Path) -> str:
         return path.parent.as_posix()
     if path.name == "__main__.py":
         return COMMAND
+    if path.stem == REFERENCE:
+        return REFERENCE
     return FRONT if path.name == "__init__.py" else LEAVES
 
 
@@ -122,7 +126,9 @@ def _layer_named(parts: list[str], package: Path, layers: Iterable[str]) -> str:
     inner = "/".join(parts[:2])
     if (package / parts[0]).is_dir():
         return inner if inner in layers else parts[0]
-    return LEAVES if (package / f"{parts[0]}.py").is_file() else FRONT
+    if (package / f"{parts[0]}.py").is_file():
+        return parts[0] if parts[0] in layers else LEAVES
+    return FRONT
 
 
 def _heights(layers: Mapping[str, Layer]) -> dict[str, int]:
