@@ -4,10 +4,10 @@ Each rank stores a slice of every parameter, and all ranks together store the mo
 parameters travel together.  Its whole life is in this file, from top to bottom:
 
 1. :func:`fully_shard` cuts the parameters of a module, and registers two hooks around its forward;
-2. before the forward, :meth:`Unit.gather` collects the slices of all ranks: the module computes with full parameters;
+2. before the forward, :meth:`SimpleUnit.gather` collects the slices of all ranks: the module computes with full parameters;
 3. after the forward nothing refers to them any more, so their memory is free;
 4. backward collects them a second time, when the first operation asks for one (:class:`FullAgain`);
-5. when backward has the gradients of the whole unit, :meth:`Unit.reduce` averages them over ranks, and each rank receives
+5. when backward has the gradients of the whole unit, :meth:`SimpleUnit.reduce` averages them over ranks, and each rank receives
    the average of its slices alone, which autograd adds to ``parameter.grad``.
 
 Nothing overlaps, no buffer is used twice, and nothing is checked: a collective starts when its result is needed, and ranks
@@ -38,7 +38,7 @@ from shardwise.torch_private import map_tensors
 
 # Which module is a unit, and which sharded parameter replaced which plain one.  These are tables beside the model because
 # modules and parameters get no attributes of ours; the keys are weak, so that a model is freed with its last user.
-_UNITS: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
+_UNITS: weakref.WeakKeyDictionary[nn.Module, SimpleUnit] = weakref.WeakKeyDictionary()
 _SHARDED = WeakTensorKeyDictionary()
 
 
@@ -54,7 +54,7 @@ def fully_shard(
     """
     device = next(module.parameters()).device.type
     mesh = mesh if mesh is not None else init_device_mesh(device, (dist.get_world_size(),))
-    unit = Unit(module, mesh, mp_policy or MixedPrecisionPolicy())
+    unit = SimpleUnit(module, mesh, mp_policy or MixedPrecisionPolicy())
     # The hooks form the only link between a unit and its module; always_call: also if the forward raises an exception.
     module.register_forward_pre_hook(unit.before_forward, with_kwargs=True)
     module.register_forward_hook(unit.after_forward, always_call=True)
@@ -122,7 +122,7 @@ class Cut:
         return DTensor.from_local(local, mesh, [placement], run_check=False, shape=self.shape, stride=stride)
 
 
-class Unit:
+class SimpleUnit:
     """Parameters that are gathered by one message and whose gradients are reduced by one.
 
     Attributes:
@@ -256,7 +256,7 @@ class Unshard(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: SimpleUnit, *shards: Tensor) -> tuple[Tensor, ...]:
         """Gather; ``shards`` are the unit's parameters, an argument so that autograd connects them with the outputs."""
         ctx.unit = unit
         ctx.set_materialize_grads(False)  # a parameter that nobody used has no gradient, rather than one of zeros
@@ -286,7 +286,7 @@ class FullAgain:
     after the last one of the unit nobody refers to the object, and the full parameters are freed.
     """
 
-    def __init__(self, unit: Unit, full: Sequence[Tensor]) -> None:
+    def __init__(self, unit: SimpleUnit, full: Sequence[Tensor]) -> None:
         self.unit = unit
         # Addresses are unique while the forward runs, because the module holds all these tensors.
         self.index_of = {each.untyped_storage().data_ptr(): index for index, each in enumerate(full) if each.numel()}

@@ -161,15 +161,15 @@ def test_the_reference_frees_full_parameters_after_forward_and_after_backward() 
     for module in units_of("plain", model):
         reference.fully_shard(module)
     reference.fully_shard(model)
-    gathered = reference.Unit.gather
+    gathered = reference.SimpleUnit.gather
     with pytest.MonkeyPatch.context() as patch:
 
-        def gather(unit: reference.Unit) -> list[torch.Tensor]:
+        def gather(unit: reference.SimpleUnit) -> list[torch.Tensor]:
             full = gathered(unit)
             alive.extend(weakref.ref(each.untyped_storage()) for each in full)
             return full
 
-        patch.setattr(reference.Unit, "gather", gather)
+        patch.setattr(reference.SimpleUnit, "gather", gather)
         loss = model(batch()).square().mean()
         assert len(alive) == len(list(model.parameters()))
         assert [each for each in alive if each() is not None] == []
