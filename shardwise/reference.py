@@ -259,7 +259,7 @@ class Unshard(torch.autograd.Function):
     def forward(ctx: Any, unit: SimpleUnit, *shards: Tensor) -> tuple[Tensor, ...]:
         """Gather; ``shards`` are the unit's parameters, an argument so that autograd connects them with the outputs."""
         ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a parameter that nobody used has no gradient, rather than one of zeros
+        ctx.set_materialize_grads(False)  # an unused parameter has no gradient, rather than one of zeros
         full = unit.gather()
         ctx.mark_non_differentiable(
             *(each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad)
@@ -283,7 +283,7 @@ class FullAgain:
     saves what that returns: for a view of a full parameter, a note of where it lies.  When backward needs the tensor,
     :meth:`unpack` makes the same view of a parameter that is gathered again.  The first of a unit's operations gathers, the
     others find the result here.  The notes refer to this object, and each operation drops its notes when it has run:
-    after the last one of the unit nobody refers to the object, and the full parameters are freed.
+    after the last one of the unit no reference to the object is left, and the full parameters are freed.
     """
 
     def __init__(self, unit: SimpleUnit, full: Sequence[Tensor]) -> None:
