@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/apis.md and docs/step.md: ``python docs/draw_concepts.py`` writes them into docs/pictures.
+"""Draw the pictures of docs/apis.md and docs/how_it_works.md: ``python docs/draw_concepts.py`` writes them into docs/pictures.
 
 ``tests/test_pages.py`` fails while a picture is not what this file draws.
 """

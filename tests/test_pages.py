@@ -133,6 +133,18 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
         )
 
 
+QUOTED = re.compile(r"<!-- not run: it is in (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+
+
+@by_page
+def test_code_that_a_page_quotes_is_in_the_file(page: Path) -> None:
+    for name, block in QUOTED.findall(page.read_text()):
+        lines = [line.strip() for line in block.splitlines() if line.strip()]
+        assert "\n".join(lines) in "\n".join(filter(None, map(str.strip, (ROOT / name).read_text().splitlines()))), (
+            block
+        )
+
+
 def test_every_design_has_a_number_of_its_own() -> None:
     numbers = [path.name[:3] for path in (ROOT / "docs" / "design").glob("*.md")]
     assert len(numbers) == len(set(numbers))
