@@ -1,13 +1,16 @@
-"""Checks of arguments that several APIs share: names of keywords, and ``ignored_params``."""
+"""Checks of arguments that several APIs share: names of keywords, ``ignored_params``, parameters over the same memory."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.errors import ArgumentTypeError, ConfigError, did_you_mean
 
@@ -44,3 +47,79 @@ def ids_of_ignored(params: Iterable[object] | None, api: str) -> frozenset[int]:
                 f"{api}: ignored_params holds {each!r}, expected the parameters themselves: ignored_params={remedy}"
             )
     return frozenset(map(id, found))
+
+
+# ---- Tensors over the same memory (``nn.Parameter(embedding.weight)``, or an assignment to ``.data``).  In one process they
+# change together; copies would become different.
+
+
+class Memory:
+    """The bytes of its storage that a tensor covers; it keeps neither of them alive.
+
+    Attributes:
+        place: the storage, and the first byte in it.
+        is_trained: the tensor requires a gradient.
+    """
+
+    def __init__(self, tensor: torch.Tensor, is_trained: bool) -> None:
+        size = tensor.element_size()
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # while it lives, no other storage gets this identity
+        self._shape, self._strides = (*tensor.shape, size), (*[size * stride for stride in tensor.stride()], 1)
+        self._begin = int(tensor.storage_offset()) * size
+        self._end = (
+            self._begin + sum((n - 1) * stride for n, stride in zip(self._shape, self._strides, strict=True)) + 1
+        )
+        self.place: tuple[int, int] = self._storage.cdata, self._begin
+        self.is_trained = is_trained
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, is_trained: bool) -> Memory | None:
+        """Return the memory of ``tensor``; None if it has none (meta), or is a tensor subclass."""
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        return cls(tensor, is_trained) if is_plain and tensor.numel() and not tensor.is_meta else None
+
+    def reaches(self, later: Memory) -> bool:
+        """Return True if the range of ``later``, which begins no earlier, begins in the range of this one."""
+        return self.place[0] == later.place[0] and later._begin < self._end
+
+    def is_same_view(self, other: Memory) -> bool:
+        """Return True if both have the same storage, offset, shape and strides."""
+        return (self.place, self._shape, self._strides) == (other.place, other._shape, other._strides)
+
+    def overlaps(self, other: Memory) -> bool:
+        """Return True if both cover the same byte; ranges of bytes may overlap without that, as columns of a matrix do."""
+        if self._is_dense and other._is_dense:
+            return True
+        sizes = self._shape[-1], other._shape[-1], self._begin, other._begin
+        unit = math.gcd(*sizes, *self._strides[:-1], *other._strides[:-1])
+        first = min(self._begin, other._begin)
+        marks = torch.zeros((max(self._end, other._end) - first) // unit, dtype=torch.bool, device="cpu")
+        self._view_of(marks, first, unit).fill_(True)
+        return bool(other._view_of(marks, first, unit).any())
+
+    @property
+    def _is_dense(self) -> bool:
+        return self._end - self._begin == math.prod(self._shape)
+
+    def _view_of(self, marks: torch.Tensor, first: int, unit: int) -> torch.Tensor:
+        shape = (*self._shape[:-1], self._shape[-1] // unit)
+        return marks.as_strided(
+            shape, (*[each // unit for each in self._strides[:-1]], 1), (self._begin - first) // unit
+        )
+
+
+def find_shared(tensors: Sequence[Memory], num_copied: int) -> tuple[int, int] | None:
+    """Return the indices of two tensors that cover the same memory, the lower first; None if there are none.
+
+    One of them is among the first ``num_copied`` and one is trained: others change together, or not at all.
+    """
+    near: list[int] = []
+    for index in sorted(range(len(tensors)), key=lambda each: tensors[each].place):
+        memory = tensors[index]
+        near = [each for each in near if tensors[each].reaches(memory)]
+        for each in near:
+            is_trained = memory.is_trained or tensors[each].is_trained
+            if min(each, index) < num_copied and is_trained and memory.overlaps(tensors[each]):
+                return min(each, index), max(each, index)
+        near.append(index)
+    return None

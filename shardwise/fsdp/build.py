@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
+from shardwise.arguments import Memory, find_shared
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.collectives.compressed import Compression
 from shardwise.consistency.liveness import announce
@@ -293,6 +294,8 @@ ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None
 _sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Parameters that stay plain tensors, by id: torch could not swap their contents if there were weak references to them.
 _managed_plain: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+# Where sharded parameters were before: another parameter over the same memory may be sharded by a later call.
+_memory_of: weakref.WeakKeyDictionary[ShardedParam, Memory] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +330,7 @@ class _FoundParam:
         owned: its sharded parameter, if the unit of an outer module manages it.
         owned_on: the mesh of ``owned``.
         values: the values to shard instead of its own; None: its own.
+        memory: where it was before it was sharded; None: it has no memory (meta).
     """
 
     param: nn.Parameter
@@ -336,6 +340,7 @@ class _FoundParam:
     owned: ShardedParam | None = None
     owned_on: MeshAxes | None = None
     values: torch.Tensor | None = None
+    memory: Memory | None = None
 
 
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
@@ -352,10 +357,13 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     refuse_wrappers(managed, preset.ignored)
     found = _find_parameters(managed, preset.ignored)
     _refuse_unfit(found)
+    _find_owned(found)
+    shared = None if preset.keeps_plain else _shared_memory(roots, found)
+    if shared is not None and not preset.syncs:
+        raise shared
     _move_buffers(managed, device)
     if preset.syncs:
-        sync_buffers(managed, preset.axes)
-    _find_owned(found)
+        sync_buffers(managed, preset.axes, shared)
     for item in found:
         if item.owned is None:
             _move_parameter(item, device)
@@ -464,6 +472,39 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
                 f"{item.fqn} belongs to a module of torch.jit.script or trace, whose parameters cannot be replaced. Shard the "
                 "plain module (and compile it with torch.compile), or name its parameters in ignored_params"
             )
+
+
+def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> ConfigError | None:
+    """Return an error if a parameter below ``roots`` shares memory with another one, or with a buffer; note their memory."""
+    prefixes = ["model"] if len(roots) == 1 else [f"modules[{index}]" for index in range(len(roots))]
+    prefixed = [pair for root, name in zip(roots, prefixes, strict=True) for pair in root.named_modules(prefix=name)]
+    paths = {id(torch_private.parameters_of(module)): path for path, module in prefixed}
+    units = dict.fromkeys(each.unit for _, module in prefixed if (each := attachment_of(module)) is not None)
+    earlier = [*(param for unit in units for param in unit.params), *(item.owned for item in found if item.owned)]
+    sharded = [(param.registrations[0], _memory_of.get(param)) for param in dict.fromkeys(earlier)]
+    for item in found:
+        if item.owned is None and _manager_of(item.param) is None:
+            item.memory = Memory.of(torch_private.local_of(item.param), item.param.requires_grad)
+            sharded.append((item.registrations[0], item.memory))
+    tensors = [(f"{paths.get(id(at.parameters), prefixes[0])}.{at.name}", memory) for at, memory in sharded if memory]
+    num_sharded, known = len(tensors), {id(item.param) for item in found}
+    for path, module in prefixed:
+        for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
+            memory = Memory.of(tensor, tensor.requires_grad) if id(tensor) not in known else None
+            tensors += [(f"{path}.{name}", memory)] if memory is not None else []
+    shared = find_shared([memory for _, memory in tensors], num_sharded)
+    if shared is None:
+        return None
+    (first, memory), (second, other) = (tensors[index] for index in shared)
+    advice = (
+        f"Write {second} = {first} first, which ties them"
+        if shared[1] < num_sharded and memory.is_same_view(other)
+        else "Give one of them memory of its own first (clone()), or compute it from the other in forward"
+    )
+    return ConfigError(
+        f"{first} and {second} share memory but are two tensors: in one process a step changes both, but shards are copies, so "
+        f"that they would become different. {advice}"
+    )
 
 
 def _find_owned(found: Iterable[_FoundParam]) -> None:
@@ -612,6 +653,8 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
     result = ShardedParam(
         item.fqn, item.registrations, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain
     )
+    if item.memory is not None:
+        _memory_of[result] = item.memory
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
     if torch_private.has_chosen_grad_dtype(item.param):
@@ -649,7 +692,7 @@ def _take_over(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: P
         old.fqn, old.full, old.is_hooked = item.fqn, None, False
         old.module = weakref.ref(item.module)
         return old
-    item.param = whole(old)
+    item.param, item.memory = whole(old), _memory_of.get(old)
     if item.param is not old.sharded:
         _hand_on(old.sharded, item.param)
     _move_parameter(item, axes.device)

@@ -165,14 +165,17 @@ def _judge(unlike: Mapping[Key, Sequence[Any]], who: str, advice: str) -> None:
     raise DesyncError(f"{who} do not begin with the same values: {name} is {norms}{more}. {advice}")
 
 
-def values_of_first(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes) -> list[torch.Tensor]:
+def values_of_first(
+    named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes, error: ShardwiseError | None = None
+) -> list[torch.Tensor]:
     """Broadcast tensors from the first rank of the mesh; return them, with new tensors for those on meta.  Collective.
 
-    Raises: ConfigError if the first rank has meta tensors, DesyncError if ranks pass different tensors; on every rank.
+    Raises: ``error`` of any rank, ConfigError if the first rank has meta tensors, DesyncError if ranks pass different tensors;
+        on every rank.
     """
     dims = [dim for dim in (axes.replicate_mesh_dim, axes.shard_mesh_dim) if dim is not None]
     groups = [group for dim in dims if (group := axes.mesh.get_group(dim)).size() > 1]
-    _agree(named, axes, groups)
+    _agree(named, axes, groups, error)
     found = [
         torch.empty_like(tensor, device=axes.device, requires_grad=False) if tensor.is_meta else tensor.detach()
         for _, tensor in named
@@ -182,19 +185,25 @@ def values_of_first(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes) -
     return found
 
 
-def sync_buffers(modules: Iterable[tuple[str, nn.Module]], axes: MeshAxes) -> None:
-    """Broadcast the buffers of ``modules``, pairs of path and module, from the first rank.  Collective."""
+def sync_buffers(modules: Iterable[tuple[str, nn.Module]], axes: MeshAxes, error: ShardwiseError | None = None) -> None:
+    """Broadcast the buffers of ``modules``, pairs of path and module, from the first rank; raise ``error``.  Collective."""
     places = [(path, module, name) for path, module in modules for name, _ in module.named_buffers(recurse=False)]
     buffers = [(f"{path}.{name}", module.get_buffer(name)) for path, module, name in places]
-    for (_, module, name), (_, buffer), value in zip(places, buffers, values_of_first(buffers, axes), strict=True):
+    for (_, module, name), (_, buffer), value in zip(
+        places, buffers, values_of_first(buffers, axes, error), strict=True
+    ):
         if buffer.is_meta:
             torch_private.buffers_of(module)[name] = value
 
 
-def _agree(named: Sequence[tuple[str, torch.Tensor]], axes: MeshAxes, groups: Sequence[dist.ProcessGroup]) -> None:
+def _agree(
+    named: Sequence[tuple[str, torch.Tensor]],
+    axes: MeshAxes,
+    groups: Sequence[dist.ProcessGroup],
+    error: ShardwiseError | None,
+) -> None:
     facts = [f"{name} of shape {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in named]
     empty = [name for name, tensor in named if tensor.is_meta]
-    error: ShardwiseError | None = None
     if empty and dist.get_rank() == int(axes.mesh.mesh.min()):
         error = ConfigError(
             f"sync_module_states=True: the first rank has {empty[0]} on meta, expected values to broadcast. Load the "

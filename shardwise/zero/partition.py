@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.arguments import Memory, find_shared
 from shardwise.collectives.buffer_pool import are_neighbours, is_own, suballocate
 from shardwise.collectives.owned import Broadcast, BufferOffset, Owned, plan_broadcasts
 from shardwise.consistency.agreement import GroupAgreement
@@ -88,6 +89,20 @@ def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
         raise ConfigError(
             "ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
             f"{names[0]} and {names[1]}; pass mixed_dtypes=True to shard them together"
+        )
+    known = {id(tensor): index for index, tensor in reversed([*enumerate(tensors)])}
+    places = [
+        (index, memory)
+        for index in sorted(known.values())
+        if (memory := Memory.of(tensors[index], tensors[index].requires_grad))
+    ]
+    shared = find_shared([memory for _, memory in places], len(places))
+    if shared is not None:
+        first, second = (places[index][0] for index in shared)
+        raise ConfigError(
+            f"parameters {first} and {second} share memory but are two tensors: the values that their owners send would "
+            "overwrite each other. Tie them before the optimizer is built (head.weight = embedding.weight), so that there is "
+            "one parameter, or give one of them memory of its own (clone())"
         )
 
 
