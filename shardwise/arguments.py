@@ -53,7 +53,7 @@ def ids_of_ignored(params: Iterable[object] | None, api: str) -> frozenset[int]:
 # change together; copies would become different.
 
 
-class Memory:
+class Extent:
     """The bytes of its storage that a tensor covers; it keeps neither of them alive.
 
     Attributes:
@@ -73,20 +73,20 @@ class Memory:
         self.is_trained = is_trained
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, is_trained: bool) -> Memory | None:
+    def of(cls, tensor: torch.Tensor, is_trained: bool) -> Extent | None:
         """Return the memory of ``tensor``; None if it has none (meta), or is a tensor subclass."""
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         return cls(tensor, is_trained) if is_plain and tensor.numel() and not tensor.is_meta else None
 
-    def reaches(self, later: Memory) -> bool:
+    def reaches(self, later: Extent) -> bool:
         """Return True if the range of ``later``, which begins no earlier, begins in the range of this one."""
         return self.place[0] == later.place[0] and later._begin < self._end
 
-    def is_same_view(self, other: Memory) -> bool:
+    def is_same_view(self, other: Extent) -> bool:
         """Return True if both have the same storage, offset, shape and strides."""
         return (self.place, self._shape, self._strides) == (other.place, other._shape, other._strides)
 
-    def overlaps(self, other: Memory) -> bool:
+    def overlaps(self, other: Extent) -> bool:
         """Return True if both cover the same byte; ranges of bytes may overlap without that, as columns of a matrix do."""
         if self._is_dense and other._is_dense:
             return True
@@ -108,7 +108,7 @@ class Memory:
         )
 
 
-def find_shared(tensors: Sequence[Memory], num_copied: int) -> tuple[int, int] | None:
+def find_shared(tensors: Sequence[Extent], num_copied: int) -> tuple[int, int] | None:
     """Return the indices of two tensors that cover the same memory, the lower first; None if there are none.
 
     One of them is among the first ``num_copied`` and one is trained: others change together, or not at all.

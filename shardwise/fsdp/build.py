@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
-from shardwise.arguments import Memory, find_shared
+from shardwise.arguments import Extent, find_shared
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.collectives.compressed import Compression
 from shardwise.consistency.liveness import announce
@@ -295,7 +295,7 @@ _sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Parameters that stay plain tensors, by id: torch could not swap their contents if there were weak references to them.
 _managed_plain: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 # Where sharded parameters were before: another parameter over the same memory may be sharded by a later call.
-_memory_of: weakref.WeakKeyDictionary[ShardedParam, Memory] = weakref.WeakKeyDictionary()
+_memory_of: weakref.WeakKeyDictionary[ShardedParam, Extent] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ class _FoundParam:
     owned: ShardedParam | None = None
     owned_on: MeshAxes | None = None
     values: torch.Tensor | None = None
-    memory: Memory | None = None
+    memory: Extent | None = None
 
 
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
@@ -484,13 +484,13 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     sharded = [(param.registrations[0], _memory_of.get(param)) for param in dict.fromkeys(earlier)]
     for item in found:
         if item.owned is None and _manager_of(item.param) is None:
-            item.memory = Memory.of(torch_private.local_of(item.param), item.param.requires_grad)
+            item.memory = Extent.of(torch_private.local_of(item.param), item.param.requires_grad)
             sharded.append((item.registrations[0], item.memory))
     tensors = [(f"{paths.get(id(at.parameters), prefixes[0])}.{at.name}", memory) for at, memory in sharded if memory]
     num_sharded, known = len(tensors), {id(item.param) for item in found}
     for path, module in prefixed:
         for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
-            memory = Memory.of(tensor, tensor.requires_grad) if id(tensor) not in known else None
+            memory = Extent.of(tensor, tensor.requires_grad) if id(tensor) not in known else None
             tensors += [(f"{path}.{name}", memory)] if memory is not None else []
     shared = find_shared([memory for _, memory in tensors], num_sharded)
     if shared is None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.arguments import Memory, find_shared
+from shardwise.arguments import Extent, find_shared
 from shardwise.collectives.buffer_pool import are_neighbours, is_own, suballocate
 from shardwise.collectives.owned import Broadcast, BufferOffset, Owned, plan_broadcasts
 from shardwise.consistency.agreement import GroupAgreement
@@ -94,7 +94,7 @@ def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
     places = [
         (index, memory)
         for index in sorted(known.values())
-        if (memory := Memory.of(tensors[index], tensors[index].requires_grad))
+        if (memory := Extent.of(tensors[index], tensors[index].requires_grad))
     ]
     shared = find_shared([memory for _, memory in places], len(places))
     if shared is not None:
