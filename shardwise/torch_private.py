@@ -979,6 +979,11 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(_world.pg_map)
 
 
+def sequence_of(group: dist.ProcessGroup) -> int:
+    """Return how many collectives and messages this process has begun in ``group``, which has gloo."""
+    return group._get_sequence_number_for_group()
+
+
 def replace_gloo(group: dist.ProcessGroup, prefix: str, kind: int) -> None:
     """Put a new gloo backend under ``group``, connected through its store under ``prefix``.  Collective.
 

@@ -41,7 +41,7 @@ from shardwise.consistency.process_groups import abort_connections, check_peers,
 from shardwise.consistency.store import LOOK_S, JobStore, wait_until
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.observe import EVERYBODY, WAITS, Track, note, note_group
+from shardwise.observe import WAITS, Track, note, note_group
 from shardwise.torch_private import default_store, is_gloo, process_group_store
 
 # ---- What the ranks of a group post for each other in the job's store, with one deadline and the names of absent
@@ -153,17 +153,21 @@ class StoreExchange:
         start, limit_s = time.monotonic(), self.timeout_s if limit_s is None else limit_s
         found: dict[int, str] = {}
         missing = list(ranks)
+        awaited: int | None = None
 
         def take() -> bool:
+            nonlocal awaited
             while missing and (text := self._peek(what, missing[0])) is not None:
                 found[missing.pop(0)] = text
+            if missing and missing[0] != awaited:
+                awaited = missing[0]
+                note(f"{WAITS}rank {self.members[awaited]}", what)
             return not missing
 
         def is_over() -> bool:
             return take() or (is_enough is not None and time.monotonic() - start > _SOON_S and is_enough(found))
 
         if not take():
-            note(f"{WAITS}rank {self.members[missing[0]]}" if len(missing) == 1 else EVERYBODY, what)
             wait_until(is_over, limit_s, alarm.look, lambda: self.gone([*missing, *needs]))
         if not missing and self.notes is not None:
             enable_keepalive(self.notes)  # all ranks have posted their addresses by now
@@ -410,6 +414,8 @@ class MismatchCheck:
         After a backend's own error the engine's groups are unusable: their connections are closed, so that no rank
         waits there for this one while it queries the others.
         """
+        if alarm.deadlock:
+            return DesyncError(alarm.deadlock[0])
         why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
         lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
         leave(f"{lines[0]}{ASKS}")
@@ -614,6 +620,8 @@ class GroupAgreement:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {gone}")
 
     def _explain(self, what: str, error: BaseException) -> DesyncError:
+        if alarm.deadlock:
+            return DesyncError(alarm.deadlock[0])
         failure = self.failure()
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")

@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import TypeVar
 
@@ -33,12 +34,20 @@ from shardwise.consistency.liveness import (
     mark_left,
     tells_of_lost_host,
 )
-from shardwise.consistency.process_groups import abort_all_connections
-from shardwise.consistency.recorder import DefaultRecorder, innermost, lines_of, lines_of_trace, place_of_records
+from shardwise.consistency.process_groups import abort_all_connections, collectives_begun
+from shardwise.consistency.rank_status import (
+    RankStatus,
+    awaited_groups,
+    deadlocked,
+    status_at,
+    status_from_text,
+    statuses_in_words,
+)
+from shardwise.consistency.recorder import DefaultRecorder, lines_of, lines_of_trace, place_of_records
 from shardwise.consistency.store import BRIEF_S, LOOK_S, SILENCE, JobStore, keeps_store, wait_until
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.observe import ERROR, WAITS, Entry, entries, explainers, groups_of, live_tracks, observers
+from shardwise.observe import ERROR, Entry, entries, explainers, observers
 from shardwise.torch_private import are_threads, default_store, timeout_s_of
 
 # ---- The last error of each rank, so that a rank that finds another one gone, or waits for it in vain, can cite the
@@ -282,136 +291,11 @@ def _stay_for(others: list[int], store: dist.Store) -> None:
     wait_until(lambda: all(may_leave(rank) for rank in others), _STAY_S)
 
 
-# ---- The position of a rank, and a sentence about several ranks: who waits for whom, at which line of user code. Pure.
+# ---- The thread that posts where this process is, reports long waits, and ends those that cannot end.
 
-_DISTRIBUTED = "/torch/distributed/"
-_WRAPPERS = (" checked", " outside")  # functions around those that user code calls
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """The position of a rank.
-
-    Attributes:
-        rank: global.
-        line: "file:line" of user code; empty if there is none.
-        call: the function that the user's line has called, such as "save()"; empty if user code runs.
-        waits_for: "rank 3" or "all ranks"; empty if it does not wait for others.
-        passes: by engine, "forward" and "backward": how many of each have begun.
-        running: by engine: which of the two runs, if one does.
-        still_s: how long it has been there; 0 if it has moved since the last check.
-        raised: the class of the exception that ended the program there; empty while it runs.
-    """
-
-    rank: int
-    line: str = ""
-    call: str = ""
-    waits_for: str = ""
-    passes: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
-    running: Mapping[str, str] = field(default_factory=dict[str, str])
-    still_s: float = 0.0
-    raised: str = ""
-
-    def to_text(self) -> str:
-        """Return the status as one JSON object."""
-        return json.dumps(asdict(self))
-
-
-def status_from_text(text: str) -> RankStatus:
-    """Return the status that :meth:`RankStatus.to_text` wrote."""
-    return RankStatus(**json.loads(text))
-
-
-def status_at(rank: int, frames: Sequence[str], last: Entry | None, raised: str = "") -> RankStatus:
-    """Return the status of this process, global ``rank``, whose program is at ``frames``, after its event ``last``."""
-    place = innermost(frames)
-    call = waits_for = ""
-    # The outermost frame is the call that user code makes.
-    for frame in frames[place + 1 :] if place is not None else frames:
-        if _DISTRIBUTED in frame and "c10d_logger" not in frame:
-            call, waits_for = f"torch.distributed.{frame.rsplit(' ', 1)[-1]}()", "all ranks"
-            break
-        if "/shardwise/" in frame and not frame.endswith(_WRAPPERS):
-            call = f"{frame.rsplit(' ', 1)[-1]}()"
-            break
-    if call and last is not None and last[4].startswith(WAITS):
-        waits_for = last[4][len(WAITS) :]
-    line = frames[place].rsplit(" ", 1)[0].removeprefix(f"{os.getcwd()}/") if place is not None else ""
-    recent = [*dict.fromkeys(entry[2] for entry in reversed(entries()))]  # a process may have other models
-    newest = {track.name: track for track in sorted(live_tracks, key=lambda track: track.age)}
-    tracks = sorted(
-        [track for track in newest.values() if track.num_forwards and groups_of([track.name])],  # of several ranks
-        key=lambda track: recent.index(track.name) if track.name in recent else len(recent),
-    )
-    return RankStatus(
-        rank,
-        line,
-        call,
-        waits_for,
-        {track.name: {"forward": track.num_forwards, "backward": track.num_backwards} for track in tracks},
-        {track.name: track.running for track in tracks if track.running},
-        raised=raised,
-    )
-
-
-def statuses_in_words(statuses: Sequence[RankStatus]) -> str:
-    """Return one sentence about where these ranks are, and whether they ran different numbers of forwards or backwards.
-
-    Example:
-        >>> first = RankStatus(0, "a.py:3", "f()", "rank 1", {"e": {"forward": 4}}, {"e": "forward"}, 30.0)
-        >>> statuses_in_words([first, RankStatus(1, "a.py:9", "save()", "", {"e": {"forward": 3}}, {}, 29.0)])
-        'rank 0 is in its 4th forward (a.py:3, waits for rank 1, for 30 s); rank 1 is in save() after its 3rd forward (a.py:9, \
-for 29 s): they ran different numbers of forwards'
-    """
-    track, kind = _difference(statuses)
-    alike: dict[str, list[RankStatus]] = {}
-    for each in statuses:
-        alike.setdefault(_what(replace(each, still_s=0.0), track, kind), []).append(each)
-    parts: list[str] = []
-    for same in alike.values():
-        longest = replace(same[0], still_s=max(each.still_s for each in same))
-        parts.append(f"{format_ranks([each.rank for each in same])} {_what(longest, track, kind, len(same) > 1)}")
-    return "; ".join(parts) + (f": they ran different numbers of {kind}s" if kind else "")
-
-
-def _difference(statuses: Sequence[RankStatus]) -> tuple[str, str]:
-    """Return the engine, and "forward" or "backward", for which waiting ranks have begun different numbers.
-
-    Ranks that compute are not compared: they may just be late.
-    """
-    still = [each for each in statuses if each.still_s and each.waits_for]
-    for track in {name: None for each in still for name in each.passes}:
-        for kind in ("forward", "backward"):
-            if len({each.passes[track].get(kind, 0) for each in still if track in each.passes}) > 1:
-                return track, kind
-    return "", ""
-
-
-def _what(status: RankStatus, track: str, kind: str, is_many: bool = False) -> str:
-    track = track or next(iter(status.running), next(iter(status.passes), ""))
-    running, passes, its = status.running.get(track, ""), status.passes.get(track, {}), "their" if is_many else "its"
-    if running:
-        doing = f"in {its} {_ordinal(passes[running])} {running}"
-    else:
-        doing = f"in {status.call}" if status.call else "in your code" if status.line else "outside your code"
-        counted = kind or "forward"
-        doing += f" after {its} {_ordinal(passes[counted])} {counted}" if passes.get(counted) else ""
-    verb = f"raised {status.raised}" if status.raised else "are" if is_many else "is"
-    notes = [
-        status.line,
-        f"waits for {status.waits_for}" if status.waits_for and not status.raised else "",
-        f"for {status.still_s:.0f} s" if status.still_s else "",
-    ]
-    return f"{verb} {doing} ({', '.join(filter(None, notes))})".removesuffix(" ()")
-
-
-def _ordinal(number: int) -> str:
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
-
-
-_report_s = [30.0]  # one entry, set by set_wait_report only
+_report_s, _deadlock_s = [30.0], [10.0]  # one entry each, set by set_wait_report only
 _LOOKS = 6  # checks within that time
-_REQUESTED, _NAME = "shardwise/wait/asked", "shardwise/wait/job"
+_REQUESTED, _NAME, _DEADLOCK = "shardwise/wait/asked", "shardwise/wait/job", "shardwise/wait/deadlock"
 kernel_waits: list[
     Callable[[], float]
 ] = []  # functions that return for how many seconds a kernel has not ended; collectives/streams.py appends them
@@ -420,7 +304,7 @@ _watches: weakref.WeakKeyDictionary[dist.Store, WaitWatch] = weakref.WeakKeyDict
 _running: list[WaitWatch] = []  # the last one, set by watch_waits only
 
 
-def set_wait_report(seconds: float) -> None:
+def set_wait_report(seconds: float, *, deadlock_s: float = 10.0) -> None:
     """Set how long a rank waits for others before it reports who waits for whom, and where; the default is 30 seconds.
 
     One of the ranks that wait writes a line to standard error, once for each wait.  At the same time ranks that do not make
@@ -428,13 +312,16 @@ def set_wait_report(seconds: float) -> None:
     ``replicate`` or optimizer of shardwise.
 
     Args:
-        seconds: more than 0; 0 turns off the report, and all records except those of :func:`record`.
+        seconds: more than 0; 0 turns off the report, the end of deadlocks, and all records except those of :func:`record`.
+        deadlock_s: how long ranks that wait for each other in different calls, so that none can go on, wait before the
+            report is raised on each of them, over gloo; 0: they wait for the timeout of their process group.
 
     Raises: ConfigError for any other number.
     """
-    if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"seconds must be 0 (no report) or more, got {seconds!r}")
-    _report_s[0] = float(seconds)
+    for name, value in (("seconds", seconds), ("deadlock_s", deadlock_s)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{name} must be 0 (no report) or more, got {value!r}")
+    _report_s[0], _deadlock_s[0] = float(seconds), float(deadlock_s)
 
 
 def watch_waits(store: dist.Store) -> None:
@@ -448,6 +335,7 @@ def watch_waits(store: dist.Store) -> None:
     if not _report_s[0]:
         return
     _stop_at_exit()
+    alarm.deadlock.clear()  # of an earlier job
     watch = _watches[store] = WaitWatch(store, dist.get_rank(), _report_s[0], timeout_s_of(world))
     _running[:] = [watch]
     watch.start()
@@ -473,17 +361,19 @@ class ProgramStatus:
     """Where the program of this process, global ``rank``, is, and since when; create it on the program's thread.
 
     Attributes:
+        thread: that of the program.
         since_s: the monotonic time since which it has been where the last :meth:`look` found it.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank, self.since_s = rank, 0.0
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._seen, self._looked_s = ("", ""), 0.0  # line and call, and when
 
     def look(self) -> RankStatus:
         """Return where the program is; call it periodically."""
-        frames = lines_of(sys._current_frames().get(self._thread))  # pyright: ignore[reportPrivateUsage]
+        frame = sys._current_frames().get(self.thread)  # pyright: ignore[reportPrivateUsage]
+        frames = lines_of(frame)
         now, last = time.monotonic(), self._last_event()
         moved_s = last[0] if last is not None else 0.0
         found = status_at(self.rank, frames, last)
@@ -492,7 +382,10 @@ class ProgramStatus:
         seen, looked_s = self._seen, self._looked_s
         self._seen, self._looked_s = (found.line, found.call), now
         if seen == self._seen and moved_s <= looked_s:
-            return replace(found, still_s=now - self.since_s)
+            found = replace(found, still_s=now - self.since_s)
+            if not found.waits_for:
+                return found
+            return replace(found, awaited=awaited_groups(frame), collectives=collectives_begun())
         self.since_s = moved_s if moved_s > looked_s else now
         return found
 
@@ -503,7 +396,7 @@ class ProgramStatus:
         return replace(found, still_s=time.monotonic() - self.since_s) if is_same else found
 
     def _last_event(self) -> Entry | None:
-        events = (entry for entry in reversed(entries()) if entry[1] == self._thread and entry[4] != ERROR)
+        events = (entry for entry in reversed(entries()) if entry[1] == self.thread and entry[4] != ERROR)
         return next(events, None)
 
 
@@ -516,10 +409,11 @@ class WaitWatch:
 
     def __init__(self, store: dist.Store, rank: int, report_s: float, timeout_s: float) -> None:
         self._store, self._program, self._report_s = weakref.ref(store), ProgramStatus(rank), report_s
-        self._pause_s = min(report_s / _LOOKS, timeout_s / 4)
+        self._pause_s = min(report_s / _LOOKS, timeout_s / 4, (_deadlock_s[0] or report_s) / 2)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-wait", daemon=True)
         self._reported_s = self._recorded_s = 0.0  # when the last wait began that was reported, or recorded
+        self._compared = (0.0, 0.0)  # when the last wait began that was compared with those of others, and its length
         self._asked = ""
         self._recorder = DefaultRecorder(self._name)
 
@@ -564,6 +458,8 @@ class WaitWatch:
             return
         job.set(_status_key(mine.rank), mine.to_text())
         self._recorder.place()  # while the store answers
+        if mine.waits_for and 0 < _deadlock_s[0] <= mine.still_s:
+            self._end_deadlock(job, mine)
         if mine.still_s < self._report_s:
             return
         if mine.waits_for and self._reported_s != self._program.since_s:
@@ -573,6 +469,38 @@ class WaitWatch:
         if asked != self._asked and self._recorded_s != self._program.since_s:
             self._asked, self._recorded_s = asked, self._program.since_s
             self._recorder.write(f"nothing has moved for {mine.still_s:.0f} s")
+
+    def _end_deadlock(self, job: JobStore, mine: RankStatus) -> None:
+        """Raise on the program's thread if this rank and others wait for each other.
+
+        The last rank that has waited long enough sees that the others have, so each one compares rarely: whenever its wait
+        is twice as long.  All of them learn the reason before the first one raises, since its error breaks their calls.
+        """
+        since_s, least_s = self._compared
+        if self._program.since_s != since_s or mine.still_s >= 2 * least_s:
+            self._compared = (self._program.since_s, mine.still_s)
+            found = self._statuses(job, range(dist.get_world_size()), mine)
+            stuck = deadlocked(found, _deadlock_s[0])
+            if mine.rank in stuck:
+                where = statuses_in_words([each for each in found if each.rank in stuck])
+                more = (
+                    f" For the stacks of all ranks: shardwise diagnose {place}" if (place := place_of_records()) else ""
+                )
+                text = f"{format_ranks(stuck)} wait for each other, so that none can go on: {where}. {_RULE}{more}"
+                job.set(_DEADLOCK, json.dumps([stuck, text]))
+        stuck, text = json.loads(job.peek(_DEADLOCK) or '[[], ""]')
+        if mine.rank not in stuck or [text] == alarm.deadlock:
+            return
+        alarm.deadlock[:] = [text]
+        self._reported_s = self._program.since_s
+        if mine.rank == min(stuck):
+            print(f"shardwise: {text}", file=sys.stderr, flush=True)
+        self._recorder.write(text)
+        known = f"{_DEADLOCK}/{len(stuck)}/{zlib.crc32(text.encode())}"
+        job.add(known, 1)
+        wait_until(lambda: job.add(known, 0) >= len(stuck), 2 * self._pause_s, pauses_s=(0.05, 0.2))
+        alarm.end_waits(self._program.thread)
+        abort_all_connections(range(dist.get_world_size()))
 
     def _report(self, job: JobStore, mine: RankStatus) -> None:
         found = self._statuses(job, range(dist.get_world_size()), mine)
@@ -640,6 +568,7 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
     except (ShardwiseError, torch.OutOfMemoryError):
         raise  # it explains itself
     except RuntimeError as error:
+        alarm.refuse_deadlock()
         others, store = tuple(rank for rank in members if rank != mine), store_of_job()
         if store is None:
             who = f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
@@ -664,6 +593,9 @@ def _explain(error: BaseException) -> str:
     store = store_of_job()
     if store is None or isinstance(error, SystemExit):
         return ""
+    if alarm.deadlock:
+        will_leave(store)
+        return "" if isinstance(error, ShardwiseError) else f"DesyncError: {alarm.deadlock[0]}"
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     found, status = "", status_in_words(range(dist.get_world_size()), error)
     if not isinstance(error, ShardwiseError):  # those are reported already, and name their ranks

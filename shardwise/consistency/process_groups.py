@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
+from shardwise.consistency.store import refuse_deadlock
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.formatting import format_ranks
 from shardwise.observe import EVERYBODY, note
@@ -104,6 +105,7 @@ _TAG = 0x5AFE  # of messages that no rank sends
 # over months.
 _probed: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
 _PROBE_AGAIN_S = 5.0
+_num_probes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 # Groups of this process with a connection that was found closed; only a reconnect opens it again.
 _closed: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
@@ -159,12 +161,14 @@ def outlast(work: dist.Work, group: dist.ProcessGroup) -> None:
     """
     pause_s = FIRST.total_seconds()
     while not work.is_completed():
+        refuse_deadlock()
         closed = closed_to(group)
         with contextlib.suppress(RuntimeError):  # a failure of the collective is raised below
             work.wait(timedelta(seconds=_SETTLE_S if closed else pause_s))
         if closed and not work.is_completed():
             raise _broken(closed)
         pause_s = min(2 * pause_s, _MOST_S)
+    refuse_deadlock()
     work.wait()
 
 
@@ -203,6 +207,7 @@ class _Waiter:
         pause_s = _SETTLE_AGAIN_S if group in _closed else FIRST.total_seconds()
         while not is_over.acquire(timeout=pause_s):
             was_closed = group in _closed
+            refuse_deadlock()
             closed = closed_to(group)
             if closed and not is_over.acquire(timeout=_SETTLE_AGAIN_S if was_closed else _SETTLE_S):
                 raise _broken(closed)
@@ -210,6 +215,7 @@ class _Waiter:
                 break
             pause_s = min(2 * pause_s, _MOST_S)
         if failed:
+            refuse_deadlock()
             raise failed.pop().with_traceback(None)
 
     def __del__(self) -> None:
@@ -230,7 +236,14 @@ def _wait(tasks: SimpleQueue[_Task | None]) -> None:
         del is_over
 
 
+def collectives_begun() -> dict[str, int]:
+    """Return how many collectives this process has begun in each of its gloo groups, by name; messages count too."""
+    groups = [group for group in torch_private.all_groups() if is_gloo(group) and group.size() > 1]
+    return {group.group_name: torch_private.sequence_of(group) - _num_probes.get(group, 0) for group in groups}
+
+
 def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
+    _num_probes[group] = _num_probes.get(group, 0) + 1
     try:
         group.recv([torch.empty(1, device="cpu")], rank, _TAG)
     except RuntimeError:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import TransportError
+from shardwise.errors import DesyncError, TransportError
 from shardwise.torch_private import timeout_s_of
 
 # ---- Digests and sketches, by which ranks compare tensors without sending them.
@@ -168,6 +168,29 @@ def listen(check: Callable[[], None]) -> None:
 def leave() -> None:
     """Remove the check of this thread."""
     _checks.pop(threading.get_ident(), None)
+
+
+deadlock: list[str] = []  # why no rank can go on, once that is known; only the watch of waits writes it
+
+
+def refuse_deadlock() -> None:
+    """Raise DesyncError if this process waits in a deadlock, which :mod:`failure_report` has found."""
+    if deadlock:
+        raise DesyncError(deadlock[0])
+
+
+def end_waits(thread: int) -> None:
+    """Raise :data:`deadlock` in ``thread``, one of this process, where it polls."""
+    earlier = _checks.get(thread)
+
+    def check() -> None:
+        if earlier is not None:
+            _checks[thread] = earlier
+        else:
+            del _checks[thread]  # what runs after the error may wait for ranks that report theirs
+        refuse_deadlock()
+
+    _checks[thread] = check
 
 
 def look() -> None:

@@ -30,7 +30,7 @@ from shardwise.consistency.process_groups import abort_all_connections, all_have
 from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.errors import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError
 from shardwise.fsdp.waiting_gradients import withdrawn
-from shardwise.observe import EVERYBODY, Track, note
+from shardwise.observe import WAITS, Track, note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.transaction.kept import (
     KeptBuffers,
@@ -175,7 +175,7 @@ class Agreement:
 
         if comes_soon(is_there):
             return
-        note(EVERYBODY, "the end of a step")
+        note(f"{WAITS}rank {self.members[peer]}", "the end of a step")
         if wait_until(
             is_there, limit_s, lambda: self._check_words(number), lambda: not alive.is_alive(), MEMORY_PAUSES_S
         ):

@@ -73,6 +73,49 @@ def test_ranks_that_run_different_numbers_of_forwards_are_told_so_while_they_wai
     assert sorted(path.name for path in job.glob("*.jsonl")) == ["rank-00000.jsonl", "rank-00001.jsonl"]
 
 
+ALONE = """
+import datetime, sys, torch, torch.distributed as dist, shardwise
+from torch import nn
+from torch.distributed.algorithms.join import Join
+shardwise.set_wait_report(300.0, deadlock_s=1.0)
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = shardwise.shard_model(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(3)]))
+def step(): model(torch.ones(2, 8)).sum().backward()
+step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "calls"),
+    [
+        ("if rank == 0: shardwise.checkpoint.save({folder!r}, {{'model': model}}, step=1)\nstep()\n",
+         (r"save\(\) after", "its 2nd forward")),
+        ("if rank == 0: next(model.parameters()).full_tensor()\ndist.barrier()\n",
+         (r"torch.distributed.full_tensor\(\)", r"torch.distributed.barrier\(\)")),
+        ("if rank == 0: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\ndist.barrier()\n",
+         (r"clip_grad_norm_\(\)", r"torch.distributed.barrier\(\)")),
+        ("meter = shardwise.StepMeter(model, every=1)\nwith Join([model]):\n    for _ in range(2 + rank):\n"
+         "        with meter.step(): step()\n        meter.log()\n", ("Join's exit", r"log\(\)")),
+    ],
+    ids=["save", "full_tensor", "clip", "log in a Join"],
+)  # fmt: skip
+def test_ranks_that_wait_for_each_other_raise_the_report_on_every_rank(
+    program: str, calls: tuple[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(ALONE + program.format(folder=str(tmp_path / "saved")))
+    found = run_script(script, 2, TMPDIR=str(tmp_path))
+    where = (
+        rf"ranks 0, 1 wait for each other, so that none can go on: rank 0 is in {calls[0]}.*; rank 1 is in {calls[1]}"
+    )
+    assert found.code == 1
+    for rank in range(2):
+        assert re.search(rf"\[rank{rank}\]: .*DesyncError: {where}", found.err), found.err
+    assert len(re.findall(rf"^shardwise: {where}", found.err, re.MULTILINE)) == 1
+
+
 @contextlib.contextmanager
 def reports_after(seconds: float) -> Iterator[io.StringIO]:
     shardwise.set_wait_report(seconds)
@@ -137,6 +180,23 @@ def test_nothing_is_said_of_ranks_that_go_on_and_only_once_of_those_that_wait() 
         assert "different numbers" not in said.getvalue(), "rank 1 is late, not elsewhere"
 
 
+@on_ranks(2)
+def test_a_rank_that_computes_or_writes_while_the_others_wait_is_waited_for(tmp_path: Path) -> None:
+    shardwise.set_wait_report(0.4, deadlock_s=0.2)
+    try:
+        model = stepped()
+        for _ in range(2):
+            if dist.get_rank() == 0:
+                for number in range(4):
+                    time.sleep(0.3)
+                    (tmp_path / str(number)).write_text("a long file")
+            dist.barrier()
+            model(torch.ones(2, 8)).sum().backward()
+            save(tmp_path / "saved", {"model": model}, step=1)
+    finally:
+        shardwise.set_wait_report(30.0)
+
+
 @on_ranks(2, fresh=True)
 def test_an_error_of_the_program_itself_is_not_said_to_be_of_other_ranks() -> None:
     stepped()
@@ -191,3 +251,5 @@ def test_a_wait_report_takes_a_number_of_seconds() -> None:
     for wrong in (-1.0, float("inf"), float("nan")):
         with pytest.raises(shardwise.ConfigError, match="seconds must be 0"):
             shardwise.set_wait_report(wrong)
+        with pytest.raises(shardwise.ConfigError, match="deadlock_s must be 0"):
+            shardwise.set_wait_report(30.0, deadlock_s=wrong)

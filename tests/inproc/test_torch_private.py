@@ -607,6 +607,15 @@ def one_rank() -> object:
     dist.destroy_process_group()
 
 
+def test_the_collectives_of_a_gloo_group_are_counted(one_rank: object) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    before = private.sequence_of(group)
+    dist.all_reduce(torch.ones(2))
+    dist.barrier()
+    assert private.sequence_of(group) == before + 2
+
+
 def test_a_group_is_the_same_object_over_another_backend(one_rank: object) -> None:
     group = dist.group.WORLD
     assert group is not None

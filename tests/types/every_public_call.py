@@ -136,7 +136,7 @@ def shards() -> FSDPModule:
     print(DataParallelMeshDims(shard="dp"), FSDPMeshInfo, HSDPMeshInfo, DDPMeshInfo, ShardPlacementResult)
     set_default_transport("auto")
     set_host_timeout(5.0)
-    set_wait_report(60.0)
+    set_wait_report(60.0, deadlock_s=20.0)
     return sharded
 
 
