@@ -408,7 +408,7 @@ class WaitWatch:
     """
 
     def __init__(self, store: dist.Store, rank: int, report_s: float, timeout_s: float) -> None:
-        self._store, self._program, self._report_s = weakref.ref(store), ProgramStatus(rank), report_s
+        self._store, self._program = weakref.ref(store), ProgramStatus(rank)
         self._pause_s = min(report_s / _LOOKS, timeout_s / 4, (_deadlock_s[0] or report_s) / 2)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-wait", daemon=True)
@@ -460,7 +460,7 @@ class WaitWatch:
         self._recorder.place()  # while the store answers
         if mine.waits_for and 0 < _deadlock_s[0] <= mine.still_s:
             self._end_deadlock(job, mine)
-        if mine.still_s < self._report_s:
+        if mine.still_s < _report_s[0]:
             return
         if mine.waits_for and self._reported_s != self._program.since_s:
             self._reported_s = self._program.since_s
