@@ -196,7 +196,7 @@ def deadlocked(statuses: Sequence[RankStatus], least_s: float) -> list[int]:
 
     A rank is ahead of another if it has begun what the other has not: a collective of a group of both, a forward, a
     wait for a word of the other.  Ranks that make the same calls in the same order can be in many places at a time, while
-    messages are on their way, but of two of them only one can be ahead.  So a cycle of ranks that are ahead of each other
+    messages are in flight, but of two of them only one can be ahead.  So a cycle of ranks that are ahead of each other
     shows that they make different calls.  They count only if each has waited for ``least_s`` seconds: ranks whose calls
     differ on purpose, as the stages of a pipeline do, go on.
     """
