@@ -30,30 +30,7 @@ _Kind = TypeVar("_Kind", bound=torch.Tensor)
 _Leaf = TypeVar("_Leaf")
 
 
-# The fields that later torch versions swap themselves, at byte offsets from the start of a storage in torch 2.11: the
-# pointer with its context and deleter, the device, and after these 32 bytes the size.
-_POINTER, _SIZE, _END = 16, 48, 56
-
-
-def _swap_fields(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
-    places: list[int] = []
-    for storage in (left, right):
-        place: int = storage._cdata  # pyright: ignore[reportAttributeAccessIssue]
-        found = [ctypes.c_uint64.from_address(place + offset).value for offset in (_POINTER, _SIZE)]
-        if found != [storage.data_ptr(), storage.nbytes()]:
-            raise NotImplementedError(
-                f"torch {torch.__version__} keeps the memory of a storage elsewhere than torch 2.11 does, and has no function "
-                "to exchange it; install torch 2.13 or newer"
-            )
-        places.append(place + _POINTER)
-    kept = ctypes.string_at(places[0], _END - _POINTER)
-    ctypes.memmove(places[0], places[1], _END - _POINTER)
-    ctypes.memmove(places[1], kept, _END - _POINTER)
-
-
-swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
-    torch.UntypedStorage, "_swap_data_ptr_", _swap_fields
-)
+swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = torch.UntypedStorage._swap_data_ptr_  # pyright: ignore[reportAttributeAccessIssue]
 """Exchanges the memory under two storages; tensors keep their storage object and see the other's bytes."""
 
 
@@ -123,8 +100,6 @@ def _is_refused(storage: torch.UntypedStorage) -> bool:
 @functools.cache
 def can_refuse_reads() -> bool:
     """Return True if this torch can mark a storage as without memory, and :data:`swap_storage` moves the mark."""
-    if swap_storage is _swap_fields:
-        return False
     bare, other = (torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage() for _ in range(2))
     _refuse_reads(bare, "")
     if not _is_refused(bare):
@@ -211,16 +186,6 @@ def check_backward_inputs(around: Callable[[Sequence[Any], Callable[[], Any]], A
             return super().run_backward(*args, **kwargs)
 
     variable._execution_engine = CheckedEngine()
-
-
-ALL_GATHER_METHOD = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-"""The method of a process group that ``dist.all_gather_single`` calls after its checks; groups may override it."""
-
-
-REDUCE_SCATTER_METHOD = (
-    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
-)
-"""The same of ``dist.reduce_scatter_single``."""
 
 
 base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

@@ -31,14 +31,9 @@ from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import FIRST, await_collective, outlast
 from shardwise.observe import EVERYBODY, now, remember, thread
 
-# pyright: reportDeprecated=false
-# torch renamed the collectives in 2.13; older versions have the old names only.
-
-
 # torch's functions spend part of their time on cases that do not occur here: tensor subclasses, ranks outside of the group,
 # coalesced collectives.  So call the process group directly, unless a tool has replaced the function.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER, _REDUCE_SCATTER = dist.all_gather_single, dist.reduce_scatter_single
 
 
 _GATHERING = AllgatherOptions()
@@ -58,10 +53,10 @@ _SCATTERING = {op: _scattering(op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.A
 def all_gather_single(
     output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = True
 ) -> dist.Work | None:
-    """Launch ``output = concat(shard of every rank)``; torch renamed this collective in 2.13."""
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    """Launch ``output = concat(shard of every rank)``."""
+    function = dist.all_gather_single
     if async_op and function is _ALL_GATHER and not output.is_complex():
-        return getattr(group, torch_private.ALL_GATHER_METHOD)(output, shard, _GATHERING)
+        return group.all_gather_single(output, shard, _GATHERING)
     return function(output, shard, group=group, async_op=async_op)
 
 
@@ -69,10 +64,10 @@ def reduce_scatter_single(
     output: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = True
 ) -> dist.Work | None:
     """Launch ``output = my section of op(packed of every rank)``."""
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function = dist.reduce_scatter_single
     if async_op and function is _REDUCE_SCATTER:
         scattering = _SCATTERING.get(op) if type(op) is _RED_OP else None
-        return getattr(group, torch_private.REDUCE_SCATTER_METHOD)(output, packed, scattering or _scattering(op))
+        return group.reduce_scatter_single(output, packed, scattering or _scattering(op))
     return function(output, packed, group=group, op=op, async_op=async_op)
 
 

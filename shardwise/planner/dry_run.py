@@ -212,17 +212,13 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object
     name = packet.__name__
     if name == _ATTENTION:
         is_causal = bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal", False))
-        return (0.5 if is_causal else 1.0) * sdpa_flop_count(*_with_all_heads(args[:3]))
+        return (0.5 if is_causal else 1.0) * sdpa_flop_count(*(each.shape for each in args[:3]))
     if name == f"{_ATTENTION}_backward":
         is_causal = bool(args[7]) if len(args) > 7 else bool(kwargs.get("is_causal", False))
-        return (0.5 if is_causal else 1.0) * sdpa_backward_flop_count(tuple(args[0].shape), *_with_all_heads(args[1:4]))
+        return (0.5 if is_causal else 1.0) * sdpa_backward_flop_count(
+            tuple(args[0].shape), *(each.shape for each in args[1:4])
+        )
     return 0.0
-
-
-def _with_all_heads(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Return the shapes of query, key and value as if no heads shared a key: torch 2.11 counts no others."""
-    query, *others = [tuple(each.shape) for each in tensors]
-    return [query, *[(shape[0], query[1], *shape[2:]) for shape in others]]
 
 
 def numel_of(spec: TensorSpec) -> int:

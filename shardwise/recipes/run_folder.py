@@ -210,7 +210,7 @@ def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer
     state = _collect_state(model, optimizer)
     reader = TorchDcpReader(checkpoint)
     try:
-        reader.read_metadata()  # DCP of torch 2.11 hides the cause if this fails inside it
+        reader.read_metadata()  # inside DCP the cause of a failure would be hidden
         dcp.load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, CheckpointError, OSError) as error:
         raise ConfigError(

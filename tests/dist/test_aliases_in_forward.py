@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, shard_model
-from shardwise.torch_private import can_refuse_reads
 
 READS: dict[str, Callable[[torch.Tensor], object]] = {
     "sum": torch.sum,
@@ -61,10 +60,6 @@ APIS: dict[str, Callable[[nn.Sequential], Any]] = {
 }
 
 
-needs_refusals = pytest.mark.skipif(not can_refuse_reads(), reason="torch 2.11 ends the process there")
-
-
-@needs_refusals
 @pytest.mark.parametrize(
     ("num_ranks", "api"),
     [(2, "reshards"), (2, "keeps"), (2, "shard_model"), (4, "hybrid")],
@@ -107,7 +102,6 @@ class Peeking(nn.Module):
         return y * self.others[0].kept[0].sum() if self.others else y
 
 
-@needs_refusals
 @on_ranks(2)
 def test_a_forward_that_reads_what_another_module_has_kept_is_told_what_it_read() -> None:
     keeping = Keeping()

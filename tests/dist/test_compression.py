@@ -183,8 +183,7 @@ def test_a_backward_without_sync_sends_nothing_and_loses_nothing() -> None:
 def test_int8_sends_at_most_three_tenths_of_the_bytes() -> None:
     sent = [0]
     single = ("all_to_all_single", "all_gather_single", "reduce_scatter_single")
-    names = (*single, "all_gather_into_tensor", "reduce_scatter_tensor")  # torch 2.11 has the latter
-    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    originals = {name: getattr(dist, name) for name in single}
 
     def counting(original: Any) -> Any:
         def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +296,7 @@ def replicated_blocks(policy: CompressionPolicy) -> nn.Sequential:
 def parts_and_sums() -> Generator[list[str]]:
     """Yield a list that gets "s" where parts of a coded sum are sent, and "b" where what they sum to comes back."""
     order: list[str] = []
-    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = "all_gather_single"
     with pytest.MonkeyPatch.context() as patched:
         for letter, name in (("s", "all_to_all_single"), ("b", gather)):
             original = getattr(dist, name)

@@ -22,7 +22,7 @@ from shardwise.planner.dry_run import dry_run
 from shardwise.planner.profile import Setting
 from shardwise.planner.rank_units import rank_units, steps_of
 
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+ALL_GATHER = "all_gather_single"
 
 
 class Product(nn.Module):

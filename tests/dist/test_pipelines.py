@@ -37,12 +37,6 @@ SCHEDULES: dict[str, tuple[Any, int]] = {
     "zbv": (ScheduleZBVZeroBubble, 2),
     "dual": (ScheduleDualPipeV, 2),
 }
-# torch 2.11 sends from a stage to one on the same rank, which gloo refuses, sharded by torch's class, too; and it runs no first
-# backward through the stages that would show which of them compute gradients of weights apart.
-IS_TORCH_2_11 = torch.__version__ < "2.12"
-SHAPED_LIKE_V = "zero bubbles" if IS_TORCH_2_11 else "zbv"
-if IS_TORCH_2_11:
-    del SCHEDULES["zbv"], SCHEDULES["dual"]
 
 
 class Layer(nn.Module):
@@ -160,20 +154,18 @@ def test_every_schedule_trains_stages_as_torchs_class_and_one_process(name: str)
         assert_alike(module, alone[number], f"{name}, stage {number}, beside one process:", CLOSE)
 
 
-if not IS_TORCH_2_11:  # there an error says that they are gone (below)
-
-    @on_ranks(4)
-    def test_weights_that_forward_gives_back_are_there_between_input_and_weight_backward() -> None:
-        # torch's own class loses gradients here without a word.
-        mesh = two_by_two()
-        for name in ("zero bubbles", "dual"):
-            for number, module in run(name, fully_shard, mesh, reshard_after_forward=True).items():
-                assert_alike(module, one_process(4)[number], f"{name}, stage {number}:", CLOSE)
+@on_ranks(4)
+def test_weights_that_forward_gives_back_are_there_between_input_and_weight_backward() -> None:
+    # torch's own class loses gradients here without a word.
+    mesh = two_by_two()
+    for name in ("zero bubbles", "dual"):
+        for number, module in run(name, fully_shard, mesh, reshard_after_forward=True).items():
+            assert_alike(module, one_process(4)[number], f"{name}, stage {number}:", CLOSE)
 
 
 @on_ranks(4)
 def test_replicated_stages_train_as_one_process() -> None:
-    for number, module in run(SHAPED_LIKE_V, replicate, two_by_two()).items():
+    for number, module in run("zbv", replicate, two_by_two()).items():
         assert_alike(module, one_process(4)[number], f"stage {number}:", CLOSE)
 
 
@@ -185,7 +177,7 @@ def test_a_stage_reduces_each_unit_once_per_step() -> None:
         for unit in (module, module[0]):
             unit.set_all_reduce_hook(lambda flat, unit=unit: reduced.append(id(unit)))
 
-    for name in ("1f1b", SHAPED_LIKE_V):
+    for name in ("1f1b", "zbv"):
         modules = run(name, fully_shard, two_by_two(), watch, reshard_after_forward=False)
         times = {id(unit): reduced.count(id(unit)) for module in modules.values() for unit in (module, module[0])}  # type: ignore[index]
         assert set(times.values()) == {STEPS}, f"{name}: {times}"

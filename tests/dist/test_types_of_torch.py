@@ -17,13 +17,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Shard
 
-import shardwise
 from shardwise import fully_shard
 
 WIDTH = 8
-# In torch 2.11 a unit is on one mesh.
-HAS_MESHES_OF_PARAMETERS = hasattr(_fsdp_common, "ShardPlacementResult")
-ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", shardwise.ShardPlacementResult)
+ShardPlacementResult: Any = _fsdp_common.ShardPlacementResult
 
 
 class Experts(nn.Module):
@@ -78,12 +75,7 @@ def test_experts_on_a_mesh_of_their_own_train_as_with_torchs_class() -> None:
         model = nn.Sequential(Mixture(count), Mixture(count))
         plain = copy.deepcopy(model)
         ours: Any = train(model, fully_shard, placement_fn, mesh=everyone)
-        if not HAS_MESHES_OF_PARAMETERS:
-            for block in plain:
-                torchs.fully_shard(block.experts, mesh=info.mesh, shard_placement_fn=lambda _, dim=dim: Shard(dim))
-        theirs: Any = train(
-            plain, torchs.fully_shard, placement_fn if HAS_MESHES_OF_PARAMETERS else lambda _: None, mesh=everyone
-        )
+        theirs: Any = train(plain, torchs.fully_shard, placement_fn, mesh=everyone)
         assert ours[0].experts.up.placements == theirs[0].experts.up.placements
         assert_same(ours, theirs, REORDERED, f"{count} experts, {type(info).__name__}")
 

@@ -10,14 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
-from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from shardwise import FSDPModule, fully_shard, torch_private
 from shardwise.testing.models import Block, batch_for, build, units_of
-
-if not hasattr(ThreadLocalWorld, "comms"):
-    # In torch 2.11 every thread dies of this in destroy_process_group, and what they leave behind ends the process later.
-    ThreadLocalWorld.comms = property(lambda self: [])
 
 
 class TestThreads(MultiThreadedTestCase):

@@ -34,8 +34,8 @@ def fake_ranks() -> object:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("swap", [private.swap_storage, private._swap_fields])
-def test_swapped_storages_exchange_bytes_under_their_tensors(swap: Any) -> None:
+def test_swapped_storages_exchange_bytes_under_their_tensors() -> None:
+    swap = private.swap_storage
     left, right = torch.zeros(4), torch.ones(8)
     empty = torch.empty(0, dtype=torch.uint8).untyped_storage()
     swap(empty, right.untyped_storage())
@@ -123,11 +123,6 @@ _READS: dict[str, Any] = {
 }
 
 
-def test_torch_from_2_12_on_can_be_told_that_a_storage_has_no_memory() -> None:
-    assert private.can_refuse_reads() == (torch.torch_version.TorchVersion(torch.__version__) >= "2.12")
-
-
-@pytest.mark.skipif(not private.can_refuse_reads(), reason="torch 2.11 ends the process there")
 @pytest.mark.parametrize("read", _READS)
 def test_what_has_no_memory_raises_where_it_is_read_and_is_ordinary_when_it_has_some_again(read: str) -> None:
     tensor, bare = torch.ones(4, 6), torch.empty(0, dtype=torch.uint8).untyped_storage()
@@ -812,12 +807,13 @@ def test_process_groups_that_define_a_collective_anew_are_asked() -> None:
     def hear(name: str) -> Any:
         return lambda *_: heard.append(name)
 
-    for name in (private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD):
+    names = ["all_gather_single", "reduce_scatter_single"]
+    for name in names:
         setattr(Own, name, hear(name))
     group, shard, packed = Own(0, 4), torch.ones(2), torch.zeros(8)
     c10d.all_gather_single(packed, shard, group)
     c10d.reduce_scatter_single(shard, packed, group, dist.ReduceOp.SUM)
-    assert heard == [private.ALL_GATHER_METHOD, private.REDUCE_SCATTER_METHOD]
+    assert heard == names
 
 
 def test_a_group_gives_up_after_the_timeout_that_it_is_given_later() -> None:
