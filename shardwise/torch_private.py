@@ -168,26 +168,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def check_backward_inputs(around: Callable[[Sequence[Any], Callable[[], Any]], Any]) -> None:
-    """Run ``around`` in place of every backward, of all threads, whose ``inputs`` include a DTensor.
-
-    It gets the inputs and a function that runs the backward, and returns that function's result, as ``run_backward`` of
-    autograd's engine does: the gradients, or nothing if they are accumulated.
-    """
-    variable: Any = torch.autograd.Variable
-    real: Any = type(variable._execution_engine)
-
-    class CheckedEngine(real):
-        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            inputs = args[4] if len(args) > 4 else ()
-            for each in inputs:
-                if isinstance(each, DTensor):
-                    return around(inputs, functools.partial(super().run_backward, *args, **kwargs))
-            return super().run_backward(*args, **kwargs)
-
-    variable._execution_engine = CheckedEngine()
-
-
 base_of_view: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 """Returns the base of a view, None for other tensors."""
 

@@ -384,12 +384,6 @@ class Engine:
             track = self.exec_order.log.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
         self.exec_order.begin(is_aside)
-        if self._is_graphless:
-            # No backward needs the units that an evaluation left unsharded, and torch may not have counted the writes to
-            # their shards since; so gather them again.
-            for unit in self.units:
-                if unit.uses_default_reshard:
-                    unit.reshard()
         if self.converted.before:
             self.converted.settle(self.exec_order, is_backward=False)
         self.enter_pass("forward")
@@ -432,6 +426,8 @@ class Engine:
             # User code on the host may write to offloaded shards next, while copies on a stream still read them.
             self.comm_ctx.streams.host_waits_for_copies()
         self.leave_pass()
+        if self._is_graphless:
+            self._reshard_kept()
         if self.forwards.has_reported:
             self.forwards.withdraw_report()
         exec_order = self.exec_order
@@ -445,6 +441,15 @@ class Engine:
         if self._is_graphless and not exec_order.gathers:
             exec_order.resume()
         exec_order.log.track.running = ""
+
+    def _reshard_kept(self) -> None:
+        """Reshard what no backward needs: between passes, modules have the parameters that optimizers have.
+
+        Units whose user has asked for full parameters after forward keep those that take a collective to gather.
+        """
+        for unit in self.units:
+            if unit.is_full and (unit.uses_default_reshard or not any(group.is_collective for group in unit.groups)):
+                unit.reshard()
 
     def leave_pass(self) -> None:
         """End a forward or backward: wait until no rank reads the shards, then copy writes to full parameters into them."""

@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -122,54 +122,6 @@ def complete(engine: Engine, completion: object) -> None:
         raise
     engine.manual.complete()
     engine.run_hooks(params)
-
-
-# ---- Refuse sharded parameters as ``inputs`` of a backward: shards are not in the autograd graph.
-
-_UNUSED = "appears to not have been used in the graph"
-
-
-def check_backward_inputs() -> None:
-    """Check the inputs of all backwards from now on; call it once."""
-    torch_private.check_backward_inputs(_backward_of_shards)
-
-
-def _backward_of_shards(inputs: Sequence[Any], run: Callable[[], Any]) -> Any:
-    """Run a backward with ``inputs``, some of them DTensors.
-
-    Raises: StateError if a sharded parameter among them gets no gradient.
-    """
-    names = {id(param.sharded): param.fqn for engine in live_engines for unit in engine.units for param in unit.params}
-    asked = [(index, each) for index, each in enumerate(inputs) if id(each) in names]
-    before = [_grad_of(each) for _, each in asked]
-    try:
-        results = run()
-    except RuntimeError as error:
-        if asked and _UNUSED in str(error):
-            raise _not_in_graph([names[id(each)] for _, each in asked]) from error
-        raise
-    got_none = [
-        names[id(each)]
-        for (index, each), was in zip(asked, before, strict=True)
-        if (results[index] is None if results else _grad_of(each) == was)
-    ]
-    if got_none:
-        raise _not_in_graph(got_none)
-    return results
-
-
-def _grad_of(param: torch.Tensor) -> tuple[int, int]:
-    """Return a value that changes when ``param`` gets a gradient."""
-    return id(param.grad), -1 if param.grad is None else param.grad._version
-
-
-def _not_in_graph(names: Sequence[str]) -> StateError:
-    more = f" and {len(names) - 1} more sharded parameters" if len(names) > 1 else ", a sharded parameter"
-    return StateError(
-        f"autograd was asked for the gradient of {names[0]}{more}, but shards are not in the graph: forward uses the "
-        "unsharded parameters, and shards get .grad when gradients are reduced. Call loss.backward() without inputs, then read "
-        ".grad; for one gradient per loss, clone .grad and call zero_grad() between the losses"
-    )
 
 
 # ---- Records of transfers in torch's profiler, which itself records torch's collectives but not those of links.
@@ -542,9 +494,8 @@ _watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers al
 
 
 def watch_optimizers() -> None:
-    """Install global optimizer hooks that reshard units and count steps as writes; refuse shards as inputs of backwards."""
+    """Install global optimizer hooks that reshard units and count steps as writes."""
     if not _watches:
-        check_backward_inputs()
         before_clips.append(lambda params, *clip: serve_others(JointChange(params, None, False, *clip)))
         after_clips.append(_note_clipped)
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))

@@ -497,7 +497,14 @@ class _Idle(_Standing):
             return result
         given = (args, list(kwargs.values())) if kwargs else args
         kept = _idle_in(_Idle, given)
-        if any(not isinstance(each, _Idle) for each in _idle_in(DTensor, given)):
+        has_shards = any(not isinstance(each, _Idle) for each in _idle_in(DTensor, given))
+        if has_shards and name in ("backward", "grad"):
+            raise StateError(
+                f"autograd was asked for the gradient of {kept[0].kept.fqn} and of shards, but shards are not in the graph: "
+                "forward uses the unsharded parameters, and shards get .grad when gradients are reduced. Call loss.backward() "
+                "without inputs; for one gradient per loss, clone .grad and call zero_grad() between the losses"
+            )
+        if has_shards:
             # In an operation with other shards (an average of weights is updated, for example) use the shard instead.
             for tensor in kept:
                 tensor.kept.follow()
@@ -508,13 +515,14 @@ class _Idle(_Standing):
             if name.endswith("_"):  # torch's multi-tensor functions count no writes to DTensors
                 torch.autograd.graph.increment_version([tensor.kept.sharded() for tensor in kept])
             return result
-        for tensor in kept:
-            tensor.kept.check()
+        states = [tensor.kept for tensor in kept]
+        for state in states:
+            state.check()
         with torch_private.without_torch_function():
             result = func(*args, **(kwargs or {}))
-        for tensor in kept:
-            tensor.kept.follow()
-        _guard(result, kept)
+        for state in states:
+            state.follow()
+        _guard(result, [tensor for tensor in kept if isinstance(tensor, _Idle)])  # a backward has resharded the others
         return result
 
     @property

@@ -944,30 +944,6 @@ def test_tensors_beside_transforms_are_plain_ones_and_the_transform_goes_on() ->
     assert made[0][1]
 
 
-def test_backwards_that_are_asked_for_gradients_of_dtensors_are_run_by_another(
-    one_rank: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", torch.autograd.Variable._execution_engine)
-    seen: list[int] = []
-
-    def around(inputs: Any, run: Any) -> Any:
-        seen.append(len(inputs))
-        return run()
-
-    private.check_backward_inputs(around)
-    plain = torch.ones(2, requires_grad=True)
-    mesh = init_device_mesh("cpu", (1,))
-    shard = DTensor.from_local(torch.ones(2), mesh, [Replicate()]).requires_grad_()
-    assert torch.autograd.grad((plain * 2).sum(), [plain])[0].tolist() == [2.0, 2.0]
-    (plain * 2).sum().backward(inputs=[plain])
-    assert seen == []
-    (found,) = torch.autograd.grad((shard * 2).sum().full_tensor(), [shard])
-    assert private.local_of(found).tolist() == [2.0, 2.0]
-    (shard * 2).sum().full_tensor().backward(inputs=[shard])
-    assert shard.grad is not None
-    assert seen == [1, 1]
-
-
 def test_clipping_of_mixed_gradients_is_done_by_another(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         monkeypatch.setattr(module, "clip_grad_norm_", inspect.unwrap(torch.nn.utils.clip_grad_norm_))
