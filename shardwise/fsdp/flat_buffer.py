@@ -21,8 +21,10 @@ from shardwise.collectives.routes import Link, link_providers, section_parts
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
 from shardwise.fsdp.full_buffer import FullBuffer, make_full_parameter
-from shardwise.fsdp.param import FreedParameter, Registration, ShardedParam, Snapshot, Swap, mark_freed
+from shardwise.fsdp.param import Registration, ShardedParam
+from shardwise.fsdp.parameter_classes import FreedParameter, mark_freed
 from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
+from shardwise.fsdp.swap import Snapshot, Swap
 from shardwise.layout import Bucket, Move, align, build_bucket, row_major
 
 

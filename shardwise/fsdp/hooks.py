@@ -648,7 +648,7 @@ def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
         else:
             calm.add(module)
 
-    module.register_forward_pre_hook(before_forward)
+    module.register_forward_pre_hook(dynamo_disabled(before_forward))
     module.__dict__[SHARES_BUFFERS] = True
 
 

@@ -31,8 +31,10 @@ from shardwise.fsdp.flat_buffer import (
 )
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
-from shardwise.fsdp.param import ShardedParam, Swap, mark_full, mark_sub
+from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.parameter_classes import mark_full, mark_sub
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
+from shardwise.fsdp.swap import Swap
 from shardwise.layout import ChunkShard, build_bucket, by_size
 
 # ---- The communicators of a group.

@@ -18,8 +18,9 @@ from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.gradients import EarlyBuckets, planned_scatter_bytes, sharing_of
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, local_form, take_at_once, take_gradients
-from shardwise.fsdp.param import ShardedParam, mark_full
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.parameter_classes import mark_full
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.fsdp.user_writes import UserWrites, Written
 from shardwise.observe import (

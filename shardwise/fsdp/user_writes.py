@@ -21,8 +21,9 @@ from shardwise.collectives.routes import have_same_bits
 from shardwise.consistency.store import digest_of
 from shardwise.errors import StateError
 from shardwise.fsdp.flat_buffer import FlatBucket
-from shardwise.fsdp.param import ShardedParam, mark_full, mark_kept, may_be_written
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.parameter_classes import mark_full, mark_kept, may_be_written
 from shardwise.observe import unit_in_words
 
 # ---- A rank's own rows of a full parameter, compared with the result of a gather of its shard.

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from helpers.compare import assert_equal, full
 from helpers.ranks import on_ranks
 from helpers.trains_alike import batch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import fully_shard
+from shardwise import fully_shard, replicate
 from shardwise.testing.models import Block
 
 Api = Callable[..., Any]
@@ -87,3 +89,21 @@ def test_one_graph_of_several_units_is_refused_with_the_way_to_compile_them() ->
     ):
         with pytest.raises(Exception, match=f"(?s)(?:{words})"):  # of a private class of torch's
             compiled(api, "whole", is_before=False, backend="eager", fullgraph=True)
+
+
+@on_ranks(2)
+def test_a_replicated_model_with_buffers_compiles_as_ddp_does() -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    plain, ours = net(), replicate(net(), process_group=None)
+    models = [torch.compile(each, backend="eager") for each in (DistributedDataParallel(plain), ours)]
+    for step in range(3):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        losses = [model(x).square().sum() for model in models]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        assert all(map(torch.equal, plain.buffers(), ours.buffers()))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
