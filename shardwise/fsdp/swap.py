@@ -154,7 +154,7 @@ class Swap:
         return True
 
     def mark_freed(self, params: Iterable[ShardedParam], has_memory: bool) -> None:
-        """Do the same as :func:`~shardwise.fsdp.parameter_classes.mark_freed`, with less work if ``has_memory`` is as before."""
+        """Refuse uses of the full parameters, as ``mark_freed`` does, with less work if ``has_memory`` is as before."""
         if self._has_memory is not has_memory:
             mark_freed(params, has_memory)
             self._has_memory = has_memory

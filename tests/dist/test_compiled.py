@@ -106,4 +106,6 @@ def test_a_replicated_model_with_buffers_compiles_as_ddp_does() -> None:
             loss.backward()
         assert torch.equal(*losses)
         assert all(map(torch.equal, plain.buffers(), ours.buffers()))
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+        plain.zero_grad()
+        ours.zero_grad()
