@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,100 +18,20 @@ from shardwise.errors import StateError
 
 # ---- Keep glibc from returning the heap to the kernel between steps.
 # glibc returns the end of its heap once enough of it is free.  After a backward that is the memory of activations and
-# gradients, and the next step takes it back with a page fault for every 4 KiB.  One small block at the end of the heap
-# prevents that for everything below it.  It changes no option of malloc, and freeing the block undoes it.
+# gradients, and the next step takes it back with a page fault for every 4 KiB.
 
-_BLOCK_BYTES = 1 << 16  # below glibc's mmap threshold at any time, so that a block comes from the heap
-_NEAR_BYTES = 1 << 20  # the heap may grow by this much beyond the block before it moves: 256 pages
-_MOST_CHUNKS = 256  # the most allocations of one search for the end of the heap
-_RETRY_BYTES = 1 << 26  # how much the heap must grow before another search, after one that did not find its end
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_MOST_OF_HEAP = 1 << 25  # larger allocations get pages of their own; the largest that mallopt accepts
 
 
-@functools.cache
-def _glibc() -> ctypes.CDLL | None:
-    """Return the C library; None if it is not glibc, since other mallocs have no such heap."""
+def keep_heap(owner: object, device: torch.device) -> None:
+    """Let this process keep the heap that its steps have needed until ``owner`` is gone; other devices have none."""
     library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
-        return None
-    library.sbrk.restype, library.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
-    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    library.realloc.restype, library.realloc.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
-    library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
-    return library
-
-
-def _free(chunks: Iterable[int]) -> None:
-    library = _glibc()
-    assert library is not None
-    for chunk in chunks:
-        library.free(chunk)
-
-
-class HeapTop:
-    """A block at the end of the heap, moved as the heap grows, and freed with this object.
-
-    Attributes:
-        find_end: returns the address of the end of the heap.
-        limit: when the end exceeds this address, the engine calls :meth:`keep`.
-        num_moves: the number of searches for a block: a few in the first steps, hardly any later.
-        is_on: False if malloc has no such heap, and for other devices.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._library = _glibc() if device.type == "cpu" else None
-        self._block: list[int] = []  # one at most
-        self.find_end: Callable[[], int] = int  # 0
-        if self._library is not None:
-            self.find_end = functools.partial(self._library.sbrk, 0)
-        self.limit = 0
-        self.num_moves = 0
-        weakref.finalize(self, _free, self._block).atexit = False
-
-    @property
-    def is_on(self) -> bool:
-        return self._library is not None
-
-    def keep(self) -> None:
-        """Move the block to the present end of the heap; call it where much memory is in use, as in a backward."""
-        if self._library is None:
-            return
-        self.num_moves += 1
-        held: list[int] = []
-        block = self._take_at_end(self._library, held)
-        if block:
-            held += self._block
-            self._block[:] = [block]
-        self.limit = self.find_end() + (_NEAR_BYTES if block else _RETRY_BYTES)
-        _free(held)
-
-    def _take_at_end(self, library: ctypes.CDLL, held: list[int]) -> int:
-        """Return a block at the end of the heap, 0 if none was found; ``held`` receives the chunks that the caller frees.
-
-        malloc grows the heap only if no free chunk inside it is large enough, so allocate chunks of doubling size until the
-        heap grows.
-        """
-        size, largest = _BLOCK_BYTES, sys.maxsize
-        for _ in range(_MOST_CHUNKS):
-            end = self.find_end()
-            chunk = library.malloc(size)
-            if not chunk:
-                return 0
-            if chunk > self.find_end():  # malloc has mapped it outside of the heap
-                library.free(chunk)
-                if size == _BLOCK_BYTES:  # another malloc, or the arena of another thread
-                    self._library, self.find_end = None, int
-                    return 0
-                size = largest = size // 2
-            elif self.find_end() > end:
-                if end - chunk > _NEAR_BYTES:
-                    # The chunk starts in the free bytes at the old end: let it fill them, so that the next one follows.
-                    held.append(library.realloc(chunk, end - chunk - _BLOCK_BYTES))
-                    chunk = library.malloc(size)
-                return library.realloc(chunk, _BLOCK_BYTES) if chunk else 0
-            else:
-                held.append(chunk)
-                size = min(2 * size, largest)
-        return 0
+    if device.type == "cpu" and hasattr(library, "gnu_get_libc_version"):
+        # A fixed trim threshold ends the growth of the other one, which would leave it at 128 KiB.
+        library.mallopt(_MMAP_THRESHOLD, _MOST_OF_HEAP)
+        library.mallopt(_TRIM_THRESHOLD, sys.maxsize >> 32)
+        weakref.finalize(owner, library.malloc_trim, 0).atexit = False
 
 
 # ---- Tensors with storages of their own inside one allocation.

@@ -496,11 +496,9 @@ class Engine:
             through: the pass through the unit's modules whose backward begins; None if no hook observes its end.
             num_packs: ``unit.num_packs`` at the forward of that pass.
         """
-        watch, heap, backward = self.watch, self.comm_ctx.heap, unit.backward
+        watch, backward = self.watch, unit.backward
         if watch.end is None or watch.end() is None:
             self._begin_backward()
-        if heap.find_end() > heap.limit:  # a backward has activations and gradients in use: the heap is at its largest
-            heap.keep()
         if unit.num_packs != num_packs:
             unit.refuse_packing()
         task = torch_private.graph_task_id()

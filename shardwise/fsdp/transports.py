@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.collectives.buffer_pool import BufferPool, HeapTop
+from shardwise.collectives.buffer_pool import BufferPool, keep_heap
 from shardwise.collectives.compressed import CodedSums
 from shardwise.collectives.routes import LinkSource, PassTracker, Transport
 from shardwise.collectives.streams import CommStreams, device_of
@@ -20,7 +20,6 @@ class CommContext:
         device: the device.
         streams: the streams of collectives.
         pool: the buffer pool of collectives and full parameters.
-        heap: keeps glibc from returning the memory of a step to the kernel.
         transport: the transport that this rank wants.
         pass_tracker: tracks passes, in which links may be used.
         links: the sources of links, by name of their process group.
@@ -30,7 +29,6 @@ class CommContext:
     device: torch.device
     streams: CommStreams
     pool: BufferPool
-    heap: HeapTop
     transport: Transport = "auto"
     pass_tracker: PassTracker = field(default_factory=PassTracker)
     coded_sums: CodedSums = field(default_factory=CodedSums)
@@ -39,4 +37,6 @@ class CommContext:
     @classmethod
     def on(cls, device: torch.device, transport: Transport) -> CommContext:
         """Return a new context for ``device``."""
-        return cls(device, CommStreams.on(device_of(device)), BufferPool(device), HeapTop(device), transport)
+        pool = BufferPool(device)
+        keep_heap(pool, device)
+        return cls(device, CommStreams.on(device_of(device)), pool, transport)
