@@ -21,6 +21,7 @@ from shardwise.collectives.protocol import (
     CustomCollectives,
     GatherEnds,
     Handle,
+    OnceHandle,
     ReduceScatterFunction,
     Scale,
     ScatterEnds,
@@ -81,14 +82,13 @@ def all_to_all_rows(
     return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
 
-class Launched:
+class Launched(OnceHandle[Callable[[torch.Tensor], None]]):
     """A collective of ``group`` on the host; ``wait`` waits for ``work``, calls ``end(result)``, releases ``buffer``; once.
 
     ``take_over(buffer)`` comes first, if it is given; neither happens if it returns True.
     """
 
-    __slots__ = ("_buffer", "_end", "_group", "_result", "_take_over", "_work")
-    holds_input = True
+    __slots__ = ("_buffer", "_group", "_result", "_take_over", "_work")
 
     def __init__(
         self,
@@ -99,17 +99,14 @@ class Launched:
         group: dist.ProcessGroup,
         take_over: Callable[[PooledBuffer], bool] | None = None,
     ) -> None:
+        super().__init__(end)
         self._work, self._result, self._group, self._buffer = work, result, group, buffer
         self._take_over = take_over
-        self._end: Callable[[torch.Tensor], None] | None = end
 
     def is_done(self) -> bool:
-        return self._end is None or self._work is None or self._work.is_completed()
+        return self._ends is None or self._work is None or self._work.is_completed()
 
-    def wait(self) -> None:
-        end, self._end = self._end, None
-        if end is None:
-            return
+    def finish(self, ends: Callable[[torch.Tensor], None]) -> None:
         work = self._work
         if work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
@@ -120,14 +117,13 @@ class Launched:
         buffer, take_over = self._buffer, self._take_over
         if take_over is not None and buffer is not None and take_over(buffer):
             return
-        end(self._result)
+        ends(self._result)
         if buffer is not None:
             buffer.release()
 
-    def cancel(self) -> None:
+    def drop(self, ends: Callable[[torch.Tensor], None]) -> None:
         # The backend may still write to the buffers, so they must live until its work is done.
-        end, self._end = self._end, None
-        if end is None or self._work is None:
+        if self._work is None:
             return
         with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffer is never released to the pool
             try:
@@ -148,7 +144,7 @@ class Launched:
             raise
 
 
-class StreamWork:
+class StreamWork(OnceHandle[Callable[[], None]]):
     """A collective enqueued on a side stream; ``wait`` orders the current stream after it.
 
     Args:
@@ -159,8 +155,7 @@ class StreamWork:
         fetch: the side stream that has allocated ``keeps``; it must not reuse that memory before ``stream`` has read it.
     """
 
-    __slots__ = ("_end", "_fetch", "_forget", "_keeps", "_mark", "_stream")
-    holds_input = True
+    __slots__ = ("_fetch", "_forget", "_keeps", "_mark", "_stream")
 
     def __init__(
         self,
@@ -170,28 +165,23 @@ class StreamWork:
         keeps: object,
         fetch: SideStream | None = None,
     ) -> None:
+        super().__init__(end)
         self._stream = stream
         self._mark = stream.mark()
-        self._end: Callable[[], None] | None = end
         self._forget = forget
         self._keeps = keeps
         self._fetch = fetch
 
-    def is_done(self) -> bool:
-        # A query of the device would free memory at different times on each rank, and memory plans would be wrong.
-        return self._end is None
+    # is_done() does not query the device: that would free memory at different times on each rank, and memory plans would
+    # be wrong.
 
-    def wait(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            self._come_after()
-            end()
+    def finish(self, ends: Callable[[], None]) -> None:
+        self._come_after()
+        ends()
 
-    def cancel(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            self._come_after()
-            self._forget()
+    def drop(self, ends: Callable[[], None]) -> None:
+        self._come_after()
+        self._forget()
 
     def _come_after(self) -> None:
         self._stream.current_waits(self._mark)

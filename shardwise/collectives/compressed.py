@@ -228,12 +228,15 @@ MOST_OPEN_BYTES = 1 << 26
 
 @dataclass(slots=True, eq=False)
 class CodedSum:
-    """One unfinished sum: every rank calls :meth:`begin`, :meth:`turn` and :meth:`end`, once each, in the same order.
+    """The handle of one sum: every rank calls :meth:`begin`, :meth:`turn` and :meth:`end`, once each, in the same order.
 
     Attributes:
         packed, compression: the ranks, and the coding of what they send.
         tensor: 1-D; summed in place.  section, params: which of its elements are coded, and the parameters in it.
+        sums: those that it is one of once it is launched.
     """
+
+    holds_input: bool = field(default=False, init=False)
 
     packed: C10dCommunicator
     compression: Compression
@@ -241,6 +244,7 @@ class CodedSum:
     tensor: torch.Tensor
     params: Sequence[NamedTensor]
     scale: Scale
+    sums: CodedSums | None = None
     has_turned: bool = False
     has_ended: bool = False
     _numel: int = field(init=False)  # elements that one rank sums
@@ -306,8 +310,18 @@ class CodedSum:
             buffer.release()
         self._buffers.clear()
 
+    def is_done(self) -> bool:
+        return self.has_ended
+
+    def wait(self) -> None:
+        if self.sums is not None:
+            self.sums.end(self)
+
     def cancel(self) -> None:
         """Cancel the collectives in flight; other ranks do the same at the same place."""
+        if self.has_ended or self.sums is None:
+            return
+        self.sums.forget(self)
         self.has_turned = self.has_ended = True
         on_way, exact, self._on_way, self._exact = self._on_way, self._exact, None, None
         for handle in (on_way, exact):
@@ -382,8 +396,9 @@ class CodedSums:
         for each in [each for each in self.open if each.shares_with(coded)]:
             self._turn(each)
         coded.begin()
+        coded.sums = self
         self.open.append(coded)
-        return _CodedSum(self, coded)
+        return coded
 
     def go_on(self) -> None:
         """End the sums that had turned, and turn the sums that had begun, before the last call of this."""
@@ -418,31 +433,6 @@ class CodedSums:
         for each in self.open[: self.open.index(coded) + 1]:
             if not each.has_turned:
                 each.turn()
-
-
-class _CodedSum:
-    """The handle of a sum that has begun."""
-
-    __slots__ = ("_coded", "_sums")
-    holds_input = False
-
-    def __init__(self, sums: CodedSums, coded: CodedSum) -> None:
-        self._sums = sums
-        self._coded: CodedSum | None = coded
-
-    def is_done(self) -> bool:
-        return self._coded is None
-
-    def wait(self) -> None:
-        coded, self._coded = self._coded, None
-        if coded is not None:
-            self._sums.end(coded)
-
-    def cancel(self) -> None:
-        coded, self._coded = self._coded, None
-        if coded is not None and not coded.has_ended:
-            self._sums.forget(coded)
-            coded.cancel()
 
 
 class _CodedGather:

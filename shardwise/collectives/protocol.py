@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -146,6 +146,43 @@ class Handle(Protocol):
         Buffers of a collective that does not end are never released.
         """
         ...
+
+
+_Ends = TypeVar("_Ends")
+
+
+class OnceHandle(Generic[_Ends]):
+    """A handle that ends once: by :meth:`finish` when it is waited for, by :meth:`drop` when it is cancelled.
+
+    Either gets the ends that the handle was launched with, and before that the handle lets them go: they keep gradients.
+    """
+
+    __slots__ = ("_ends",)
+    holds_input = True
+
+    def __init__(self, ends: _Ends) -> None:
+        self._ends: _Ends | None = ends
+
+    def is_done(self) -> bool:
+        return self._ends is None
+
+    def wait(self) -> None:
+        ends, self._ends = self._ends, None
+        if ends is not None:
+            self.finish(ends)
+
+    def cancel(self) -> None:
+        ends, self._ends = self._ends, None
+        if ends is not None:
+            self.drop(ends)
+
+    def finish(self, ends: _Ends) -> None:
+        """Wait, deliver to ``ends``, release the buffers."""
+        raise NotImplementedError
+
+    def drop(self, ends: _Ends) -> None:
+        """Release the buffers, as :meth:`Handle.cancel` says."""
+        raise NotImplementedError
 
 
 class NamedTensor(Protocol):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import C10dCommunicator, resolve_scale
-from shardwise.collectives.protocol import GatherEnds, Handle, Scale, ScatterEnds, SumContents
+from shardwise.collectives.protocol import GatherEnds, Handle, OnceHandle, Scale, ScatterEnds, SumContents
 from shardwise.errors import ConfigError, DesyncError
 from shardwise.layout import Bucket
 from shardwise.observe import hearers, note, now, remember, tell, thread
@@ -418,27 +418,28 @@ class PassTracker:
                     entry.link.abort()
 
 
-class LeftOut:
+class LeftOut(OnceHandle[GatherEnds | ScatterEnds | None]):
     """A collective that an injected fault omits on this rank only; its result is zeros."""
 
     holds_input = False
 
     def __init__(self, ends: GatherEnds | ScatterEnds | None = None, num_ranks: int = 0) -> None:
-        self._ends, self._num_ranks = ends, num_ranks
+        super().__init__(ends)
+        self._num_ranks = num_ranks
 
     def is_done(self) -> bool:
         return True
 
-    def wait(self) -> None:
-        ends, self._ends = self._ends, None
-        if ends is not None and self._num_ranks:
+    def finish(self, ends: GatherEnds | ScatterEnds | None) -> None:
+        if self._num_ranks:
             shard = cast(GatherEnds, ends).shard()
-            ends.deliver(shard.new_zeros(shard.numel() * self._num_ranks))
-        elif ends is not None:
-            ends.deliver(cast(ScatterEnds, ends).target().zero_())
+            cast(GatherEnds, ends).deliver(shard.new_zeros(shard.numel() * self._num_ranks))
+        else:
+            scattered = cast(ScatterEnds, ends)
+            scattered.deliver(scattered.target().zero_())
 
-    def cancel(self) -> None:
-        self._ends = None
+    def drop(self, ends: GatherEnds | ScatterEnds | None) -> None:
+        pass
 
 
 class RoutedCommunicator:

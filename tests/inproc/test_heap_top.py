@@ -32,7 +32,8 @@ STEPS = """
 import resource, torch, shardwise
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(8)))
+block = lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+model = torch.nn.Sequential(*(block() for _ in range(8)))
 for layer in model:
     shardwise.fully_shard(layer)
 shardwise.fully_shard(model)

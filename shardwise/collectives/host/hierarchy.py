@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives.buffer_pool import PooledBuffer
-from shardwise.collectives.host.send_recv import NUM_INBOXES, TAG_GATHER, TAG_SCATTER, Inboxes, PeerLink, keep
+from shardwise.collectives.host.send_recv import NUM_INBOXES, TAG_GATHER, TAG_SCATTER, Inboxes, Messages, PeerLink, keep
 from shardwise.collectives.host.shared_memory import NEXT_FREE, NUM_SLOTS, HostLink
 from shardwise.collectives.protocol import GatherEnds, Handle, Scale, ScatterEnds
 from shardwise.collectives.routes import PassKind, sum_sections
@@ -201,7 +200,7 @@ def _keep_unfinished(group: dist.ProcessGroup, unfinished: list[dist.Work], memo
         keep(group, unfinished, memory)
 
 
-class _TierGather:
+class _TierGather(Messages[GatherEnds]):
     """An all-gather: this rank's sections are sent to its column at once, the others' received once an inbox is free.
 
     Attributes:
@@ -210,32 +209,28 @@ class _TierGather:
         has_arrived: all have ended, and this rank has published that.
     """
 
-    holds_input = True
-
     def __init__(self, link: TieredLink, ends: GatherEnds, index: int) -> None:
+        super().__init__(link.between, ends)
         self._link, self.index = link, index
-        self._ends: GatherEnds | None = ends
+        self._buckets = ends.buckets()
         self._near = link.inside.all_gather(ends)
-        self._sections = [bucket.section() for bucket in ends.buckets()]
+        sections = [bucket.section() for bucket in self._buckets]
         self.is_expected = self.has_arrived = False
         self.recvs: list[dist.Work] = []
         between = link.between
-        self._sends = [
-            between.send(section, peer, TAG_GATHER)
-            for peer in between.peers
-            for section in self._sections
-            if section.numel()
+        sends = [
+            between.send(section, peer, TAG_GATHER) for peer in between.peers for section in sections if section.numel()
         ]
         # the messages read the shards themselves, which change only after the pass
-        if all(bucket.dtype is bucket.full_dtype for bucket in ends.buckets()):
-            between.wait_sends_at_close(self._sends)
-            self._sends = []
+        if all(bucket.dtype is bucket.full_dtype for bucket in self._buckets):
+            between.wait_sends_at_close(sends)
+        else:
+            self.works, self.memory = sends, [sections]
 
     def expect(self) -> None:
         """Launch the receives into the inbox."""
-        assert self._ends is not None
         self.is_expected = True
-        self._receive(self._link.inboxes.windows(self.index, self._ends.buckets()))
+        self._receive(self._link.inboxes.windows(self.index, self._buckets))
 
     def _receive(self, windows: Sequence[dict[int, torch.Tensor]]) -> None:
         between = self._link.between
@@ -246,52 +241,45 @@ class _TierGather:
             if each[peer].numel()
         ]
 
-    def is_done(self) -> bool:
-        return self._ends is None  # gloo reports a message as done only to a caller that waits
-
-    def wait(self) -> None:
-        ends, link = self._ends, self._link
-        if ends is None:
-            return
+    def finish(self, ends: GatherEnds) -> None:
+        link = self._link
         link.progress()
         self._near.wait()
         link.wait_arrived(self)
         link.read_inboxes(self, ends)
-        self._link.between.wait_all(self._sends)
+        link.between.wait_all(self.works)
         self._end()
 
-    def cancel(self) -> None:
-        if self._ends is None:
-            return
+    def drop(self, ends: GatherEnds) -> None:
         self._near.cancel()
         try:
             self._link.wait_arrived(self)  # other ranks of this host may read this inbox
-            self._link.between.wait_all(self._sends)
+            self._link.between.wait_all(self.works)
         except RuntimeError:
             self.abandon()
         self._end()
 
     def _end(self) -> None:
-        self._ends = None
+        self._buckets = ()
+        self.release()
         self._link.release_inboxes(self)
 
     def abandon(self) -> None:
         """Abandon what has not ended; the memory that it may still write to is not reused before it has."""
-        ends, self._ends = self._ends, None
-        link = self._link
-        if ends is not None and not self.is_expected:
-            # The column sends these sections anyway; without a receive, the next receive would release_inboxes their message.
-            sizes = [(bucket.layout.section_numel, bucket.full_dtype) for bucket in ends.buckets()]
+        self._ends = None
+        link, buckets, self._buckets = self._link, self._buckets, ()
+        if not self.is_expected:
+            # The column sends these sections anyway; without a receive, the next receive would get their message.
+            sizes = [(bucket.layout.section_numel, bucket.full_dtype) for bucket in buckets]
             with contextlib.suppress(RuntimeError):  # a closed connection delivers nothing
                 self._receive(
                     [{p: torch.empty(n, dtype=d, device="cpu") for p in link.between.peers} for n, d in sizes]
                 )
         link.defer_recvs(self.recvs)
-        keep(link.between.group, self._sends, self._sections)
-        self._sends = []
+        super().abandon()
 
 
-class _TierScatter:
+class _TierScatter(Messages[ScatterEnds]):
     """A reduce-scatter that posts this rank's parts for its host, and sums inside the host, then between hosts.
 
     Attributes:
@@ -301,51 +289,42 @@ class _TierScatter:
     holds_input = False
 
     def __init__(self, link: TieredLink, ends: ScatterEnds, scale: Scale) -> None:
-        self._link = link
-        self._ends: ScatterEnds | None = ends
         between = link.between
+        super().__init__(between, ends)
+        self._link = link
         divisor = float(link.inside.num_ranks) if scale.divisor is None else scale.divisor
         self._scale = replace(scale, divisor=divisor)
-        self._is_sent = False
-        self._works: list[dist.Work] = []
-        self._sums: dict[int, PooledBuffer] = {}
-        self._received: dict[int, PooledBuffer] = {}
         self.posted = link.inside.post(ends)
-        num_bytes = (ends.section_numel + 1) * ends.dtype.itemsize
+        self._unsent: ScatterEnds | None = ends
+        self._sums: dict[int, torch.Tensor] = {}
+        self._received: dict[int, torch.Tensor] = {}
         for peer in between.peers:
-            self._sums[peer], self._received[peer] = between.pool.acquire(num_bytes), between.pool.acquire(num_bytes)
-            self._works.append(between.recv(self._received[peer].tensor(ends.dtype), peer, TAG_SCATTER))
+            self._sums[peer], self._received[peer] = (self.staged(ends.section_numel + 1, ends.dtype) for _ in range(2))
+            self.works.append(between.recv(self._received[peer], peer, TAG_SCATTER))
 
     def sum_inside(self) -> None:
         """Add up what this host has for every rank of the column; send the sums."""
-        ends, link = self._ends, self._link
+        ends, link = self._unsent, self._link
         assert ends is not None
         inside, numel = link.inside, ends.section_numel
         inside.wait_posted(ends, self.posted.index)
-        for peer, buffer in self._sums.items():
-            total = buffer.tensor(ends.dtype)
+        for peer, total in self._sums.items():
             inside.sum_posted(ends, self.posted, _SUM, peer, total[:numel])
             total[numel] = _IS_SUM
             self._send(peer, total)
         inside.sum_posted(ends, self.posted, _SUM, inside.rank, ends.target())
         inside.free_slot(self.posted.index)
-        self._is_sent = True
+        self._unsent = None
 
     def _send(self, peer: int, message: torch.Tensor) -> None:
-        self._works.append(self._link.between.send(message, peer, TAG_SCATTER))
+        self.works.append(self._link.between.send(message, peer, TAG_SCATTER))
 
-    def is_done(self) -> bool:
-        return self._ends is None
-
-    def wait(self) -> None:
-        ends, link = self._ends, self._link
-        if ends is None:
-            return
+    def finish(self, ends: ScatterEnds) -> None:
+        link = self._link
         self._wait_all_works()
         out, numel = ends.target(), ends.section_numel
         sums: dict[int, torch.Tensor] = {link.inside.rank: out}
-        for peer, buffer in self._received.items():
-            message = buffer.tensor(ends.dtype)
+        for peer, message in self._received.items():
             if message[numel] != _IS_SUM:
                 its = link.inside.members[peer]
                 raise TransportError(
@@ -354,17 +333,16 @@ class _TierScatter:
                 )
             sums[peer] = message[:numel]
         sum_sections(ends.layout, [sums[rank] for rank in sorted(sums)], self._scale, link.inside.rank, out)
+        sums.clear()
         self._end()
         ends.deliver(out)
 
     def _wait_all_works(self) -> None:
         self._link.sum_until(self.posted.index)
         self._link.progress()
-        self._link.between.wait_all(self._works)
+        self._link.between.wait_all(self.works)
 
-    def cancel(self) -> None:
-        if self._ends is None:
-            return
+    def drop(self, ends: ScatterEnds) -> None:
         try:
             self._wait_all_works()
         except RuntimeError:
@@ -372,25 +350,17 @@ class _TierScatter:
         self._end()
 
     def _end(self) -> None:
-        self._ends = None
         self._link.forget_scatter(self)
-        for buffer in self._take_buffers():
-            buffer.release()
+        self._sums, self._received = {}, {}
+        self.release()
 
     def abandon(self) -> None:
-        """Abandon what has not ended; notify the other hosts that no sums will wait_arrived."""
-        ends, self._ends = self._ends, None
-        if ends is not None and not self._is_sent:
-            for peer, buffer in self._sums.items():
-                message = buffer.tensor(ends.dtype)
+        """Abandon what has not ended; notify the other hosts that no sums will arrive."""
+        self._ends = None
+        ends, self._unsent = self._unsent, None
+        if ends is not None:
+            for peer, message in self._sums.items():
                 message[ends.section_numel] = _HAS_ABORTED
                 with contextlib.suppress(RuntimeError):  # the other host may be gone; it needs no notice then
                     self._send(peer, message)
-        memory = [buffer.lose() for buffer in self._take_buffers()]
-        keep(self._link.between.group, self._works, memory)
-        self._works = []
-
-    def _take_buffers(self) -> list[PooledBuffer]:
-        buffers = [*self._sums.values(), *self._received.values()]
-        self._sums, self._received = {}, {}
-        return buffers
+        super().abandon()

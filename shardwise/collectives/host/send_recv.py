@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.collectives.host.shared_memory import HostLink
-from shardwise.collectives.protocol import BucketEnds, GatherEnds, Handle, Scale, ScatterEnds
+from shardwise.collectives.protocol import BucketEnds, GatherEnds, Handle, OnceHandle, Scale, ScatterEnds
 from shardwise.collectives.routes import PassKind, can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import wait_all
@@ -302,178 +303,150 @@ class PeerLink:
         self._sends += works
 
 
-class _MessageGather:
-    """An all-gather that receives large parts in place, and the small parts of each bucket as one message."""
-
-    holds_input = True
-
-    def __init__(self, link: PeerLink, ends: GatherEnds) -> None:
-        self._buckets: list[_GatherBucket] | None = [_GatherBucket(link, bucket_ends) for bucket_ends in ends.buckets()]
-
-    def is_done(self) -> bool:
-        return not self._buckets  # gloo reports a message as done only to a caller that waits
-
-    def wait(self) -> None:
-        buckets, self._buckets = self._buckets, None
-        try:
-            for bucket in buckets or ():
-                bucket.finish()
-        except BaseException:
-            for bucket in buckets or ():
-                bucket.abandon()
-            raise
-
-    def cancel(self) -> None:
-        buckets, self._buckets = self._buckets, None
-        for bucket in buckets or ():
-            bucket.cancel()
+_Ends = TypeVar("_Ends")
 
 
-class _GatherBucket:
-    def __init__(self, link: PeerLink, bucket_ends: BucketEnds) -> None:
-        self._link, self._bucket_ends = link, bucket_ends
-        layout, large = bucket_ends.layout, bucket_ends.layout.num_large
-        self._section = section = bucket_ends.section()
-        mine = section_parts(layout, section, link.rank)[:large]
-        tail = section.narrow(0, layout.tail_start, layout.tail_numel)
-        tail_bytes = layout.tail_numel * section.element_size()
-        self._tails = {peer: link.pool.acquire(tail_bytes) for peer in link.peers}
-        self._strided: list[tuple[torch.Tensor, PooledBuffer]] = []
-        self._sends: list[dist.Work] = []
-        self._recvs: list[dist.Work] = []
-        for peer in link.peers:
-            for part, target in zip(mine, bucket_ends.full_parts(peer)[:large], strict=True):
-                if target.numel():
-                    self._recvs.append(self._receive(target, peer))
-                if part.numel():
-                    self._sends.append(link.send(part.reshape(-1), peer, TAG_GATHER))
-            if layout.tail_numel:
-                self._recvs.append(link.recv(self._tails[peer].tensor(section.dtype), peer, TAG_GATHER))
-                self._sends.append(link.send(tail, peer, TAG_GATHER))
+class Messages(OnceHandle[_Ends]):
+    """A collective of messages over ``link``, with the memory that they read and write.
 
-    def _receive(self, target: torch.Tensor, peer: int) -> dist.Work:
-        if target.is_contiguous():
-            return self._link.recv(target.reshape(-1), peer, TAG_GATHER)
-        # The window has gaps: the parameter is not sharded along dim 0.
-        buffer = self._link.pool.acquire(target.numel() * target.element_size())
-        self._strided.append((target, buffer))
-        return self._link.recv(buffer.tensor(target.dtype), peer, TAG_GATHER)
+    Attributes:
+        works: the messages.  memory: what they read besides buffers.
+    """
 
-    def finish(self) -> None:
-        layout, link = self._bucket_ends.layout, self._link
-        torch_private.copy_all(self._bucket_ends.full_parts(link.rank), section_parts(layout, self._section, link.rank))
-        link.wait_all(self._recvs)
-        for target, buffer in self._strided:
-            target.copy_(buffer.tensor(target.dtype).view(target.shape))
-        first = layout.num_large
-        if layout.tail_numel:
-            for peer, buffer in self._tails.items():
-                tail = buffer.tensor(self._section.dtype)
-                torch_private.copy_all(
-                    self._bucket_ends.full_parts(peer)[first:], section_parts(layout, tail, peer, first)
-                )
-        # the messages read the shards themselves, which change only after the pass
-        if self._section.dtype is self._bucket_ends.dtype:
-            link.wait_sends_at_close(self._sends)
-            self._sends = []
-        else:
-            link.wait_all(self._sends)
-        for buffer in self._take_buffers():
-            buffer.release()
+    def __init__(self, link: PeerLink, ends: _Ends) -> None:
+        super().__init__(ends)
+        self.peer_link = link
+        self.works: list[dist.Work] = []
+        self.memory: list[object] = []
+        self._buffers: list[PooledBuffer] = []
 
-    def cancel(self) -> None:
-        if all(wait_without_error(works, self._link.group) for works in (self._recvs, self._sends)):
-            for buffer in self._take_buffers():
-                buffer.release()
+    # gloo reports a message as done only to a caller that waits, so is_done() does not ask.
+
+    def drop(self, ends: _Ends) -> None:
+        if wait_without_error(self.works, self.peer_link.group):
+            self.release()
         else:
             self.abandon()
 
+    def staged(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for a message, released with this handle."""
+        buffer = self.peer_link.pool.acquire(numel * dtype.itemsize)
+        self._buffers.append(buffer)
+        return buffer.tensor(dtype)
+
+    def wait_works(self) -> None:
+        """Wait for the messages; after an error keep their memory."""
+        try:
+            self.peer_link.wait_all(self.works)
+        except BaseException:
+            self.abandon()
+            raise
+
     def abandon(self) -> None:
         """Abandon what has not ended; keep the memory that it may write to."""
-        memory = [buffer.lose() for buffer in self._take_buffers()]
-        if self._recvs:
-            memory.append(self._bucket_ends.lose_full())
-        keep(self._link.group, self._recvs + self._sends, memory)
-        self._recvs, self._sends = [], []
+        memory = [*(buffer.lose() for buffer in self._buffers), *self.memory]
+        keep(self.peer_link.group, self.works, memory)
+        self._buffers, self.works, self.memory = [], [], []
 
-    def _take_buffers(self) -> list[PooledBuffer]:
-        buffers = [*self._tails.values(), *(buffer for _, buffer in self._strided)]
-        self._tails, self._strided = {}, []
-        return buffers
+    def release(self) -> None:
+        """Release the memory of messages that have ended."""
+        for buffer in self._buffers:
+            buffer.release()
+        self._buffers, self.memory = [], []
 
 
-class _MessageScatter:
+class _MessageGather(Messages[GatherEnds]):
+    """An all-gather that receives large parts in place, and the small parts of each bucket as one message."""
+
+    def __init__(self, link: PeerLink, ends: GatherEnds) -> None:
+        super().__init__(link, ends)
+        self._own = [(bucket, bucket.section()) for bucket in ends.buckets()]
+        self._staged: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []  # targets, and what arrives
+        for bucket, section in self._own:
+            self._launch(bucket, section)
+
+    def _launch(self, bucket: BucketEnds, section: torch.Tensor) -> None:
+        link, layout, large = self.peer_link, bucket.layout, bucket.layout.num_large
+        mine = section_parts(layout, section, link.rank)[:large]
+        tail = section.narrow(0, layout.tail_start, layout.tail_numel)
+        sends: list[dist.Work] = []
+        for peer in link.peers:
+            theirs = bucket.full_parts(peer)
+            for part, target in zip(mine, theirs[:large], strict=True):
+                if target.numel():
+                    self.works.append(self._receive(target, peer))
+                if part.numel():
+                    sends.append(link.send(part.reshape(-1), peer, TAG_GATHER))
+            if layout.tail_numel:
+                message = self.staged(layout.tail_numel, section.dtype)
+                self._staged.append((theirs[large:], section_parts(layout, message, peer, large)))
+                self.works.append(link.recv(message, peer, TAG_GATHER))
+                sends.append(link.send(tail, peer, TAG_GATHER))
+        # the messages read the shards themselves, which change only after the pass
+        if section.dtype is bucket.dtype:
+            link.wait_sends_at_close(sends)
+        else:
+            self.works += sends
+
+    def _receive(self, target: torch.Tensor, peer: int) -> dist.Work:
+        if target.is_contiguous():
+            return self.peer_link.recv(target.reshape(-1), peer, TAG_GATHER)
+        # The window has gaps: the parameter is not sharded along dim 0.
+        message = self.staged(target.numel(), target.dtype)
+        self._staged.append(([target], [message.view(target.shape)]))
+        return self.peer_link.recv(message, peer, TAG_GATHER)
+
+    def finish(self, ends: GatherEnds) -> None:
+        rank = self.peer_link.rank
+        for bucket, section in self._own:
+            torch_private.copy_all(bucket.full_parts(rank), section_parts(bucket.layout, section, rank))
+        self.wait_works()
+        for targets, parts in self._staged:
+            torch_private.copy_all(targets, parts)
+        self._own, self._staged = [], []
+        self.release()
+
+    def abandon(self) -> None:
+        """Abandon what has not ended; keep the memory that it may write to, full parameters too."""
+        if self.works:
+            self.memory += [bucket.lose_full() for bucket, _ in self._own]
+        super().abandon()
+
+
+class _MessageScatter(Messages[ScatterEnds]):
     """A reduce-scatter that sends large gradients from where they are, and the small ones for each peer as one message."""
 
-    holds_input = True
-
     def __init__(self, link: PeerLink, ends: ScatterEnds, scale: Scale) -> None:
-        self._link, self._scale = link, scale
-        self._ends: ScatterEnds | None = ends
+        super().__init__(link, ends)
+        self._scale = scale
         layout, dtype, large = ends.layout, ends.dtype, ends.layout.num_large
-        self._received = {peer: link.pool.acquire(layout.section_numel * dtype.itemsize) for peer in link.peers}
-        self._tails = {peer: link.pool.acquire(layout.tail_numel * dtype.itemsize) for peer in link.peers}
-        self._works: list[dist.Work] = []
-        self._packed: list[torch.Tensor] = []
-        for peer in link.peers:
-            section = self._received[peer].tensor(dtype)
+        self._received = {peer: self.staged(layout.section_numel, dtype) for peer in link.peers}
+        for peer, section in self._received.items():
             theirs = ends.full_parts(peer)
             for window, part in zip(section_parts(layout, section, link.rank)[:large], theirs[:large], strict=True):
                 if window.numel():
-                    self._works.append(link.recv(window.reshape(-1), peer, TAG_SCATTER))
+                    self.works.append(link.recv(window.reshape(-1), peer, TAG_SCATTER))
                 if part.numel():
                     flat = part.reshape(-1).contiguous()  # a copy if the parameter is not sharded along dim 0
-                    self._packed.append(flat)
-                    self._works.append(link.send(flat, peer, TAG_SCATTER))
+                    self.memory.append(flat)
+                    self.works.append(link.send(flat, peer, TAG_SCATTER))
             if layout.tail_numel:
-                tail = self._tails[peer].tensor(dtype)
+                tail = self.staged(layout.tail_numel, dtype)
                 pack_parts(layout, theirs, tail, peer, large)
                 window = section.narrow(0, layout.tail_start, layout.tail_numel)
-                self._works.append(link.recv(window, peer, TAG_SCATTER))
-                self._works.append(link.send(tail, peer, TAG_SCATTER))
+                self.works.append(link.recv(window, peer, TAG_SCATTER))
+                self.works.append(link.send(tail, peer, TAG_SCATTER))
 
-    def is_done(self) -> bool:
-        return self._ends is None  # gloo reports a message as done only to a caller that waits
-
-    def wait(self) -> None:
-        ends, self._ends = self._ends, None
-        if ends is None:
-            return
-        try:
-            self._link.wait_all(self._works)
-        except BaseException:
-            self._abandon()
-            raise
-        link, layout, dtype = self._link, ends.layout, ends.dtype
+    def finish(self, ends: ScatterEnds) -> None:
+        self.wait_works()
+        link, layout = self.peer_link, ends.layout
         out = ends.target()
         pack_parts(layout, ends.full_parts(link.rank), out, link.rank)
-        sections = [out if rank == link.rank else self._received[rank].tensor(dtype) for rank in range(link.size)]
+        sections = [out if rank == link.rank else self._received[rank] for rank in range(link.size)]
         sum_sections(layout, sections, self._scale, link.rank, out)
-        self._release()
+        self._received.clear()
+        self.release()
         ends.deliver(out)
-
-    def cancel(self) -> None:
-        if self._ends is not None:
-            self._ends = None
-            if wait_without_error(self._works, self._link.group):
-                self._release()
-            else:
-                self._abandon()
-
-    def _abandon(self) -> None:
-        memory = [buffer.lose() for buffer in self._take_buffers()]
-        keep(self._link.group, self._works, [*memory, *self._packed])
-        self._works, self._packed = [], []
-
-    def _release(self) -> None:
-        self._packed.clear()
-        for buffer in self._take_buffers():
-            buffer.release()
-
-    def _take_buffers(self) -> list[PooledBuffer]:
-        buffers = [*self._received.values(), *self._tails.values()]
-        self._received, self._tails = {}, {}
-        return buffers
 
 
 def is_worth_messages(layout: Bucket) -> bool:

@@ -20,6 +20,7 @@ from shardwise.collectives.protocol import (
     BucketEnds,
     GatherEnds,
     Handle,
+    OnceHandle,
     Scale,
     ScatterEnds,
     SumContents,
@@ -580,68 +581,58 @@ class HostLink:
         return view
 
 
-class _HostGather:
+class _HostGather(OnceHandle[GatherEnds]):
     """An all-gather that copies when it is waited for, at the latest when its pass closes."""
 
-    __slots__ = ("_ends", "_link")
+    __slots__ = ("_link",)
     holds_input = False
 
     def __init__(self, link: HostLink, ends: GatherEnds) -> None:
+        super().__init__(ends)
         self._link = link
-        self._ends: GatherEnds | None = ends
 
     def is_done(self) -> bool:
         return True
 
-    def wait(self) -> None:
-        ends, self._ends = self._ends, None
-        if ends is not None:
-            self._link.gathers.remove(self)
-            self._link.read_sections(ends)
+    def finish(self, ends: GatherEnds) -> None:
+        self._link.gathers.remove(self)
+        self._link.read_sections(ends)
 
-    def cancel(self) -> None:
-        if self._ends is not None:
-            self._ends = None
-            self._link.gathers.remove(self)
+    def drop(self, ends: GatherEnds) -> None:
+        self._link.gathers.remove(self)
 
     def forget(self) -> None:
         self._ends = None
 
 
-class _HostScatter:
+class _HostScatter(OnceHandle[ScatterEnds]):
     """A reduction whose parts are in the outbox; the others' parts are read once they are posted.
 
     This rank's own parts are copied too, so that gradients stay alive no longer than their launch when other ranks are
     late.
     """
 
-    __slots__ = ("_ends", "_link", "_scale", "posted")
+    __slots__ = ("_link", "_scale", "posted")
     holds_input = False
 
     def __init__(self, link: HostLink, ends: ScatterEnds, scale: Scale, posted: Posted) -> None:
-        self._link = link
-        self._ends: ScatterEnds | None = ends
-        self._scale = scale
-        self.posted = posted
+        super().__init__(ends)
+        self._link, self._scale, self.posted = link, scale, posted
 
     def is_done(self) -> bool:
         return self._ends is None or self._link.is_posted(self.posted.index)
 
-    def wait(self) -> None:
-        ends, self._ends = self._ends, None
-        if ends is not None:
-            link, index = self._link, self.posted.index
-            link.forget_scatter(self)
-            link.wait_posted(ends, index)
-            out = ends.target()  # if the own section was not left in the outbox, it is this target
-            link.sum_posted(ends, self.posted, self._scale, link.rank, out)
-            link.free_slot(index)
-            ends.deliver(out)
+    def finish(self, ends: ScatterEnds) -> None:
+        link, index = self._link, self.posted.index
+        link.forget_scatter(self)
+        link.wait_posted(ends, index)
+        out = ends.target()  # if the own section was not left in the outbox, it is this target
+        link.sum_posted(ends, self.posted, self._scale, link.rank, out)
+        link.free_slot(index)
+        ends.deliver(out)
 
-    def cancel(self) -> None:
-        if self._ends is not None:
-            self._ends = None
-            self._link.forget_scatter(self)
+    def drop(self, ends: ScatterEnds) -> None:
+        self._link.forget_scatter(self)
 
 
 def _digest(ends: ScatterEnds) -> int:
