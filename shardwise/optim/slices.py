@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -434,6 +434,17 @@ class OptimizerBackend(Protocol):
     def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
         """Replace all state and options; may be collective.  The backend may keep the tensors in ``values``."""
         ...
+
+
+def as_they_are(things: Iterable[object], *names: str) -> Callable[[], None]:
+    """Return a function that restores the attributes ``names`` of ``things``."""
+    was = [(thing, name, getattr(thing, name)) for thing in things for name in names]
+
+    def restore() -> None:
+        for thing, name, value in was:
+            setattr(thing, name, value)
+
+    return restore
 
 
 def loss_of(closure: Closure | None) -> Any:

@@ -31,6 +31,7 @@ from shardwise.optim.slices import (
     PerSlice,
     Values,
     Window,
+    as_they_are,
     gradient_of,
     is_sharded,
     is_sharded_tensor,
@@ -381,13 +382,7 @@ class WholeMatrixStep:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that restores which matrices have state."""
-        was = [matrix.has_state for matrix in self._matrices]
-
-        def restore() -> None:
-            for matrix, had_state in zip(self._matrices, was, strict=True):
-                matrix.has_state = had_state
-
-        return restore
+        return as_they_are(self._matrices, "has_state")
 
     def _update(self) -> Exception | None:
         """Step the optimizer over the gathered and the replicated matrices; return the exception that it raised."""

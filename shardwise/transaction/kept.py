@@ -1,10 +1,10 @@
-"""Copies of an optimizer's parameters, state and options from before its step; taken when the step begins."""
+"""What a step changes, saved and restored: units, gradients, buffers, parameters, optimizer state and options."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,135 +18,64 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.clip import OwnedGradient
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.local_gradients import EarlierGradients, Gradients
-from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.roots import Attachment, attachment_of
 from shardwise.fsdp.unit import Unit
 from shardwise.optim.slices import copied
-from shardwise.plan.schedule import UnitPolicy
 
-# ---- What a step changes in units besides tensors, saved and restored; engines are recreated after a failed step.
-# Ranks that stopped at different places know different things about each other: plans, numbers of exchanges, passes of
-# links. All of that belongs to the engine, so after a failure it is created again as at the first forward.
+Undo = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """A unit before the step: gradients of earlier backwards, which never change in place, and facts on backward."""
+class Saved:
+    """The state before a step: copies of tensors, and functions that restore everything else.
 
-    unit: Unit
-    held: Gradients
-    partial: Gradients
-    unsynced: frozenset[ShardedParam]
-    policy: UnitPolicy
-    counts: bool
-    ended_late: bool
-    num_replica_sums: tuple[int, ...]
-
-
-class KeptUnits:
-    """The units of ``model`` as they were when :meth:`keep` was called."""
-
-    def __init__(self, model: nn.Module) -> None:
-        found = {id(each): each for module in model.modules() if (each := attachment_of(module)) is not None}
-        self._attachments = list(found.values())
-        self._units: list[_Unit] = []
-        self._is_last: dict[int, bool] = {}
-        self._marks: list[Callable[[], None]] = []
-
-    def keep(self) -> int:
-        """Save their state; return the bytes copied.
-
-        Raises: StateError if gradients of a backward are pending.
-        """
-        for engine in self._engines():
-            if engine.is_in_step or engine.reductions.has_deferred or engine.manual.awaits_completion:
-                raise StateError(
-                    "a transaction begins between steps, without pending gradients: found a forward or backward that "
-                    "has not ended, one with set_is_last_backward(False), or one that waits for finalize_backward(). Begin "
-                    "the transaction before it"
-                )
-            self._is_last[id(engine)] = engine.is_last_backward
-        self._units = [_unit_as_it_is(each.unit) for each in self._attachments]
-        groups = (group for each in self._attachments for group in each.unit.groups)
-        coded = [group.compression for group in groups if group.compression is not None]
-        self._marks = [each.mark() for each in coded]
-        return sum(each.residual_bytes for each in coded)
-
-    def restore(self) -> None:
-        """Reshard every unit, forget the step, and drop the engines.  Does not communicate."""
-        for engine in self._engines():
-            engine.forget_step()
-            engine.is_last_backward = self._is_last.get(id(engine), True)
-        for was in self._units:
-            was.unit.earlier.put_back(was.held, was.partial)
-            was.unit.earlier.unsynced = set(was.unsynced)
-            was.unit.policy = was.policy
-            was.unit.backward.counts, was.unit.backward.ended_late = was.counts, was.ended_late
-            for group, number in zip(was.unit.groups, was.num_replica_sums, strict=True):
-                group.num_replica_sums = number
-        for restore in self._marks:
-            restore()
-        for attachment in self._attachments:
-            attachment.is_root = None  # the next forward creates the engine
-
-    def show_waiting(self) -> None:
-        """Show in ``.grad`` of shards that gradients wait for a later backward; call it when gradients are restored."""
-        for was in self._units:
-            was.unit.earlier.show()
-
-    @property
-    def earlier(self) -> list[EarlierGradients]:
-        """The gradients of earlier backwards of all units."""
-        return [each.unit.earlier for each in self._attachments]
-
-    def _engines(self) -> list[Engine]:
-        found = {id(engine): engine for each in self._attachments if (engine := _engine(each)) is not None}
-        return list(found.values())
-
-
-def _engine(attachment: Attachment) -> Engine | None:
-    return engine_of(attachment.unit)
-
-
-def _unit_as_it_is(unit: Unit) -> _Unit:
-    earlier, backward = unit.earlier, unit.backward
-    unsynced = frozenset(earlier.unsynced)
-    held, partial = dict(earlier.held), dict(earlier.partial)
-    sums = tuple(group.num_replica_sums for group in unit.groups)
-    return _Unit(unit, held, partial, unsynced, unit.policy, backward.counts, backward.ended_late, sums)
-
-
-# ---- Copies of tensors, restored in place: every reference to a tensor sees the old values again.
-
-
-class Copies:
-    """Copies of some tensors, in memory that is reused for tensors of the same shapes, as in the next step."""
+    Attributes:
+        num_bytes: bytes copied since :meth:`begin`.
+    """
 
     def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
+        self.num_bytes = 0
+        self._memory: dict[Hashable, list[torch.Tensor]] = {}
+        self._undo: list[Undo] = []
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Copy ``tensors``, replacing the last copies; return the bytes.  Of a DTensor, copy the local tensor."""
-        found = torch_private.locals_of(tensors)
+    def begin(self) -> None:
+        """Forget the state before the last step."""
+        self._undo, self.num_bytes = [], 0
+
+    def copy(self, what: Hashable, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy ``tensors``; of a DTensor, the local tensor.  They are restored in place: every reference sees the old values.
+
+        ``what`` names the memory of the copies, which is reused for tensors of the same shapes, as in the next step.
+        """
+        found = torch_private.locals_of(list(tensors))
+        if not found:
+            return
+        copies = self._memory.get(what, [])
         with torch.no_grad():
-            if _are_alike(found, self._copies) and _are_plain(found):
-                torch_private.copy_all(self._copies, found)
+            if _are_alike(found, copies) and _are_plain(found):
+                torch_private.copy_all(copies, found)
             else:
-                self._copies = [copied(tensor.detach()) for tensor in found]
-        self._tensors = found
-        return sum(tensor.numel() * tensor.element_size() for tensor in found)
+                copies = self._memory[what] = [copied(tensor.detach()) for tensor in found]
+        self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensor, was in zip(found, copies, strict=True):
+                    tensor.detach().copy_(was)
+
+        self._undo.append(restore)
+
+    def then(self, undo: Undo) -> None:
+        """Call ``undo`` when the state is restored, after what was saved before."""
+        self._undo.append(undo)
 
     def restore(self) -> None:
-        """Write the copies back to their tensors."""
-        with torch.no_grad():
-            for tensor, copy in zip(self._tensors, self._copies, strict=True):
-                tensor.detach().copy_(copy)
+        """Restore everything, in the order in which it was saved.  Does not communicate."""
+        for undo in self._undo:
+            undo()
 
-    def release(self) -> None:
-        """Drop the references to the tensors; keep the memory of the copies."""
-        self._tensors = []
+    def clear(self) -> None:
+        """Drop all references to what was saved; keep the memory of the copies."""
+        self._undo = []
 
 
 def _are_alike(found: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> bool:
@@ -160,93 +89,119 @@ def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     return all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)
 
 
+# ---- Units.  Ranks that stopped at different places know different things about each other: plans, numbers of exchanges,
+# passes of links. All of that belongs to the engine, so after a failure it is created again as at the first forward.
+
+
+def attachments_of(model: nn.Module) -> list[Attachment]:
+    """Return what ``fully_shard`` has attached to the modules of ``model``."""
+    found = {id(each): each for module in model.modules() if (each := attachment_of(module)) is not None}
+    return list(found.values())
+
+
+def save_units(saved: Saved, attachments: Sequence[Attachment]) -> None:
+    """Save what a step changes in units besides tensors.  Raises: StateError if gradients of a backward are pending."""
+    is_last: dict[int, bool] = {}
+    for engine in _engines(attachments):
+        if engine.is_in_step or engine.reductions.has_deferred or engine.manual.awaits_completion:
+            raise StateError(
+                "a transaction begins between steps, without pending gradients: found a forward or backward that "
+                "has not ended, one with set_is_last_backward(False), or one that waits for finalize_backward(). Begin "
+                "the transaction before it"
+            )
+        is_last[id(engine)] = engine.is_last_backward
+
+    def forget_step() -> None:
+        for engine in _engines(attachments):
+            engine.forget_step()
+            engine.is_last_backward = is_last.get(id(engine), True)
+
+    def drop_engines() -> None:
+        for attachment in attachments:
+            attachment.is_root = None  # the next forward creates the engine
+
+    saved.then(forget_step)
+    for attachment in attachments:
+        saved.then(_unit_as_it_is(attachment.unit))
+        for compression in [group.compression for group in attachment.unit.groups]:
+            if compression is not None:
+                saved.num_bytes += compression.residual_bytes
+                saved.then(compression.mark())
+    saved.then(drop_engines)
+
+
+def _engines(attachments: Sequence[Attachment]) -> list[Engine]:
+    found = {id(engine): engine for each in attachments if (engine := engine_of(each.unit)) is not None}
+    return list(found.values())
+
+
+def _unit_as_it_is(unit: Unit) -> Undo:
+    earlier, backward, policy = unit.earlier, unit.backward, unit.policy
+    # gradients of earlier backwards never change in place
+    held, partial, unsynced = dict(earlier.held), dict(earlier.partial), set(earlier.unsynced)
+    counts, ended_late = backward.counts, backward.ended_late
+    sums = [group.num_replica_sums for group in unit.groups]
+
+    def restore() -> None:
+        unit.earlier.put_back(held, partial)
+        unit.earlier.unsynced = unsynced
+        unit.policy = policy
+        unit.backward.counts, unit.backward.ended_late = counts, ended_late
+        for group, number in zip(unit.groups, sums, strict=True):
+            group.num_replica_sums = number
+
+    return restore
+
+
+# ---- Gradients and buffers.
+
+
 def holders_of(param: torch.Tensor) -> list[torch.Tensor]:
     """Return this rank's tensors that have ``param`` and its gradient: itself, or the shards of a ShardedTensor."""
     return [shard.tensor for shard in param.local_shards()] if isinstance(param, ShardedTensor) else [param]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Gradient:
-    """``.grad`` of ``holder`` before the step: the object and its contents."""
+def save_gradients(saved: Saved, holders: Sequence[torch.Tensor]) -> None:
+    """Save the gradients of ``holders``: accumulated from earlier microbatches, if any."""
+    found: dict[int, tuple[Any, Any]] = {}  # by id of the holder: the gradient, and what lies in it
+    parts: list[torch.Tensor] = []
+    for holder in holders:
+        gradient = holder.grad
+        if isinstance(gradient, OwnedGradient):
+            found[id(holder)] = gradient, gradient.fresh
+            parts += gradient.parts
+        elif gradient is not None:
+            found[id(holder)] = gradient, torch_private.local_of(gradient)
+            parts.append(found[id(holder)][1])
 
-    holder: torch.Tensor
-    gradient: torch.Tensor
-    local: torch.Tensor
-    fresh: torch.Tensor | None
+    def restore() -> None:
+        for holder in holders:
+            gradient, inside = found.get(id(holder), (None, None))
+            if isinstance(gradient, OwnedGradient):
+                gradient.fresh = inside
+            elif gradient is not None and torch_private.local_of(gradient) is not inside:
+                torch_private.set_local(gradient, inside)
+            if holder.grad is not gradient:
+                holder.grad = gradient
 
-
-class KeptGradients:
-    """The gradients of parameters at the begin of a step: accumulated from earlier microbatches, if any."""
-
-    def __init__(self) -> None:
-        self._holders: list[torch.Tensor] = []
-        self._found: list[_Gradient] = []
-        self._copies = Copies()
-
-    def keep(self, holders: Sequence[torch.Tensor]) -> int:
-        """Copy the gradients of ``holders``; return the bytes: 0 if all are None."""
-        self._holders = list(holders)
-        self._found = [_as_it_is(each, each.grad) for each in holders if each.grad is not None]
-        return self._copies.take([part for each in self._found for part in _parts(each)]) if self._found else 0
-
-    def release(self) -> None:
-        """Drop the references to gradients."""
-        self._holders, self._found = [], []
-        self._copies.release()
-
-    def restore(self) -> None:
-        """Restore every gradient."""
-        kept = {id(each.holder): each for each in self._found}
-        for holder in self._holders:
-            was = kept.get(id(holder))
-            if was is None:
-                if holder.grad is not None:
-                    holder.grad = None
-                continue
-            if isinstance(was.gradient, OwnedGradient):
-                was.gradient.fresh = was.fresh
-            elif torch_private.local_of(was.gradient) is not was.local:
-                torch_private.set_local(was.gradient, was.local)
-            if holder.grad is not was.gradient:
-                holder.grad = was.gradient
-        if self._found:
-            self._copies.restore()
+    saved.then(restore)
+    saved.copy("gradients", parts)
 
 
-def _as_it_is(holder: torch.Tensor, gradient: Any) -> _Gradient:
-    fresh = gradient.fresh if isinstance(gradient, OwnedGradient) else None
-    return _Gradient(holder, gradient, torch_private.local_of(gradient), fresh)
+def save_buffers(saved: Saved, places: Sequence[dict[str, torch.Tensor | None]]) -> None:
+    """Save buffers, such as running statistics, which a forward changes; ``places``: of each module, by name."""
+    found = [(place, dict(place)) for place in places]
 
+    def restore() -> None:
+        for place, was in found:
+            place.update(was)
 
-def _parts(was: _Gradient) -> list[torch.Tensor]:
-    return list(was.gradient.parts) if isinstance(was.gradient, OwnedGradient) else [was.local]
-
-
-class KeptBuffers:
-    """The buffers of ``model``: running statistics, which a forward changes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [torch_private.buffers_of(module) for module in model.modules()]
-        self._found: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
-        self._copies = Copies()
-
-    def keep(self) -> int:
-        """Copy them; return the bytes."""
-        self._found = [(place, name, buffer) for place in self._places for name, buffer in place.items()]
-        buffers = {id(buffer): buffer for _, _, buffer in self._found if buffer is not None}
-        return self._copies.take(list(buffers.values())) if buffers else 0
-
-    def restore(self) -> None:
-        """Restore every buffer."""
-        for place, name, buffer in self._found:
-            place[name] = buffer
-        if any(buffer is not None for _, _, buffer in self._found):
-            self._copies.restore()
+    saved.then(restore)
+    buffers = {id(buffer): buffer for _, was in found for buffer in was.values() if buffer is not None}
+    saved.copy("buffers", buffers.values())
 
 
 # ---- Other state that users want restored: a gradient scaler, a schedule, anything with a state dict, random numbers.
-
-Undo = Callable[[], None]
 
 
 def check_others(others: Sequence[Any]) -> None:
@@ -314,104 +269,49 @@ class Optimized:
     renew: Callable[[], None]
 
 
-class KeptOptimizer:
-    """Saves one optimizer: options when a transaction begins, parameters and state when its first step in it begins."""
-
-    def __init__(self, optimized: Optimized) -> None:
-        self.optimized = optimized
-        self._params, self._values = Copies(), Copies()
-        self._options: list[_Options] = []
-        self._state: list[_State] | None = None  # None: it has not stepped
-        self._undo_mark: Undo | None = None
-
-    def begin(self) -> None:
-        """Save the options."""
-        found = self.optimized
-        optimizers = [found.outer] if found.inner is found.outer else [found.outer, found.inner]
-        self._options = [_options_of(group) for each in optimizers for group in each.param_groups]
-        self._state = self._undo_mark = None
-
-    def before_step(self) -> int:
-        """Copy parameters and state unless this transaction has already; return the bytes."""
-        if self._state is not None:
-            return 0
-        found = self.optimized
-        params = [
-            holder for group in found.outer.param_groups for param in group["params"] for holder in holders_of(param)
-        ]
-        num_bytes = self._params.take(params)
-        self._state = [_state_of(key, entry) for key, entry in found.inner.state.items()]
-        self._undo_mark = found.mark()
-        return num_bytes + self._values.take([value for each in self._state for value in each.tensors()])
-
-    def release(self) -> None:
-        """Drop all references to the optimizer's tensors."""
-        self._params.release()
-        self._values.release()
-        self._options = []
-        self._state = self._undo_mark = None
-
-    def restore(self) -> None:
-        """Undo its step, if it has begun one, and restore the options."""
-        state = self.optimized.inner.state
-        if self._state is not None:
-            self._params.restore()
-            self._values.restore()
-            state.clear()
-            for was in self._state:
-                was.entry.clear()
-                was.entry.update(was.values)
-                state[was.key] = was.entry
-        if self._undo_mark is not None:
-            self._undo_mark()
-        for options in self._options:
-            options.restore()
-        self._state = self._undo_mark = None
-        self.optimized.renew()
+def save_options(saved: Saved, optimized: Optimized) -> None:
+    """Save the options of an optimizer and its lists of parameters."""
+    optimizers = [optimized.outer] if optimized.inner is optimized.outer else [optimized.outer, optimized.inner]
+    for group in [group for each in optimizers for group in each.param_groups]:
+        saved.then(_options_as_they_are(group))
+        saved.copy(("options", id(group)), [each for each in group.values() if isinstance(each, torch.Tensor)])
+    saved.then(optimized.renew)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _State:
-    """The state of one tensor: ``entry`` is the optimizer's dict, ``values`` its contents (copies of what is not a tensor)."""
+def save_step(saved: Saved, optimized: Optimized) -> None:
+    """Save parameters and state of an optimizer that is about to step."""
+    params = [param for group in optimized.outer.param_groups for param in group["params"]]
+    saved.copy(("parameters", id(optimized)), [holder for param in params for holder in holders_of(param)])
+    state = optimized.inner.state
+    found = [(key, entry, {name: _kept(value) for name, value in entry.items()}) for key, entry in state.items()]
+    values = [value for _, _, was in found for value in was.values()]
+    saved.copy(("state", id(optimized)), [value for value in values if isinstance(value, torch.Tensor)])
 
-    key: torch.Tensor
-    entry: dict[str, Any]
-    values: dict[str, Any]
+    def restore() -> None:
+        state.clear()
+        for key, entry, was in found:
+            entry.clear()
+            entry.update(was)
+            state[key] = entry
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [value for value in self.values.values() if isinstance(value, torch.Tensor)]
-
-
-def _state_of(key: torch.Tensor, entry: dict[str, Any]) -> _State:
-    return _State(key, entry, {name: _kept(value) for name, value in entry.items()})
+    saved.then(restore)
+    saved.then(optimized.mark())
 
 
 def _kept(value: Any) -> Any:
     return value if isinstance(value, (torch.Tensor, int, float, str, bool, type(None))) else copy.deepcopy(value)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Options:
-    """A param group: the dict, its options, its list of parameters and the contents of the list."""
+def _options_as_they_are(group: dict[str, Any]) -> Undo:
+    was, params = dict(group), list(group["params"])
 
-    group: dict[str, Any]
-    options: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    params: list[Any]
+    def restore() -> None:
+        for name in [name for name in group if name not in was]:
+            del group[name]
+        group.update(was)
+        cast(list[Any], group["params"])[:] = params
 
-    def restore(self) -> None:
-        for name in [name for name in self.group if name != "params" and name not in self.options]:
-            del self.group[name]
-        self.group.update(self.options)
-        for name, was in self.tensors.items():
-            self.group[name].detach().copy_(was)
-        cast(list[Any], self.group["params"])[:] = self.params
-
-
-def _options_of(group: dict[str, Any]) -> _Options:
-    options = {name: value for name, value in group.items() if name != "params"}
-    tensors = {name: value.detach().clone() for name, value in options.items() if isinstance(value, torch.Tensor)}
-    return _Options(group, options, tensors, list(group["params"]))
+    return restore
 
 
 def watch(optimizer: Optimizer, before: Callable[[Optimizer], None]) -> Callable[[], None]:

@@ -33,17 +33,19 @@ from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import WAITS, Track, note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.transaction.kept import (
-    KeptBuffers,
-    KeptGradients,
-    KeptOptimizer,
-    KeptUnits,
     Optimized,
-    Undo,
+    Saved,
+    attachments_of,
     check_others,
     distinct,
     holders_of,
     keep_others,
     optimized_as_it_is,
+    save_buffers,
+    save_gradients,
+    save_options,
+    save_step,
+    save_units,
     watch,
 )
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
@@ -314,20 +316,21 @@ class Ledger:
         agreement: how the ranks agree; None without other ranks.
         number: of transactions begun.  is_open: one is running.  is_agreed: all ranks have reached its optimizer step,
             which cannot be undone.
-        num_bytes: copied in the last one.
     """
 
     def __init__(self, model: nn.Module, optimized: Sequence[Optimized], wanted: Wanted) -> None:
         check_others(wanted.also)
         self.agreement = _agreement()
-        self.number = self.num_bytes = 0
+        self.number = 0
         self.is_open = self.is_agreed = False
         self._wanted = wanted
         self._model = weakref.ref(model)
         self._ddps = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
-        self._units, self._buffers, self._gradients = KeptUnits(model), KeptBuffers(model), KeptGradients()
-        self._optimizers = {id(each.outer): KeptOptimizer(each) for each in optimized}
-        self._undo_others: list[Undo] = []
+        self._attachments = attachments_of(model)
+        self._buffers = [torch_private.buffers_of(module) for module in model.modules()]
+        self._optimizers = {id(each.outer): each for each in optimized}
+        self._stepped: set[int] = set()
+        self._saved = Saved()
         this: weakref.ref[Ledger] = weakref.ref(self)
         for each in optimized:
             end = watch(each.outer, lambda optimizer: _before_step(this, optimizer))
@@ -336,7 +339,12 @@ class Ledger:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that users step."""
-        return [each.optimized.outer for each in self._optimizers.values()]
+        return [each.outer for each in self._optimizers.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes copied in the last transaction."""
+        return self._saved.num_bytes
 
     def is_for(self, optimizers: Sequence[Optimizer], wanted: Wanted) -> bool:
         """Return True if this ledger is for these optimizers and options, and for the current ranks."""
@@ -359,12 +367,21 @@ class Ledger:
             naming_lost_peers(
                 lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine
             )
-        self.num_bytes = self._units.keep() + self._buffers.keep()
-        with withdrawn(self._units.earlier):
-            self.num_bytes += self._gradients.keep(list(self._holders()))
+        saved, earlier = self._saved, [each.unit.earlier for each in self._attachments]
+        saved.begin()
+        with withdrawn(earlier):
+            save_units(saved, self._attachments)
+            save_gradients(saved, list(self._holders()))
+        for each in earlier:
+            saved.then(each.show)
+        for ddp in self._living_ddps():
+            saved.then(lambda ddp=ddp: torch_private.reset_reducer(ddp))
+        save_buffers(saved, self._buffers)
         for each in self._optimizers.values():
-            each.begin()
-        self._undo_others = keep_others(self._wanted.also)
+            save_options(saved, each)
+        for undo in keep_others(self._wanted.also):
+            saved.then(undo)
+        self._stepped.clear()
         self.number += 1
         self.is_open = True
         agreement, number = self.agreement, self.number
@@ -380,30 +397,19 @@ class Ledger:
             if self.agreement is not None and not self.is_agreed:
                 self.agreement.arrive(self.number)
             self.is_agreed = True
-        elif self.is_open:
-            self.num_bytes += self._optimizers[id(optimizer)].before_step()
+        elif self.is_open and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            save_step(self._saved, self._optimizers[id(optimizer)])
 
     def close(self) -> None:
         """End the transaction, committed or not."""
         self.is_open = self.is_agreed = False
         store.leave()
-        self._undo_others = []
-        self._gradients.release()
-        for each in self._optimizers.values():
-            each.release()
+        self._saved.clear()
 
     def undo(self) -> None:
         """Restore the state before the step on this rank; does not communicate."""
-        self._units.restore()
-        for ddp in self._living_ddps():
-            torch_private.reset_reducer(ddp)
-        for each in self._optimizers.values():
-            each.restore()
-        self._gradients.restore()
-        self._units.show_waiting()
-        self._buffers.restore()
-        for undo in self._undo_others:
-            undo()
+        self._saved.restore()
 
     def reconnect(self) -> None:
         """Reconnect the groups, and restart the numbers of exchanges.  Collective."""

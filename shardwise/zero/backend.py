@@ -26,6 +26,7 @@ from shardwise.collectives.owned import (
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import DesyncError, StateError
 from shardwise.layout import OwnedSlice
+from shardwise.optim.slices import as_they_are
 from shardwise.zero.gradients import (
     Averaging,
     AveragingContext,
@@ -415,14 +416,7 @@ class ZeroBackend:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that restores the step count and what is known of the state."""
-        was = self.num_steps, self.has_state
-        consolidated = self.consolidated
-
-        def restore() -> None:
-            self.num_steps, self.has_state = was
-            self.consolidated = consolidated
-
-        return restore
+        return as_they_are([self], "num_steps", "has_state", "consolidated")
 
     def renew(self) -> None:
         """Forget what is known of other ranks, after all have restored the state before a step."""
