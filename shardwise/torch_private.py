@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import math
 import operator
 import sys
 import weakref
@@ -15,13 +16,14 @@ from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -457,6 +459,51 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Assign ``tensor.data = value``, even if a subclass has a property of that name."""
     torch._C.TensorBase.data.__set__(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _ShardDraws:
+    """Random numbers of DTensors on CPU ranks: every shard gets numbers of its own, and replicas the same.
+
+    Without it torch draws from the generator of each rank, so that ranks with one seed draw the same numbers for their shards,
+    and ignores a generator of the user.  The generators of ranks stay alike, whatever the sizes of their shards are.
+
+    Attributes:
+        distribute_region_enabled: torch enters the region that follows; False: it draws as without this object.
+    """
+
+    distribute_region_enabled = True
+
+    @contextmanager
+    def _distribute_region(self, spec: DTensorSpec, generator: torch.Generator | None = None) -> Generator[None]:
+        if _are_we_tracing() or (dist.is_initialized() and are_threads()):  # threads have one generator
+            yield
+            return
+        default = torch.default_generator
+        source = default if generator is None else generator
+        axes = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
+        with torch.random.fork_rng(devices=[]):
+            default.set_state(source.get_state())
+            if not axes:
+                yield
+                after = default.get_state()
+            else:
+                seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+                after = default.get_state()
+                coordinate = spec.mesh.get_coordinate() or [0] * spec.mesh.ndim
+                for dim in axes:
+                    seed += coordinate[dim] * math.prod(spec.mesh.size(each) for each in axes if each > dim)
+                default.manual_seed(seed)
+                yield
+        source.set_state(after)
+
+
+def draw_per_shard() -> None:
+    """Let random operations on DTensors of CPU ranks draw other numbers for every shard, as torch lets those of GPUs.
+
+    Call it where there is no accelerator, for which torch fills the same place.
+    """
+    if _random._rng_tracker is None:
+        _random._rng_tracker = cast(Any, _ShardDraws())
 
 
 def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DTensor | None]) -> None:

@@ -255,30 +255,31 @@ def test_parameters_that_some_ranks_alone_have_left_without_values_are_named_on_
     model(torch.ones(1, 1))
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")
 @pytest.mark.parametrize("api", ["fully_shard", "shard_model"])
 @on_ranks(2)
-def test_shards_that_are_drawn_with_one_seed_are_named(api: str) -> None:
+def test_local_tensors_that_are_drawn_with_one_seed_are_named(api: str) -> None:
+    """Draws on the shards themselves differ: test_random_numbers_on_shards.py."""
+
     def build() -> nn.Sequential:
         return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 5))
 
-    def reset(net: Any) -> None:
-        for module in net:
-            module.reset_parameters()
+    def reset(net: Any, draws_locally: bool) -> None:
+        net[0].reset_parameters()
+        for param in net[1:].parameters():
+            (param.to_local().detach() if draws_locally else param.detach()).uniform_()
 
-    for seeds in ((0, 0), (0, 1)):
+    for seeds, draws_locally in (((0, 0), True), ((0, 1), True), ((0, 0), False)):
         model = _on_meta(build)
         fully_shard(model) if api == "fully_shard" else shard_model(model)
         model.to_empty(device="cpu")
         torch.manual_seed(seeds[dist.get_rank()])
-        reset(model)
-        if seeds[0] == seeds[1]:
+        reset(model, draws_locally)
+        if seeds[0] == seeds[1] and draws_locally:
             with pytest.raises(StateError, match=r"1\.weight.* begin with the same values on all ranks"):
                 model(torch.ones(2, 8))
         model(torch.ones(2, 8))  # refused once: the values may be meant so
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")
 @on_ranks(2)
 def test_shards_of_other_sizes_that_one_seed_has_drawn_are_named() -> None:
     model = _on_meta(lambda: nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 4)))  # after the first, generators differ
@@ -286,8 +287,8 @@ def test_shards_of_other_sizes_that_one_seed_has_drawn_are_named() -> None:
     fully_shard(model)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
-    for module in model:
-        module.reset_parameters()
+    for param in model.parameters():
+        param.to_local().detach().uniform_()
     with pytest.raises(StateError, match=r"0\.weight.* begin with the same values on all ranks"):
         model(torch.ones(2, 8))
 

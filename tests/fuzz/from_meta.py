@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, _random, distribute_tensor
 
 import shardwise
 from fuzz.initial_values import reset
@@ -21,8 +23,13 @@ def give_values(model: nn.Module, play: Play) -> None:
         torch.manual_seed(play.seed + dist.get_rank())
         shardwise.init_parameters(model)
         return
-    if how == "reset":
-        reset(model.to_empty(device="cpu"), play.seed, False, dtype)
+    if how == "reset":  # as code that draws on local tensors, which must be refused
+        draws: Any = _random._rng_tracker
+        draws.distribute_region_enabled = False
+        try:
+            reset(model.to_empty(device="cpu"), play.seed, False, dtype)
+        finally:
+            draws.distribute_region_enabled = True
         return
     whole = play.build().state_dict()
     if how == "load":

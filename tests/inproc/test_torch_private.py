@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, _random, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1000,3 +1000,20 @@ def test_a_join_hook_learns_how_many_objects_its_join_has(one_rank: object) -> N
             pass
     Counts().join_hook()
     assert found == [1, 3, 3, 3, 1]
+
+
+def test_random_operations_on_shards_go_through_the_place_that_torch_keeps_for_them(
+    fake_ranks: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    monkeypatch.setattr(_random, "_rng_tracker", None)
+    private.draw_per_shard()
+    tracker = _random._rng_tracker
+    private.draw_per_shard()
+    assert _random._rng_tracker is tracker
+    torch.manual_seed(0)
+    shard = DTensor.from_local(torch.empty(3), mesh, [Shard(0)], run_check=False).normal_()
+    copy = DTensor.from_local(torch.empty(3), mesh, [Replicate()], run_check=False)
+    torch.manual_seed(0)
+    assert torch.equal(copy.normal_().to_local(), torch.empty(3).normal_(generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(copy.to_local(), shard.to_local())
