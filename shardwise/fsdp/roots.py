@@ -565,9 +565,9 @@ def check_values(
     if alike and (alike[0] == several[0] or 2 * len(alike) > len(several)):
         raise StateError(
             f"the shards of {_few(alike)} begin with the same values on all ranks: every rank has initialized its "
-            "shard with the same seed. Call shardwise.init_parameters(model) instead of to_empty() and reset_parameters(): it "
-            "initializes parameters as one process would. If the values are right (copies of one expert), call forward "
-            "again: this is checked only once"
+            "local tensor (to_local()) with the same seed. Call shardwise.init_parameters(model), which initializes parameters "
+            "as one process would, or draw on the parameters themselves. If the values are right (copies of one expert), call "
+            "forward again: this is checked only once"
         )
 
 
