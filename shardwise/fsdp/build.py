@@ -477,7 +477,10 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
 
 
 def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> ConfigError | None:
-    """Return an error if a parameter below ``roots`` shares memory with another one, or with a buffer; note their memory."""
+    """Return an error if a parameter below ``roots`` shares memory with another one, or with a buffer; note their memory.
+
+    To tie them would be another model: an optimizer of one process updates such a memory once for each of the two.
+    """
     prefixes = ["model"] if len(roots) == 1 else [f"modules[{index}]" for index in range(len(roots))]
     prefixed = [pair for root, name in zip(roots, prefixes, strict=True) for pair in root.named_modules(prefix=name)]
     paths = {id(torch_private.parameters_of(module)): path for path, module in prefixed}
