@@ -25,13 +25,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import ZeroRedundancyOptimizer, shard_model
-from shardwise.planner.advice import evaluate
+from shardwise.planner.advice import evaluate, step_under
 from shardwise.planner.dry_run import DryRun, TensorSplit, dry_run
+from shardwise.planner.hardware import HARDWARE, Hardware
 from shardwise.planner.measure import OnOneHost, measured, measured_shared, with_ranks
-from shardwise.planner.profile import ONE_UNIT, SEND_RECV, SHARED, UNIT_DOORS, Setting
-from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
-from shardwise.planner.rank_time import HARDWARE, Hardware
-from shardwise.planner.rank_units import rank_units, steps_of
+from shardwise.planner.profile import ONE_UNIT, SEND_RECV, SHARED, UNIT_STRATEGIES, Setting
+from shardwise.planner.rank_step import KINDS, RankMemory
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.gpt import GPT
 from shardwise.recipes.memory import LiveBytes
@@ -58,7 +57,7 @@ class Case:
         setting = self.setting
         return TrainConfig(
             model=EVEN if self.model == "gpt" else UNEVEN,
-            shard=setting.door,
+            shard=setting.strategy,
             replicas=setting.replicas,
             dtype=setting.precision,
             recompute=setting.recompute,
@@ -89,7 +88,7 @@ class Case:
         return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
 
-FULL = Setting(door="full", ranks=2)
+FULL = Setting(strategy="full", ranks=2)
 CASES = (
     Case("full", FULL),
     Case("full, one unit", replace(FULL, min_unit_bytes=ONE_UNIT)),
@@ -102,28 +101,28 @@ CASES = (
     Case("full, uneven", FULL, model="uneven"),
     Case("full, tied", FULL, model="tied"),
     Case("full, 4 ranks", replace(FULL, ranks=4), batch=2),
-    Case("hybrid 2x2", Setting(door="hybrid", ranks=4, replicas=2), batch=2),
+    Case("hybrid 2x2", Setting(strategy="hybrid", ranks=4, replicas=2), batch=2),
     Case("full, shared memory", replace(FULL, transport=SHARED), transport="auto"),
     Case("full, shared memory, bf16", replace(FULL, transport=SHARED, precision="bf16"), transport="auto"),
     Case(
         "hybrid 2x2, shared memory",
-        Setting(door="hybrid", ranks=4, replicas=2, transport=SHARED, near_replicas=True),
+        Setting(strategy="hybrid", ranks=4, replicas=2, transport=SHARED, near_replicas=True),
         batch=2,
         transport="auto",
     ),
     Case("full, send/recv", replace(FULL, transport=SEND_RECV), transport="gloo"),
     Case("full, send/recv, bf16", replace(FULL, transport=SEND_RECV, precision="bf16"), transport="gloo"),
     Case("full 2, tp 2", replace(FULL, tensor=2), batch=2),
-    Case("replicate", Setting(door="replicate", ranks=2)),
+    Case("replicate", Setting(strategy="replicate", ranks=2)),
     Case(
         "replicate, shared memory",
-        Setting(door="replicate", ranks=2, transport=SHARED, near_replicas=True),
+        Setting(strategy="replicate", ranks=2, transport=SHARED, near_replicas=True),
         transport="auto",
     ),
-    Case("replicate, bf16", Setting(door="replicate", ranks=2, precision="bf16")),
-    Case("ZeRO-2", Setting(door="gradients", ranks=2)),
-    Case("ZeRO-1 under DDP", Setting(door="optimizer", ranks=2)),
-    Case("DDP, bf16, recompute", Setting(door="none", ranks=2, precision="bf16", recompute=True)),
+    Case("replicate, bf16", Setting(strategy="replicate", ranks=2, precision="bf16")),
+    Case("ZeRO-2", Setting(strategy="gradients", ranks=2)),
+    Case("ZeRO-1 under DDP", Setting(strategy="optimizer", ranks=2)),
+    Case("DDP, bf16, recompute", Setting(strategy="none", ranks=2, precision="bf16", recompute=True)),
 )
 
 
@@ -143,21 +142,23 @@ class Job:
 
     def __init__(self, case: Case) -> None:
         setting = case.setting
-        sizes = (setting.replicas, setting.num_shards) if setting.door == "hybrid" else (setting.ranks,)
-        names = ("replicate", "shard") if setting.door == "hybrid" else ("dp",)
+        sizes = (setting.replicas, setting.num_shards) if setting.strategy == "hybrid" else (setting.ranks,)
+        names = ("replicate", "shard") if setting.strategy == "hybrid" else ("dp",)
         mesh = init_device_mesh("cpu", (*sizes, setting.tensor), mesh_dim_names=(*names, "tp"))
         split, mesh = mesh["tp"], mesh[names if len(names) > 1 else names[0]]
-        self.config, self.door, self.accumulate = case.config, STRATEGIES[setting.door], setting.accumulate
+        self.config, self.strategy, self.accumulate = case.config, STRATEGIES[setting.strategy], setting.accumulate
         torch.manual_seed(0)  # ranks must begin with the same values
         plain = case.build()
         if setting.tensor > 1:
             split_heads(plain, split)
-        self.model = shard_tied(case, plain, mesh) if case.model == "tied" else self.door.wrap(plain, self.config, mesh)
+        self.model = (
+            shard_tied(case, plain, mesh) if case.model == "tied" else self.strategy.wrap(plain, self.config, mesh)
+        )
         # ZeRO sends runs of parameters in its own order: one group, as in the code that a plan prints, not matrices first.
         self.optimizer = (
             ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, partition="even", fused=True)
-            if setting.door == "gradients"
-            else self.door.build_optimizer(self.model, self.config)
+            if setting.strategy == "gradients"
+            else self.strategy.build_optimizer(self.model, self.config)
         )
         # Nothing is learned: from one batch again and again a model makes denormals within some steps, with which products
         # take up to ten times as long.
@@ -166,11 +167,11 @@ class Job:
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         for microbatch in range(self.accumulate):
-            with self.door.sync(self.model, microbatch == self.accumulate - 1):
-                with self.door.precision(self.config, torch.device("cpu")):
+            with self.strategy.sync(self.model, microbatch == self.accumulate - 1):
+                with self.strategy.precision(self.config, torch.device("cpu")):
                     loss = loss_of(self.model, inputs, targets)
                 loss.backward()
-        self.door.reduce(self.optimizer)
+        self.strategy.reduce(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -196,8 +197,7 @@ def profile_of(case: Case) -> DryRun:
 
 
 def predict(case: Case, run: DryRun) -> RankMemory:
-    units = rank_units(run.profile, case.setting, "cpu")
-    return memory_of(run.profile, units, steps_of(run.profile, units, 1), case.setting, "cpu")
+    return step_under(run.profile, case.setting, HARDWARE["cpu"]).memory
 
 
 def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def compare_time(case: Case, pool: WorkerPool, shared: OnOneHost) -> dict[str, A
         with_ranks(HARDWARE["cpu"], shared), op_seconds=slowest["ops"], ranks_per_host=case.ranks, **slowest["rates"]
     )
     planned = evaluate(profile_of(case).profile, case.setting, hardware).time
-    is_shared = case.setting.door in UNIT_DOORS  # then what is exposed are this rank's own copies
+    is_shared = case.setting.strategy in UNIT_STRATEGIES  # then what is exposed are this rank's own copies
     work, own = planned.step_s - (0.0 if is_shared else planned.exposed_s), slowest["own"]
     return {
         "name": case.name,

@@ -45,7 +45,7 @@ from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
-from shardwise.planner.rank_time import Hardware, Wire
+from shardwise.planner.hardware import Hardware, Wire
 from shardwise.transaction.transaction import transaction
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved

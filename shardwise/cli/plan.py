@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardwise.cli import check_extras
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_size
-from shardwise.planner.advice import Choices, Plan, plan, with_hosts
-from shardwise.planner.profile import DOORS, ONE_UNIT, OPTIMIZERS
-from shardwise.planner.rank_time import HARDWARE, hardware_json, read_hardware
+from shardwise.planner.advice import Choices, Plan, plan
+from shardwise.planner.hardware import HARDWARE, hardware_json, read_hardware, with_hosts
+from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, STRATEGIES
 from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
 from shardwise.recipes.memory import planned_model
@@ -36,7 +36,7 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
     parser = commands.add_parser(
         "plan",
         help="say what training a model on many ranks would hold and take, before it runs",
-        description="Compare doors, meshes, sizes of units, recomputation and offload for a model on any number of ranks. "
+        description="Compare strategies, meshes, sizes of units, recomputation and offload for a model on any number of ranks. "
         "Needs no GPU, no other process and no memory for the model.",
     )
     model = parser.add_mutually_exclusive_group(required=True)
@@ -84,7 +84,10 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         metavar="MODULE:NAME",
         help="with --model-from: what parallelize_module takes for one block of the model (a preset has its own)",
     )
-    parser.add_argument("--doors", nargs="+", choices=DOORS, help="ways to consider (default: all but DDP)")
+    parser.add_argument("--shard", nargs="+", choices=STRATEGIES, help="strategies to consider (default: all but DDP)")
+    parser.add_argument(
+        "--doors", nargs="+", dest="shard", choices=STRATEGIES, help=argparse.SUPPRESS
+    )  # the name in 0.2
     parser.add_argument("--out", metavar="FOLDER", help="write plan.json, train.py and memory.png there")
 
 
@@ -104,8 +107,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         tensor=tuple(arguments.tp),
         tensor_plan=_tensor_plan_of(arguments),
     )
-    if arguments.doors is not None:
-        choices = replace(choices, doors=tuple(arguments.doors))
+    if arguments.shard is not None:
+        choices = replace(choices, strategies=tuple(arguments.shard))
     inputs = (arguments.batch, arguments.seq)
     found = plan(_model_of(arguments), inputs, arguments.ranks, hardware=hardware, choices=choices)
     show(found, arguments.out)
@@ -125,9 +128,9 @@ def _train_command(arguments: argparse.Namespace, found: Plan) -> str:
     if found.best is None or preset not in PRESETS or arguments.optimizer != "adamw":
         return ""
     setting = found.best.setting
-    words = [f"--model {preset} --context {arguments.seq} --shard {setting.door} --nproc {arguments.ranks}"]
+    words = [f"--model {preset} --context {arguments.seq} --shard {setting.strategy} --nproc {arguments.ranks}"]
     words.append(f"--batch {arguments.batch * setting.ranks * setting.accumulate} --dtype {setting.precision}")
-    if setting.door in ("full", "hybrid"):
+    if setting.strategy in ("full", "hybrid"):
         whole = -(-4 * found.num_parameters >> 20) << 20  # of fp32 parameters, in MiB: then all blocks are one unit
         size = whole if setting.min_unit_bytes >= ONE_UNIT else setting.min_unit_bytes
         words.append(f"--min-unit-bytes {format_size(size)}")
@@ -158,7 +161,7 @@ def show(found: Plan, out: str | None) -> None:
 def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
     """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0."""
     choices = Choices(
-        doors=(config.shard,),
+        strategies=(config.shard,),
         unit_bytes=(config.min_unit_bytes,),
         recompute=(config.recompute,),
         offload=(config.offload,),

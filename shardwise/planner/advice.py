@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, compress_paths
 from shardwise.planner.dry_run import DryRun, Loss, TensorSplit, default_loss, dry_run
-from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, SEND_RECV, SHARED, TIERS, UNIT_DOORS, Profile, Setting
-from shardwise.planner.rank_memory import KINDS, Moment, RankMemory, memory_of
-from shardwise.planner.rank_time import Hardware, RankTime, read_hardware, time_of
+from shardwise.planner.hardware import Hardware, read_hardware
+from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, SEND_RECV, SHARED, TIERS, UNIT_STRATEGIES, Profile, Setting
+from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankStep, RankTime, draw_memory, step_of
 from shardwise.planner.rank_units import rank_units, steps_of, unit_paths
 
 # ---- The code of a setting, to paste into a training script.
@@ -35,9 +36,9 @@ def _imports(setting: Setting, tensor_plan: Mapping[str, ParallelStyle]) -> Iter
         yield "import functools"
         yield ""
     yield "import torch"
-    if setting.door in UNIT_DOORS:
+    if setting.strategy in UNIT_STRATEGIES:
         yield "from torch.distributed.device_mesh import init_device_mesh"
-    elif setting.door != "gradients":
+    elif setting.strategy != "gradients":
         yield "from torch.nn.parallel import DistributedDataParallel"
     if setting.tensor > 1:
         if any(_style(each) != f"{type(each).__name__}()" for each in tensor_plan.values()):
@@ -47,18 +48,18 @@ def _imports(setting: Setting, tensor_plan: Mapping[str, ParallelStyle]) -> Iter
     if setting.recompute:
         yield "from torch.utils.checkpoint import checkpoint"
     names = {"full": "shard_model", "hybrid": "shard_model", "replicate": "replicate"}
-    wanted = {names.get(setting.door, "ZeroRedundancyOptimizer" if setting.door != "none" else "")} - {""}
-    if setting.door == "full" and setting.min_unit_bytes >= ONE_UNIT:
+    wanted = {names.get(setting.strategy, "ZeroRedundancyOptimizer" if setting.strategy != "none" else "")} - {""}
+    if setting.strategy == "full" and setting.min_unit_bytes >= ONE_UNIT:
         wanted = {"fully_shard"}
-    if setting.door in UNIT_DOORS and setting.precision == "bf16":
+    if setting.strategy in UNIT_STRATEGIES and setting.precision == "bf16":
         wanted.add("MixedPrecisionPolicy")
-    if setting.door in UNIT_DOORS and setting.offload:
+    if setting.strategy in UNIT_STRATEGIES and setting.offload:
         wanted.add("CPUOffloadPolicy")
     if setting.matrices:
         wanted.add("ShardedOptimizer")
     if setting.compression is not None:
         wanted.add("CompressionPolicy")
-    if setting.accumulate > 1 and setting.door in UNIT_DOORS:
+    if setting.accumulate > 1 and setting.strategy in UNIT_STRATEGIES:
         wanted.add("policy")
     if wanted:
         yield ""
@@ -73,7 +74,7 @@ def _body(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[
         for parent in parents:
             yield f'for block in model.get_submodule("{parent}").children():'
             yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
-    if setting.door in UNIT_DOORS:
+    if setting.strategy in UNIT_STRATEGIES:
         yield from _mesh(setting, device)
         if setting.tensor > 1:
             yield from _split(profile, tensor_plan)
@@ -91,24 +92,24 @@ def _body(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[
             yield f"optimizer = torch.optim.AdamW({groups}, lr=3e-4, fused=True)"
         else:
             yield "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)"
-    elif setting.door == "gradients":
+    elif setting.strategy == "gradients":
         yield 'optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition="even", lr=3e-4)'
         yield "# after the last backward of a step: optimizer.reduce_gradients(), then optimizer.step()"
     else:
         yield "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)"
-        if setting.door == "none":
+        if setting.strategy == "none":
             yield "optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-4, fused=True)"
         else:
             yield 'optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition="even", lr=3e-4)'
-    if setting.precision == "bf16" and setting.door not in UNIT_DOORS:
+    if setting.precision == "bf16" and setting.strategy not in UNIT_STRATEGIES:
         yield f'# around forward and loss: with torch.autocast("{device}", torch.bfloat16)'
-    if setting.accumulate > 1 and setting.door in UNIT_DOORS:
+    if setting.accumulate > 1 and setting.strategy in UNIT_STRATEGIES:
         yield f"# {setting.accumulate} microbatches: around all but the last: with policy(model, sync=False)"
 
 
 def _mesh(setting: Setting, device: str) -> Iterator[str]:
-    axes = {"replicate": setting.replicas, "shard": setting.num_shards} if setting.door == "hybrid" else {}
-    axes = axes or {"shard" if setting.door == "full" else "replicate": setting.ranks}
+    axes = {"replicate": setting.replicas, "shard": setting.num_shards} if setting.strategy == "hybrid" else {}
+    axes = axes or {"shard" if setting.strategy == "full" else "replicate": setting.ranks}
     axes |= {"tp": setting.tensor} if setting.tensor > 1 else {}
     yield f'mesh = init_device_mesh("{device}", {tuple(axes.values())}, mesh_dim_names={_quoted(axes)})'
 
@@ -138,7 +139,11 @@ def _style(style: ParallelStyle) -> str:
 
 def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
     data = (
-        '"replicate", "shard"' if setting.door == "hybrid" else '"shard"' if setting.door == "full" else '"replicate"'
+        '"replicate", "shard"'
+        if setting.strategy == "hybrid"
+        else '"shard"'
+        if setting.strategy == "full"
+        else '"replicate"'
     )
     options = [f"mesh=mesh[{data}]" if setting.tensor > 1 else "mesh=mesh"]
     if setting.precision == "bf16":
@@ -147,7 +152,7 @@ def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
         options.append("offload_policy=CPUOffloadPolicy()")
     if setting.compression is not None:
         options.append(f"compression={setting.compression!r}")
-    if setting.door == "replicate":
+    if setting.strategy == "replicate":
         yield f"options = dict({', '.join(options)})"
         for parent in dict.fromkeys(path.rpartition(".")[0] for path in profile.blocks[1:]):
             yield f'for block in model.get_submodule("{parent}").children():'
@@ -172,7 +177,7 @@ class Choices:
     """The options to choose from.
 
     Attributes:
-        doors: as ``shardwise train --shard`` names them.
+        strategies: as ``shardwise train --shard`` names them.  doors: their deprecated name.
         unit_bytes: sizes up to which blocks are merged; sizes that give the same units count once.
         recompute, offload: whether to try without, with, or both.
         precision: "fp32" or "bf16".
@@ -183,10 +188,10 @@ class Choices:
             others, as ``shardwise train`` and torchrun set it.
         tensor: numbers of ranks that may split every block (tensor parallelism); 1: none.
         tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
-        compression: the compression of parameters and gradients, for the doors that take such a policy.
+        compression: the compression of parameters and gradients, for the strategies that take such a policy.
     """
 
-    doors: tuple[str, ...] = ("full", "hybrid", "replicate", "gradients", "optimizer")
+    strategies: tuple[str, ...] = ("full", "hybrid", "replicate", "gradients", "optimizer")
     unit_bytes: tuple[int, ...] = (DEFAULT_MIN_UNIT_BYTES, 64 << 20, 512 << 20, ONE_UNIT)
     recompute: tuple[bool, ...] = (False, True)
     offload: tuple[bool, ...] = (False, True)
@@ -198,8 +203,12 @@ class Choices:
     tensor: tuple[int, ...] = (1,)
     tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict[str, ParallelStyle])
     compression: CompressionPolicy | None = None
+    doors: InitVar[tuple[str, ...] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, doors: tuple[str, ...] | None) -> None:
+        if doors is not None:
+            warnings.warn("Choices(doors=) is called strategies= now", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "strategies", doors)
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}")
         if self.precision not in ("fp32", "bf16"):
@@ -268,19 +277,20 @@ def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidat
 
     CPU ranks whose shards are all on one host read each other's memory, unless it is compressed.
     """
-    if hardware.shared is not None and setting.door in UNIT_DOORS and setting.compression is None:
+    if hardware.shared is not None and setting.strategy in UNIT_STRATEGIES and setting.compression is None:
         setting = _routed(setting, max(hardware.ranks_per_host // setting.tensor, 1))
     units = rank_units(profile, setting, hardware.device)
     steps = steps_of(profile, units, setting.depth)
-    memory = memory_of(profile, units, steps, setting, hardware.device, hardware.library_bytes)
+    step = step_of(profile, units, steps, setting, hardware)
+    peak = step.memory.peak
     numel = profile.numel
     padded = sum(unit.padding_ratio * sum(profile.params[p].numel for p in unit.params) for unit in units)
     return Candidate(
         setting=setting,
-        peak=memory.peak,
-        host_bytes=memory.host_bytes,
-        time=time_of(profile, units, steps, setting, hardware),
-        fits=memory.peak.total <= hardware.usable * hardware.memory_bytes,
+        peak=peak,
+        host_bytes=step.memory.host_bytes,
+        time=step.time,
+        fits=peak.total <= hardware.usable * hardware.memory_bytes,
         padding_ratio=padded / numel if numel else 1.0,
         num_units=len(units),
         copied_bytes=setting.accumulate * sum(call.copied_bytes for call in steps.plan.calls),
@@ -298,10 +308,10 @@ def _routed(setting: Setting, ranks_per_host: int) -> Setting:
     return replace(setting, transport=SEND_RECV if ranks_per_host == 1 else TIERS, hosts=shards // ranks_per_host)
 
 
-def memory_over_step(profile: Profile, setting: Setting, device: str, library_bytes: int = 0) -> RankMemory:
-    """Return the moments of the step of ``setting``."""
-    units = rank_units(profile, setting, device)
-    return memory_of(profile, units, steps_of(profile, units, setting.depth), setting, device, library_bytes)
+def step_under(profile: Profile, setting: Setting, hardware: Hardware) -> RankStep:
+    """Return the step of ``setting`` on ``hardware``, with the transport that it names."""
+    units = rank_units(profile, setting, hardware.device)
+    return step_of(profile, units, steps_of(profile, units, setting.depth), setting, hardware)
 
 
 @dataclass(slots=True)
@@ -325,7 +335,7 @@ class Search:
         for setting in self._settings():
             plain = [False] if False in self.choices.offload else [True]
             for recompute in self.choices.recompute:
-                chosen = replace(setting, recompute=recompute, offload=plain[0] and setting.door in UNIT_DOORS)
+                chosen = replace(setting, recompute=recompute, offload=plain[0] and setting.strategy in UNIT_STRATEGIES)
                 if self._is_hopeless(chosen):
                     continue
                 found = self._evaluate(chosen)
@@ -336,7 +346,7 @@ class Search:
     def may_offload(self, setting: Setting) -> bool:
         """Return True if state may be in the host's memory: that costs time, so it is tried only if nothing else fits."""
         is_wanted = True in self.choices.offload and not setting.offload
-        return is_wanted and setting.door in UNIT_DOORS and self.hardware.device != "cpu"
+        return is_wanted and setting.strategy in UNIT_STRATEGIES and self.hardware.device != "cpu"
 
     def _frees_enough(self, found: Candidate) -> bool:
         """Return True if ``found`` may fit without what offload moves."""
@@ -351,14 +361,14 @@ class Search:
 
     def _is_hopeless(self, setting: Setting) -> bool:
         """Return True if full parameters and gradients alone exceed the memory, so that a dry run is not worthwhile."""
-        if setting.door in UNIT_DOORS:
+        if setting.strategy in UNIT_STRATEGIES:
             return False
         numel = self.profile_of(self.choices.precision, False, 1).numel
         least = 8 * numel
         if least <= self.hardware.usable * self.hardware.memory_bytes:
             return False
         self.left_out.append(
-            f"{setting.door}: whole fp32 parameters and gradients alone are {least / 1e9:.4g} GB on every rank"
+            f"{setting.strategy}: whole fp32 parameters and gradients alone are {least / 1e9:.4g} GB on every rank"
         )
         return True
 
@@ -371,15 +381,19 @@ class Search:
 
     def _settings_of(self, tensor: int) -> Iterator[Setting]:
         choices = self.choices
-        for door in choices.doors:
-            if tensor > 1 and door not in UNIT_DOORS:
+        for strategy in choices.strategies:
+            if tensor > 1 and strategy not in UNIT_STRATEGIES:
                 continue
-            if choices.optimizer == "muon" and door not in ("full", "hybrid"):
-                self.left_out.append(f"{door}: whole matrices are planned for the doors that shard parameters")
+            if choices.optimizer == "muon" and strategy not in ("full", "hybrid"):
+                self.left_out.append(f"{strategy}: whole matrices are planned for the strategies that shard parameters")
                 continue
             policy = choices.compression
-            if policy is not None and (door not in UNIT_DOORS or (policy.gather is not None and door != "full")):
-                self.left_out.append(f"{door}: it takes no CompressionPolicy" + " that gathers" * (door in UNIT_DOORS))
+            if policy is not None and (
+                strategy not in UNIT_STRATEGIES or (policy.gather is not None and strategy != "full")
+            ):
+                self.left_out.append(
+                    f"{strategy}: it takes no CompressionPolicy" + " that gathers" * (strategy in UNIT_STRATEGIES)
+                )
                 continue
             base = Setting(
                 ranks=self.ranks // tensor,
@@ -388,16 +402,16 @@ class Search:
                 precision=choices.precision,
                 accumulate=choices.accumulate,
                 state_bytes=OPTIMIZERS[choices.optimizer],
-                matrices=choices.optimizer == "muon" and door in ("full", "hybrid"),
+                matrices=choices.optimizer == "muon" and strategy in ("full", "hybrid"),
             )
-            if door == "hybrid":
+            if strategy == "hybrid":
                 for replicas in self._replicas(base.ranks, tensor):
-                    yield replace(base, door=door, replicas=replicas)
+                    yield replace(base, strategy=strategy, replicas=replicas)
                 continue
             profile = self.profile_of(base.computes_in, choices.recompute[0], tensor)
             seen: set[tuple[tuple[str, ...], ...]] = set()
-            for unit_bytes in choices.unit_bytes if door == "full" else choices.unit_bytes[:1]:
-                setting = replace(base, door=door, min_unit_bytes=unit_bytes)
+            for unit_bytes in choices.unit_bytes if strategy == "full" else choices.unit_bytes[:1]:
+                setting = replace(base, strategy=strategy, min_unit_bytes=unit_bytes)
                 paths = tuple(unit_paths(profile, setting))
                 if paths not in seen:
                     seen.add(paths)
@@ -426,7 +440,7 @@ class Search:
             ),
             (
                 "keep shards and optimizer state in the host's memory (offload)",
-                [replace(each, offload=True) for each in settings if each.door in UNIT_DOORS],
+                [replace(each, offload=True) for each in settings if each.strategy in UNIT_STRATEGIES],
             ),
         ):
             new = [each for each in changed if each not in settings]
@@ -447,7 +461,7 @@ class Search:
 
     def _split(self, settings: list[Setting]) -> Iterator[Change]:
         """Yield tensor parallelism, over the fewest ranks of a host with which something fits."""
-        able = [each for each in settings if each.door == "full"]
+        able = [each for each in settings if each.strategy == "full"]
         tensor = max(self.choices.tensor) * 2
         while self.choices.tensor_plan and able and tensor <= min(self.hardware.ranks_per_host, self.ranks):
             if self.ranks % tensor == 0:
@@ -472,7 +486,7 @@ class Search:
                 return
 
     def _more_ranks(self, settings: list[Setting]) -> Iterator[Change]:
-        ranks, sharded = self.ranks, [each for each in settings if each.door == "full"]
+        ranks, sharded = self.ranks, [each for each in settings if each.strategy == "full"]
         while sharded and ranks * 2 <= _MOST_RANKS:
             ranks *= 2
             best = self._fastest([self._evaluate(replace(s, ranks=ranks // s.tensor)) for s in sharded])
@@ -559,7 +573,7 @@ class Plan:
 
     def _why_nothing_fits(self) -> str:
         if not self.candidates:
-            return "No way to train was looked at: none of the doors goes with these numbers of ranks."
+            return "No way to train was looked at: none of the strategies goes with these numbers of ranks."
         if not self.changes:
             return "Nothing fits, and no single change makes it fit."
         first = self.changes[0]
@@ -618,7 +632,7 @@ class Plan:
             return self.changes[0].best
         reasons = "".join(f" ({each})" for each in self.found.left_out)
         raise ConfigError(
-            f"no way to train was looked at{reasons}; name other doors, or numbers of ranks that go together"
+            f"no way to train was looked at{reasons}; name other strategies, or numbers of ranks that go together"
         )
 
     def code(self) -> str:
@@ -633,9 +647,7 @@ class Plan:
     def memory(self, candidate: Candidate | None = None) -> RankMemory:
         """Return a rank's memory over the step of ``candidate``, by default that of :meth:`code`."""
         chosen = candidate or self._chosen()
-        return memory_over_step(
-            self._profile(chosen), chosen.setting, self.hardware.device, self.hardware.library_bytes
-        )
+        return step_under(self._profile(chosen), chosen.setting, self.hardware).memory
 
     def to_json(self) -> str:
         """Return everything as JSON: bytes, seconds."""
@@ -656,8 +668,6 @@ class Plan:
 
     def picture(self, path: str | Path) -> None:
         """Draw the memory of the chosen way over the step, stacked by kind, with the peak labelled (needs matplotlib)."""
-        from shardwise.planner.rank_memory import draw_memory
-
         chosen = self._chosen()
         title = f"{self.model} on {self.ranks:,} ranks: {chosen.setting.label}"
         draw_memory(self.memory(chosen), title, self._limit, Path(path))
@@ -785,10 +795,3 @@ def _json_of(candidate: Candidate) -> dict[str, object]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def with_hosts(hardware: Hardware, ranks: int, hosts: int) -> Hardware:
-    """Return ``hardware`` with ``ranks`` on ``hosts`` hosts.  Raises: ConfigError if they cannot be equally many."""
-    if hosts < 1 or ranks % hosts:
-        raise ConfigError(f"{ranks} ranks cannot be on {hosts} hosts, equally many on each; choose a divisor")
-    return replace(hardware, ranks_per_host=ranks // hosts)

@@ -24,7 +24,7 @@ from shardwise.consistency.process_groups import all_have_come
 from shardwise.errors import ConfigError
 from shardwise.fsdp.api import fully_shard
 from shardwise.planner.dry_run import DryRun, OpCall, TensorSpec, dry_run, num_bytes_of, numel_of
-from shardwise.planner.rank_time import Hardware, Wire
+from shardwise.planner.hardware import Hardware, Wire
 
 # ---- The speed at which ranks of this host read each other's memory, and the host time of a unit: models without work,
 # in processes of their own.

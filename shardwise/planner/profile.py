@@ -14,8 +14,15 @@ from shardwise.plan.schedule import StepEvent
 
 # ---- One way to train a model: the API, the mesh, the sizes of units, and the structure of a step.
 
-DOORS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")  # as ``shardwise train --shard`` names them
-UNIT_DOORS = frozenset(
+STRATEGIES = (
+    "full",
+    "hybrid",
+    "replicate",
+    "gradients",
+    "optimizer",
+    "none",
+)  # as ``shardwise train --shard`` names them
+UNIT_STRATEGIES = frozenset(
     {"full", "hybrid", "replicate"}
 )  # their parameters are sharded in units; the others replicate parameters, under DDP or alone
 SHARED, SEND_RECV, TIERS = "shared memory", "send/recv", "shared memory, send/recv between hosts"
@@ -34,7 +41,7 @@ class Setting:
     """One way to train.
 
     Attributes:
-        door: one of ``DOORS``.
+        strategy: one of ``STRATEGIES``.
         ranks: data-parallel ranks.  tensor: ranks that split every block and form one data-parallel rank; only for APIs
             with units.  replicas: with "hybrid", the number of groups that each have a full copy.
         min_unit_bytes: smaller blocks are merged; ``ONE_UNIT``: all parameters are one unit.
@@ -52,7 +59,7 @@ class Setting:
         compression: the compression of parameters and gradients, of the APIs with units.
     """
 
-    door: str = "full"
+    strategy: str = "full"
     ranks: int = 1
     replicas: int = 1
     min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES
@@ -70,22 +77,24 @@ class Setting:
     matrices: bool = False
 
     def __post_init__(self) -> None:
-        if self.door not in DOORS:
-            raise ConfigError(f"door is {self.door!r}, expected one of {', '.join(DOORS)}")
+        if self.strategy not in STRATEGIES:
+            raise ConfigError(f"strategy is {self.strategy!r}, expected one of {', '.join(STRATEGIES)}")
         if min(self.ranks, self.replicas, self.accumulate, self.tensor) < 1:
             raise ConfigError(
                 f"ranks are {self.ranks}, replicas {self.replicas}, microbatches {self.accumulate}, ranks of a split "
                 f"{self.tensor}; expected at least 1"
             )
-        if self.tensor > 1 and self.door not in UNIT_DOORS:
-            raise ConfigError(f"door {self.door!r} takes no tensors that are split; choose one of {sorted(UNIT_DOORS)}")
+        if self.tensor > 1 and self.strategy not in UNIT_STRATEGIES:
+            raise ConfigError(
+                f"strategy {self.strategy!r} takes no tensors that are split; choose one of {sorted(UNIT_STRATEGIES)}"
+            )
         if self.ranks % self.replicas:
             raise ConfigError(f"{self.ranks} ranks cannot be {self.replicas} equal replicas; choose a divisor")
 
     @property
     def num_shards(self) -> int:
         """Ranks over which a parameter is sharded."""
-        return self.ranks // self.replicas if self.door in ("full", "hybrid") else 1
+        return self.ranks // self.replicas if self.strategy in ("full", "hybrid") else 1
 
     @property
     def num_replicas(self) -> int:
@@ -97,13 +106,13 @@ class Setting:
         """The precision of the dry run that this needs."""
         if self.precision == "fp32":
             return "fp32"
-        return "bf16" if self.door in UNIT_DOORS else "autocast"
+        return "bf16" if self.strategy in UNIT_STRATEGIES else "autocast"
 
     @property
     def label(self) -> str:
         """The setting in few words."""
-        words = [self.door if self.door != "hybrid" else f"hybrid {self.replicas}x{self.num_shards}"]
-        if self.door in UNIT_DOORS:
+        words = [self.strategy if self.strategy != "hybrid" else f"hybrid {self.replicas}x{self.num_shards}"]
+        if self.strategy in UNIT_STRATEGIES:
             words.append(
                 "one unit" if self.min_unit_bytes >= ONE_UNIT else f"units >= {self.min_unit_bytes / 2**20:g} MiB"
             )

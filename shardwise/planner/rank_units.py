@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from shardwise.collectives.codec import BlockCode, CodedSection, CompressionPolicy, takes
+from shardwise.collectives.codec import BlockCode, CodedSection, takes
 from shardwise.collectives.host.send_recv import is_worth_messages
 from shardwise.collectives.owned import exchanged_bytes
 from shardwise.layout import Bucket, ChunkShard, align, assign_owners, build_bucket, by_size, runs_of
@@ -67,6 +70,7 @@ class Exchanges:
         scatter_out, scatter_in: of updated shards, likewise.
         whole_bytes: of the matrices that it owns, without gradients.
         owned_numel: their elements.  matrix_numel: of its shards of all matrices.
+        flops: of its update: five Newton-Schulz iterations.
     """
 
     gather_out: int = 0
@@ -76,23 +80,23 @@ class Exchanges:
     whole_bytes: int = 0
     owned_numel: int = 0
     matrix_numel: int = 0
+    flops: float = 0.0
 
-
-def is_matrix(param: ParamFacts) -> bool:
-    """Return True if a whole-matrix optimizer updates ``param``."""
-    return param.is_trainable and len(param.shape) == 2
+    def moments(self) -> Iterator[tuple[str, int]]:
+        """Yield the moments of the step, with the bytes of its buffers."""
+        values_and_gradients = 2 * self.whole_bytes
+        yield "send shards to owners", self.gather_out + self.gather_in
+        yield "put matrices together", self.gather_in + values_and_gradients
+        yield "send matrices back", values_and_gradients + self.scatter_out + self.scatter_in
 
 
 def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, ...]:
     """Return the calls of one step of the optimizer of ``setting``, without DDP's own all-reduces."""
-    if setting.ranks == 1:
-        return ()
     trainable = [param for param in profile.params if param.is_trainable]
-    everything = Transfer("all-gather", sum(param.num_bytes for param in trainable))
-    if setting.door == "gradients":
-        return (*[Transfer("reduction", size) for size in messages(trainable, setting.ranks)], everything)
-    if setting.door == "optimizer":
-        return (everything,)
+    if setting.ranks > 1 and setting.strategy in ("gradients", "optimizer"):
+        sizes = messages(trainable, setting.ranks) if setting.strategy == "gradients" else ()
+        everything = Transfer("all-gather", sum(param.num_bytes for param in trainable))
+        return (*[Transfer("reduction", size) for size in sizes], everything)
     if not setting.matrices or setting.num_shards == 1:
         return ()
     found = exchanges_of(profile, setting)
@@ -102,51 +106,37 @@ def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, .
 def messages(params: Sequence[ParamFacts], ranks: int) -> Iterator[int]:
     """Yield the bytes of each message that sends gradients of ``params`` to their owners: run by run, the last one first."""
     for run in reversed(runs_of([param.numel for param in params], ranks)):
-        sizes: dict[str, int] = {}
+        sizes = Counter[str]()
         for param in params[run.start : run.stop]:
-            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.num_bytes
+            sizes[param.dtype] += param.num_bytes
         yield from sizes.values()
 
 
 def exchanges_of(profile: Profile, setting: Setting) -> Exchanges:
-    """Return what the first rank exchanges in a step over whole matrices, in closed form in ranks."""
-    ranks, params = setting.num_shards, [param for param in profile.params if is_matrix(param)]
+    """Return what the first rank exchanges in a step over whole matrices, in closed form in ranks.
+
+    Source of the operations: Muon, kellerjordan.github.io/posts/muon: X X^T, its square, and the product with X, of the
+    shorter side.
+    """
+    ranks = setting.num_shards
+    params = [param for param in profile.params if param.is_trainable and len(param.shape) == 2]
     owners = assign_owners([step_cost(torch.optim.Muon, param.shape) for param in params], ranks)
-    counts: dict[int, int] = {}
-    for owner in owners:
-        counts[owner] = counts.get(owner, 0) + 1
+    counts = Counter(owners)
     shards = [ChunkShard(param.shape, 0, ranks).shard_numel(0) for param in params]
-    local = [exchanged_bytes(numel * param.itemsize) for numel, param in zip(shards, params, strict=True)]
+    local = sum(exchanged_bytes(numel * param.itemsize) for numel, param in zip(shards, params, strict=True))
     mine = [param for param, owner in zip(params, owners, strict=True) if not owner]
     from_all = sum(_of_all_ranks(param, ranks) for param in mine)
+    sides = [sorted(param.shape) for param in mine]
     return Exchanges(
-        gather_out=sum(map(exchanged_bytes, counts.values())) + 2 * sum(local),
-        gather_in=ranks * exchanged_bytes(counts.get(0, 0)) + 2 * from_all,
+        gather_out=sum(map(exchanged_bytes, counts.values())) + 2 * local,
+        gather_in=ranks * exchanged_bytes(counts[0]) + 2 * from_all,
         scatter_out=ranks * exchanged_bytes(_STATUS_BYTES) + from_all,
-        scatter_in=ranks * exchanged_bytes(_STATUS_BYTES) + sum(local),
+        scatter_in=ranks * exchanged_bytes(_STATUS_BYTES) + local,
         whole_bytes=sum(param.num_bytes for param in mine),
         owned_numel=sum(param.numel for param in mine),
         matrix_numel=sum(shards),
+        flops=float(sum(5 * (4 * short**2 * long + 2 * short**3) for short, long in sides)),
     )
-
-
-def exchange_moments(found: Exchanges) -> Iterator[tuple[str, int]]:
-    """Yield the moments of a step over whole matrices, with the bytes of its buffers."""
-    values_and_gradients = 2 * found.whole_bytes
-    yield "send shards to owners", found.gather_out + found.gather_in
-    yield "put matrices together", found.gather_in + values_and_gradients
-    yield "send matrices back", values_and_gradients + found.scatter_out + found.scatter_in
-
-
-def update_flops(profile: Profile, setting: Setting) -> float:
-    """Return the floating-point operations of the first rank's update of its matrices: five Newton-Schulz iterations.
-
-    Source: Muon, kellerjordan.github.io/posts/muon: X X^T, its square, and the product with X, of the shorter side.
-    """
-    params = [param for param in profile.params if is_matrix(param)]
-    owners = assign_owners([step_cost(torch.optim.Muon, param.shape) for param in params], setting.num_shards)
-    shapes = [sorted(param.shape) for param, owner in zip(params, owners, strict=True) if not owner]
-    return float(sum(5 * (4 * short**2 * long + 2 * short**3) for short, long in shapes))
 
 
 def _of_all_ranks(param: ParamFacts, ranks: int) -> int:
@@ -157,55 +147,7 @@ def _of_all_ranks(param: ParamFacts, ranks: int) -> int:
     return full * exchanged_bytes(each * inner) + exchanged_bytes(rest * inner)
 
 
-# ---- Bytes of messages under a ``CompressionPolicy``, as the codec lays them out.
-
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-
-
-@dataclass(frozen=True, slots=True)
-class Coded:
-    """The message of one section.
-
-    Attributes:
-        message_bytes: its size.  coded_numel: coded elements, with padding to blocks; rest_bytes: of the others.
-    """
-
-    message_bytes: int
-    coded_numel: int
-    rest_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Codings:
-    """The sections of a model under a policy."""
-
-    policy: CompressionPolicy
-    num_shards: int
-
-    def between(self, coded: Coded, replicas: int) -> int:
-        """Return the bytes that a rank sends to each other one of ``replicas`` to sum a coded section and share the sum."""
-        assert self.policy.reduce is not None
-        code = BlockCode(self.policy.reduce, self.policy.block)
-        mine = align(-(-coded.coded_numel // replicas), self.policy.block)
-        return 2 * align(code.num_bytes(mine), 16)
-
-    def section(self, way: str, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> Coded | None:
-        """Return the message of a section of a ``way``, "gather" or "reduce"; None if it is not coded."""
-        coding = getattr(self.policy, way)
-        if coding is None:
-            return None
-        order = by_size([ChunkShard(param.shape, 0, self.num_shards) for param in params])
-        is_coded = [self.is_coded(params[number]) for number in order]
-        section = CodedSection.of(bucket, is_coded, _DTYPES[itemsize], BlockCode(coding, self.policy.block))
-        if not section.runs:
-            return None
-        return Coded(section.message_bytes, section.coded_numel, section.rest_numel * itemsize)
-
-    def is_coded(self, param: ParamFacts) -> bool:
-        """Return True if the policy codes ``param``."""
-        return param.is_floating and takes(self.policy, param.name, param.shape, param.itemsize)
-
-
 _BYTE_ALIGNMENT = 16  # of each bucket in a section that several dtypes share, as in fsdp/flat_buffer.py
 
 
@@ -238,17 +180,17 @@ class RankUnit:
     params: tuple[int, ...]
     shard_bytes: int
     state_numel: int
-    section_bytes: int
     gradient_bytes: int
-    reduced_bytes: int
     largest_gradient_bytes: int
     padding_ratio: float
     moved_bytes: int
-    scattered_bytes: int
-    summed_bytes: int
     cast_bytes: int
-    sends: bool = False
-    decoding_bytes: int = 0
+    sends: bool
+    decoding_bytes: int
+    section_bytes: int = 0
+    reduced_bytes: int = 0
+    scattered_bytes: int = 0
+    summed_bytes: int = 0
     coding_bytes: int = 0
     coded_bytes: int = 0
     residual_bytes: int = 0
@@ -260,164 +202,140 @@ def rank_units(profile: Profile, setting: Setting, device: str) -> tuple[RankUni
     groups = [tuple(profile.blocks.index(path) for path in paths) for paths in unit_paths(profile, setting)]
     taken = {block for group in groups for block in group}
     rest = tuple(block for block in range(len(profile.blocks)) if block not in taken)
-    sizes = _UnitSizes(profile, setting, device)
-    return tuple(sizes.unit(blocks) for blocks in (rest, *sorted(groups)))
+    sizes, params = _Sizes(setting, device == "cpu"), params_by_block(profile)
+    found: list[RankUnit] = []
+    for blocks in (rest, *sorted(groups)):
+        name = "" if ROOT in blocks else compress_paths([profile.blocks[block] for block in blocks])
+        numbers = tuple(sorted(number for block in blocks for number in params[block]))
+        found.append(sizes.unit(name, blocks, numbers, [profile.params[number] for number in numbers]))
+    return tuple(found)
 
 
 def unit_paths(profile: Profile, setting: Setting) -> list[tuple[str, ...]]:
     """Return the paths of the blocks of each unit but the root's."""
     if setting.min_unit_bytes >= ONE_UNIT:
         return []
-    merged = setting.min_unit_bytes if setting.door != "replicate" else 0
+    merged = setting.min_unit_bytes if setting.strategy != "replicate" else 0
     return [paths for children in profile.families for paths in group_blocks(children, merged)]
 
 
-class _UnitSizes:
-    """Computes units; those with equal parameters are computed once."""
+@functools.lru_cache(maxsize=1024)
+def _layout(shapes: tuple[tuple[int, ...], ...], shards: int, alignment: int, full_alignment: int) -> Bucket:
+    cuts = [ChunkShard(shape, 0, shards) for shape in shapes]
+    return build_bucket([cuts[index] for index in by_size(cuts)], alignment, full_alignment)
 
-    def __init__(self, profile: Profile, setting: Setting, device: str) -> None:
-        self._profile = profile
-        self._setting = setting
-        self._on_cpu = device == "cpu"
-        self._is_cut = setting.num_shards > 1
-        self._buckets: dict[tuple[object, ...], Bucket] = {}
-        self._params = params_by_block(profile)
-        self._alike: dict[tuple[object, ...], RankUnit] = {}
-        policy = setting.compression
-        self._codings = None if policy is None else Codings(policy, setting.num_shards)
 
-    def _alignment(self, itemsize: int) -> int:
-        return 1 if self._on_cpu else max(16 // itemsize, 1)
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The sizes of units under a setting."""
 
-    def _full_itemsize(self, param: ParamFacts) -> int:
-        return 2 if self._setting.precision == "bf16" and param.is_floating else param.itemsize
+    setting: Setting
+    on_cpu: bool
 
-    def _bucket(self, params: Sequence[ParamFacts], alignment: int, full_alignment: int) -> Bucket:
-        key = (tuple(param.shape for param in params), alignment, full_alignment)
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            cuts = [ChunkShard(param.shape, 0, self._setting.num_shards) for param in params]
-            shards = [cuts[index] for index in by_size(cuts)]
-            bucket = self._buckets[key] = build_bucket(shards, alignment, full_alignment)
-        return bucket
-
-    def unit(self, blocks: tuple[int, ...]) -> RankUnit:
-        """Return the unit of ``blocks``."""
-        numbers = tuple(sorted([number for block in blocks for number in self._params[block]]))
-        params = [self._profile.params[number] for number in numbers]
-        coded = [] if self._codings is None else [self._codings.is_coded(param) for param in params]
-        key = (ROOT in blocks, *coded, *[(param.shape, param.dtype, param.is_trainable) for param in params])
-        alike = self._alike.get(key)
-        if alike is None:
-            alike = self._alike[key] = self._made(blocks, numbers)
-        return replace(alike, facts=replace(alike.facts, name=self._name(blocks)), blocks=blocks, params=numbers)
-
-    def _name(self, blocks: tuple[int, ...]) -> str:
-        return "" if ROOT in blocks else compress_paths([self._profile.blocks[block] for block in blocks])
-
-    def _made(self, blocks: tuple[int, ...], numbers: tuple[int, ...]) -> RankUnit:
-        params = [self._profile.params[number] for number in numbers]
-        kept: dict[tuple[str, int], list[ParamFacts]] = {}
-        for param in params:
-            kept.setdefault((param.dtype, self._full_itemsize(param)), []).append(param)
-        shard_bytes = packed = full_bytes = section = cast = messages = decoding = tails = payload = 0
-        sends = bool(numbers) and self._setting.transport == SEND_RECV
-        is_coded = is_full = False
-        for (_, full_itemsize), members in kept.items():
-            itemsize = members[0].itemsize
-            bucket = self._bucket(members, self._alignment(itemsize), self._alignment(full_itemsize))
-            shard_bytes += bucket.section_numel * itemsize
-            tails += bucket.tail_numel * full_itemsize
-            sends = sends and is_worth_messages(bucket)
-            section = align(section + bucket.section_numel * full_itemsize, _BYTE_ALIGNMENT)
-            cast += bucket.section_numel * full_itemsize if itemsize != full_itemsize else 0
-            if self._travels(itemsize, full_itemsize):
-                full_bytes += bucket.full_numel * full_itemsize
-                payload += sum(shard.numel for shard in bucket.shards) * full_itemsize
-            is_full = self._is_cut and bucket.is_one_tensor and len(kept) == 1
-            packed = bucket.section_numel * full_itemsize * self._setting.num_shards
-            coded = None if self._codings is None else self._codings.section("gather", members, bucket, full_itemsize)
-            is_coded = is_coded or coded is not None
-            messages += align(packed // self._setting.num_shards, 16) if coded is None else coded.message_bytes
-            decoding = max(decoding, packed)
-        if len(kept) > 1:
-            packed, cast = section * self._setting.num_shards, section
-        is_linked = self._is_cut and (sends or self._setting.transport in (SHARED, TIERS))
-        if is_coded:
-            packed = messages * self._setting.num_shards
-        return self._assembled(
-            blocks,
-            numbers,
-            _Moved(
-                shard_bytes,
-                packed,
-                full_bytes,
-                cast,
-                decoding * is_coded,
-                tails if sends else None,
-                is_full and not is_coded,
-                0 if is_full or is_coded or is_linked else payload,
-            ),
-        )
-
-    def _travels(self, itemsize: int, full_itemsize: int) -> bool:
-        return self._is_cut or itemsize != full_itemsize or (self._setting.offload and not self._on_cpu)
-
-    def _assembled(self, blocks: tuple[int, ...], numbers: tuple[int, ...], moved: _Moved) -> RankUnit:
-        setting = self._setting
-        params = [self._profile.params[number] for number in numbers]
+    def unit(self, name: str, blocks: tuple[int, ...], numbers: tuple[int, ...], params: list[ParamFacts]) -> RankUnit:
+        """Return the unit of ``blocks``, whose parameters have these numbers."""
+        setting = self.setting
         trainable = [param for param in params if param.is_trainable]
-        by_dtype: dict[int, list[ParamFacts]] = {}
-        for param in trainable:
-            by_dtype.setdefault(4 if setting.precision == "bf16" else param.itemsize, []).append(param)
-        section_bytes = staged = 0
-        travels = _Reduced()
-        for itemsize, members in by_dtype.items():
-            bucket = self._bucket(members, self._alignment(itemsize), 1)
-            section_bytes += bucket.section_numel * itemsize
-            staged += self._reduce_staging(bucket, itemsize)
-            travels = travels.plus(self._reduced(members, bucket, itemsize))
-        keeps = ROOT in blocks or setting.door == "replicate"
-        gather, in_place = self._gather_staging(moved)
-        facts = UnitFacts(
-            name="",
-            policy=UnitPolicy(reshard_after_forward=not keeps),
-            gather_bytes=gather,
-            in_place=in_place,
-            full_bytes=moved.full_bytes,
-            reduce_bytes=staged,
-            copied_bytes=moved.copied_bytes,
-        )
+        facts, gathered = self._gathered(params)
+        reduced = self._reduced(trainable)
+        keeps = ROOT in blocks or setting.strategy == "replicate"
+        policy = UnitPolicy(reshard_after_forward=not keeps)
+        gradients = [param.numel * self._full_itemsize(param) for param in trainable]
         kept_bytes = sum(param.num_bytes for param in params)
         return RankUnit(
-            facts=facts,
+            facts=UnitFacts(name=name, policy=policy, reduce_bytes=reduced.pop("staged"), **facts),
             blocks=blocks,
             params=numbers,
-            shard_bytes=moved.shard_bytes,
             state_numel=sum(ChunkShard(param.shape, 0, setting.num_shards).shard_numel(0) for param in trainable),
-            section_bytes=section_bytes,
-            gradient_bytes=sum(param.numel * self._full_itemsize(param) for param in trainable),
-            reduced_bytes=sum(param.numel * itemsize for itemsize, each in by_dtype.items() for param in each),
-            largest_gradient_bytes=max((param.numel * self._full_itemsize(param) for param in trainable), default=0),
-            padding_ratio=moved.shard_bytes * setting.num_shards / kept_bytes if kept_bytes else 1.0,
-            moved_bytes=moved.packed if self._is_cut else 0,
-            cast_bytes=moved.cast_bytes,
-            sends=self._is_cut and moved.tail_bytes is not None,
-            decoding_bytes=moved.decoding_bytes if self._is_cut else 0,
-            **asdict(travels),
+            gradient_bytes=sum(gradients),
+            largest_gradient_bytes=max(gradients, default=0),
+            padding_ratio=gathered["shard_bytes"] * setting.num_shards / kept_bytes if kept_bytes else 1.0,
+            **gathered,
+            **reduced,
         )
 
-    def _gather_staging(self, moved: _Moved) -> tuple[int, bool]:
-        """Return the bytes of a launched gather, and whether they include the full parameters."""
-        if not self._is_cut or self._setting.transport in (SHARED, TIERS):
-            return 0, False  # sections are read in place
-        if moved.tail_bytes is not None:
-            return moved.full_bytes + (self._setting.num_shards - 1) * moved.tail_bytes, True
-        return moved.packed, moved.is_full
+    def _full_itemsize(self, param: ParamFacts) -> int:
+        return 2 if self.setting.precision == "bf16" and param.is_floating else param.itemsize
+
+    def _layout(self, params: Sequence[ParamFacts], itemsize: int, full_itemsize: int = 0) -> Bucket:
+        """Return the layout of ``params``; full parameters have an alignment only where they are gathered."""
+        alignment, full = (1 if self.on_cpu or not size else max(16 // size, 1) for size in (itemsize, full_itemsize))
+        return _layout(tuple(param.shape for param in params), self.setting.num_shards, alignment, full)
+
+    def _coded(self, way: str, params: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> CodedSection | None:
+        """Return how a section goes its ``way``, "gather" or "reduce", under the policy; None if it is not coded."""
+        policy = self.setting.compression
+        coding = None if policy is None else getattr(policy, way)
+        if policy is None or coding is None:
+            return None
+        order = by_size([ChunkShard(param.shape, 0, self.setting.num_shards) for param in params])
+        each = [params[number] for number in order]
+        is_coded = [param.is_floating and takes(policy, param.name, param.shape, param.itemsize) for param in each]
+        section = CodedSection.of(bucket, is_coded, _DTYPES[itemsize], BlockCode(coding, policy.block))
+        return section if section.runs else None
+
+    def _gathered(self, params: Sequence[ParamFacts]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the fields of the facts, and of the unit, that tell of its shards and its all-gather."""
+        setting, ranks = self.setting, self.setting.num_shards
+        is_cut, is_linked = ranks > 1, setting.transport in (SHARED, TIERS)
+        kept = _by([(param.dtype, self._full_itemsize(param)) for param in params], params)
+        sends = bool(params) and setting.transport == SEND_RECV
+        shard = tails = section = cast = full = payload = messages = packed = 0
+        is_full = is_coded = False
+        for (_, full_itemsize), members in kept:
+            itemsize = members[0].itemsize
+            bucket = self._layout(members, itemsize, full_itemsize)
+            mine = bucket.section_numel * full_itemsize
+            shard += bucket.section_numel * itemsize
+            tails += bucket.tail_numel * full_itemsize
+            section = align(section + mine, _BYTE_ALIGNMENT)
+            cast += mine if itemsize != full_itemsize else 0
+            packed = max(packed, mine * ranks)
+            sends = sends and is_worth_messages(bucket)
+            if is_cut or itemsize != full_itemsize or (setting.offload and not self.on_cpu):
+                full += bucket.full_numel * full_itemsize
+                payload += sum(each.numel for each in bucket.shards) * full_itemsize
+            is_full = is_cut and bucket.is_one_tensor and len(kept) == 1
+            coded = self._coded("gather", members, bucket, full_itemsize)
+            is_coded = is_coded or coded is not None
+            messages += align(mine, _BYTE_ALIGNMENT) if coded is None else coded.message_bytes
+        decoding = packed * is_coded * is_cut
+        if len(kept) > 1:
+            packed, cast = section * ranks, section
+        packed = messages * ranks if is_coded else packed
+        staged = (full + (ranks - 1) * tails, True) if sends else (packed, is_full and not is_coded)
+        if not is_cut or is_linked:  # sections are read in place
+            staged = (0, False)
+        copied = 0 if is_full or is_coded or (is_cut and (sends or is_linked)) else payload
+        facts = {"gather_bytes": staged[0], "in_place": staged[1], "full_bytes": full, "copied_bytes": copied}
+        moved, sends = packed if is_cut else 0, is_cut and sends
+        return facts, {
+            "shard_bytes": shard,
+            "moved_bytes": moved,
+            "cast_bytes": cast,
+            "sends": sends,
+            "decoding_bytes": decoding,
+        }
+
+    def _reduced(self, params: Sequence[ParamFacts]) -> dict[str, Any]:
+        """Return the fields of the unit that tell of its reductions, and the bytes that these stage."""
+        found, peaks = Counter(staged=0), {"coding_bytes": 0, "outbox_bytes": 0}
+        for itemsize, members in _by([4 if self.setting.precision == "bf16" else p.itemsize for p in params], params):
+            bucket = self._layout(members, itemsize)
+            sent = self._sent(members, bucket, itemsize)
+            for peak in peaks:
+                peaks[peak] = max(peaks[peak], sent.pop(peak, 0))
+            found.update(sent)
+            found.update(
+                staged=self._reduce_staging(bucket, itemsize),
+                section_bytes=bucket.section_numel * itemsize,
+                reduced_bytes=sum(param.numel for param in members) * itemsize,
+            )
+        return {**found, **peaks}
 
     def _reduce_staging(self, bucket: Bucket, itemsize: int) -> int:
-        setting = self._setting
-        if not self._is_cut or setting.transport == SHARED:
+        setting = self.setting
+        if setting.num_shards == 1 or setting.transport == SHARED:
             return 0
         if setting.transport == SEND_RECV and is_worth_messages(bucket):
             return (setting.num_shards - 1) * (bucket.section_numel + bucket.tail_numel) * itemsize
@@ -425,58 +343,43 @@ class _UnitSizes:
             return 2 * (setting.hosts - 1) * (bucket.section_numel + 1) * itemsize
         return setting.num_shards * bucket.section_numel * itemsize
 
-    def _reduced(self, members: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> _Reduced:
+    def _sent(self, members: Sequence[ParamFacts], bucket: Bucket, itemsize: int) -> dict[str, int]:
         """Return how gradients in ``bucket`` are sent: coded between replicas if there are any, else between shards."""
-        setting = self._setting
+        shards, replicas = self.setting.num_shards, self.setting.num_replicas
         section = bucket.section_numel * itemsize
         own = 1 if bucket.num_large else 0  # it is not in the outbox if parts are copied one by one
-        plain = _Reduced(section * setting.num_shards, 2 * section, outbox_bytes=section * (setting.num_shards - own))
-        coded = None if self._codings is None else self._codings.section("reduce", members, bucket, itemsize)
-        ranks = setting.num_replicas if setting.num_replicas > 1 else setting.num_shards
-        if coded is None or self._codings is None or ranks == 1:
+        plain = {
+            "scattered_bytes": section * shards,
+            "summed_bytes": 2 * section,
+            "outbox_bytes": section * (shards - own),
+        }
+        coded, policy = self._coded("reduce", members, bucket, itemsize), self.setting.compression
+        if coded is None or policy is None or policy.reduce is None or self.setting.ranks == 1:
             return plain
-        sections = setting.num_shards if setting.num_replicas == 1 else 1
-        floats = 4 * coded.coded_numel * sections
-        residuals = floats if self._codings.policy.error_feedback else 0
-        if setting.num_replicas > 1:
-            each = self._codings.between(coded, ranks)
-            return replace(
-                plain,
-                summed_bytes=ranks * each + 2 * coded.rest_bytes,
-                coding_bytes=3 * floats + ranks * each,
-                residual_bytes=residuals,
-            )
-        messages = coded.message_bytes * ranks
-        return _Reduced(messages, 2 * section, messages + 3 * floats, 2 * messages, residuals)
+        floats = 4 * coded.coded_numel * (shards if replicas == 1 else 1)
+        residuals = floats if policy.error_feedback else 0
+        if replicas > 1:
+            mine = align(-(-coded.coded_numel // replicas), policy.block)
+            each = 2 * align(BlockCode(policy.reduce, policy.block).num_bytes(mine), 16)  # to sum, and to share the sum
+            summed = replicas * each + 2 * coded.rest_numel * itemsize
+            coding = 3 * floats + replicas * each
+            return plain | {"summed_bytes": summed, "coding_bytes": coding, "residual_bytes": residuals}
+        sent = coded.message_bytes * shards
+        return {
+            "scattered_bytes": sent,
+            "summed_bytes": 2 * section,
+            "coding_bytes": sent + 3 * floats,
+            "coded_bytes": 2 * sent,
+            "residual_bytes": residuals,
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class _Reduced:
-    """The bytes in which gradients of one dtype are sent; fields are those of :class:`RankUnit`."""
-
-    scattered_bytes: int = 0
-    summed_bytes: int = 0
-    coding_bytes: int = 0
-    coded_bytes: int = 0
-    residual_bytes: int = 0
-    outbox_bytes: int = 0
-
-    def plus(self, other: _Reduced) -> _Reduced:
-        pairs = zip(asdict(self).items(), asdict(other).values(), strict=True)
-        peaks = ("coding_bytes", "outbox_bytes")
-        return _Reduced(**{name: max(one, two) if name in peaks else one + two for (name, one), two in pairs})
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    shard_bytes: int
-    packed: int
-    full_bytes: int
-    cast_bytes: int
-    decoding_bytes: int
-    tail_bytes: int | None  # of small tensors, which are one message; None: nothing is sent as messages
-    is_full: bool  # the buffer of a collective becomes the full parameter
-    copied_bytes: int  # from the buffer of a collective to full parameters
+def _by(keys: Sequence[Any], params: Sequence[ParamFacts]) -> list[tuple[Any, list[ParamFacts]]]:
+    """Return the parameters of each key, in the order in which keys first appear."""
+    found: dict[Any, list[ParamFacts]] = {}
+    for key, param in zip(keys, params, strict=True):
+        found.setdefault(key, []).append(param)
+    return list(found.items())
 
 
 # ---- The step of a profile as the engine would run it with some units: events, and the calls that follow from each

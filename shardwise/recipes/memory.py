@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.clip import OwnedGradient
 from shardwise.plan.schedule import StepEvent
-from shardwise.planner.advice import memory_over_step
+from shardwise.planner.advice import step_under
 from shardwise.planner.dry_run import TensorSplit, dry_run
+from shardwise.planner.hardware import HARDWARE, cublas_bytes
 from shardwise.planner.profile import ROUTES, Setting
-from shardwise.planner.rank_memory import UPDATE, RankMemory
-from shardwise.planner.rank_time import cublas_bytes
+from shardwise.planner.rank_step import UPDATE, RankMemory
 from shardwise.recipes.config import ENGINE_SHARDS, NUM_BYTES, ModelShape, TrainConfig, data_ranks
 from shardwise.recipes.gpt import GPT, next_byte_loss
 from shardwise.recipes.sharding import HEADS, RunRanks, blocks_of, build_own
@@ -348,7 +348,7 @@ def largest_of(ranks: RunRanks, step: int, peaks: Sequence[tuple[str, int]]) -> 
 def setting_of(config: TrainConfig, num_ranks: int, route: str = "") -> Setting:
     """Return the setting of a run of ``config``; ``route``: that of its units, as ``describe_units`` shows it."""
     return Setting(
-        door=config.shard,
+        strategy=config.shard,
         ranks=num_ranks // config.tp,
         replicas=config.replicas if config.shard == "hybrid" else 1,
         min_unit_bytes=config.min_unit_bytes if config.shard != "replicate" else 0,
@@ -386,7 +386,8 @@ def planned_memory(config: TrainConfig, vocabulary: int, ranks: RunRanks, model:
         return None
     capability = torch.cuda.get_device_capability(ranks.device)[0] if ranks.device.type == "cuda" else 0
     library_bytes = cublas_bytes(capability) if capability else 0
-    return memory_over_step(run.profile, setting, ranks.device.type, library_bytes)
+    hardware = replace(HARDWARE["cpu"], device=ranks.device.type, library_bytes=library_bytes)
+    return step_under(run.profile, setting, hardware).memory
 
 
 def planned_model(config: TrainConfig, vocabulary: int) -> nn.Module:

@@ -27,7 +27,7 @@ from rich.table import Table
 from shardwise.formatting import drop_output, format_bytes, plain
 from shardwise.loop.meter import summary
 from shardwise.plan.schedule import StepEvent
-from shardwise.planner.rank_memory import COLOURS, KINDS, UPDATE
+from shardwise.planner.rank_step import COLOURS, KINDS, UPDATE
 from shardwise.recipes.data import TextFacts
 from shardwise.recipes.memory import HeldBytes, HeldMemory, StepMemory, fold_held
 from shardwise.recipes.run_folder import TrainRun, drop_later_metrics

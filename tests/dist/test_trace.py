@@ -30,8 +30,8 @@ from shardwise import (
 from shardwise.observe import Call, Op
 from shardwise.planner.advice import evaluate
 from shardwise.planner.dry_run import dry_run
+from shardwise.planner.hardware import HARDWARE
 from shardwise.planner.profile import SEND_RECV, SHARED, Profile, Setting
-from shardwise.planner.rank_time import HARDWARE
 from shardwise.planner.rank_units import Transfer, optimizer_transfers, rank_units, steps_of
 from shardwise.testing.models import Block
 
@@ -181,7 +181,7 @@ def test_collectives_of_optimizers_are_in_the_trace() -> None:
     assert counts["all-gather", "calls"] == counts["all-gather on its way", "all-gathers"] == 1
     assert {each.num_bytes for each in of_zero if each.lane == "calls"} == {4 * (64 * 64 + 64)}
     profile = dry_run(nn.Linear(64, 64), [torch.empty(1, 64)]).profile
-    planned = evaluate(profile, Setting(door="gradients", ranks=2), HARDWARE["cpu"]).time.inside_bytes
+    planned = evaluate(profile, Setting(strategy="gradients", ranks=2), HARDWARE["cpu"]).time.inside_bytes
     assert planned == sum(each.num_bytes for each in of_zero if each.lane == "calls") // 2
     assert sum(each.what == "exchange" for each in trace.spans) >= 2
 
@@ -244,8 +244,8 @@ def test_what_units_call_was_planned_before_any_of_them_was_there() -> None:
         (fully_shard, "gloo", replace(full, transport=SEND_RECV), 16),  # too small for messages
         (fully_shard, "gloo", replace(full, transport=SEND_RECV), 300),
         (fully_shard, "collective", full, 16),
-        (hybrid, "auto", replace(full, door="hybrid", replicas=2), 16),
-        (replicate, "auto", replace(full, door="replicate"), 16),
+        (hybrid, "auto", replace(full, strategy="hybrid", replicas=2), 16),
+        (replicate, "auto", replace(full, strategy="replicate"), 16),
         (None, "auto", replace(full, transport=SHARED), 16),
     ):
         model = sharded(door or (lambda _: None), width)
@@ -258,7 +258,7 @@ def test_what_units_call_was_planned_before_any_of_them_was_there() -> None:
         with shardwise.trace(model) as trace:
             step(model, width)
         planned = planned_calls(setting, width)
-        assert trace.calls == planned, (setting.door, transport, width)
+        assert trace.calls == planned, (setting.strategy, transport, width)
         assert any(call.in_place for call in planned) == (width == 300)
 
 
@@ -275,17 +275,17 @@ def test_what_optimizers_call_was_planned_before_any_of_them_was_there() -> None
 
     profile = dry_run(make(), [torch.empty(4, 300)], lambda model, x: model(x).sum()).profile
     inputs = torch.ones(4, 300)
-    for door in ("optimizer", "gradients"):
+    for strategy in ("optimizer", "gradients"):
         model = make()
         zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition="even", lr=0.1)
         with shardwise.trace() as trace:
             model(inputs).sum().backward()
-            if door == "gradients":
+            if strategy == "gradients":
                 zero.reduce_gradients()
             zero.step()
         found = transfers_in(trace)
-        assert found == list(optimizer_transfers(profile, Setting(door=door, ranks=2))), door
-        assert len(found) >= (3 if door == "gradients" else 1)
+        assert found == list(optimizer_transfers(profile, Setting(strategy=strategy, ranks=2))), strategy
+        assert len(found) >= (3 if strategy == "gradients" else 1)
     for hook, reduce in ((hook_with_zero_step, "all"), (hook_with_zero_step_interleaved, "owner")):
         ddp = nn.parallel.DistributedDataParallel(make(), bucket_cap_mb=1)
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition="even", overlap_with_ddp=True)

@@ -16,7 +16,7 @@ from shardwise import ConfigError, fully_shard
 from shardwise.cli.main import main
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.dry_run import dry_run
-from shardwise.planner.profile import UNIT_DOORS, Setting, StepMark
+from shardwise.planner.profile import UNIT_STRATEGIES, Setting, StepMark
 from shardwise.recipes.config import PRESETS
 from shardwise.recipes.gpt import GPT
 from shardwise.testing.models import Block, build
@@ -102,10 +102,10 @@ def test_the_plan_of_a_function_needs_no_memory_for_the_model() -> None:
     assert found.best is not None
 
 
-@pytest.mark.parametrize("door", ["full", "hybrid", "replicate", "gradients", "optimizer", "none"])
-def test_the_code_of_a_plan_runs(door: str) -> None:
-    ranks = 4 if door in UNIT_DOORS else 1  # DDP and ZeRO talk to the others when they are made
-    choices = shardwise.Choices(doors=(door,), recompute=(True,), precision="fp32")
+@pytest.mark.parametrize("strategy", ["full", "hybrid", "replicate", "gradients", "optimizer", "none"])
+def test_the_code_of_a_plan_runs(strategy: str) -> None:
+    ranks = 4 if strategy in UNIT_STRATEGIES else 1  # DDP and ZeRO talk to the others when they are made
+    choices = shardwise.Choices(strategies=(strategy,), recompute=(True,), precision="fp32")
     found = shardwise.plan(blocks, (torch.empty(4, 32),), ranks, hardware="cpu", choices=choices)
     backend, store = ("fake", FakeStore()) if ranks > 1 else ("gloo", dist.HashStore())
     dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
@@ -131,7 +131,7 @@ def test_the_table_names_the_way_to_take_and_why() -> None:
 
 def test_the_command_plans_and_train_plans_before_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["plan", "--preset", "gpt-tiny", "--ranks", "16", "--seq", "64", "--hosts", "2", "--doors", "full"]) == 0
+        main(["plan", "--preset", "gpt-tiny", "--ranks", "16", "--seq", "64", "--hosts", "2", "--shard", "full"]) == 0
     )
     assert "optimizer = torch.optim.AdamW" in capsys.readouterr().out
     assert main(["train", "--plan", "--nproc", "2", "--device", "cpu"]) == 0
@@ -141,5 +141,5 @@ def test_the_command_plans_and_train_plans_before_it_runs(capsys: pytest.Capture
 
 
 def test_a_setting_says_what_it_is_in_few_words() -> None:
-    setting = Setting(door="hybrid", ranks=16, replicas=2, recompute=True, accumulate=2)
+    setting = Setting(strategy="hybrid", ranks=16, replicas=2, recompute=True, accumulate=2)
     assert setting.label == "hybrid 2x8, units >= 1.5 MiB, recompute, 2 microbatches"

@@ -13,8 +13,8 @@ from shardwise.errors import ConfigError
 from shardwise.planner import measure
 from shardwise.planner import measure as measure_shared
 from shardwise.planner.dry_run import OpCall, TensorSpec, dry_run
+from shardwise.planner.hardware import HARDWARE, Wire
 from shardwise.planner.measure import OnOneHost, measured_shared
-from shardwise.planner.rank_time import HARDWARE, Wire
 
 FOUND = OnOneHost(Wire(3e9, 1e-4), 2e-4, 3e-5)
 

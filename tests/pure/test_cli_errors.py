@@ -100,9 +100,9 @@ def test_a_printed_size_is_read_back(num_bytes: int) -> None:
 
 @pytest.mark.parametrize("min_unit_bytes", [None, 64 << 20, ONE_UNIT])
 def test_the_command_that_a_plan_prints_can_be_typed(min_unit_bytes: int | None) -> None:
-    words = ["plan", "--preset", "gpt-tiny", "--ranks", "4", "--seq", "128", "--hardware", "cpu", "--doors", "full"]
+    words = ["plan", "--preset", "gpt-tiny", "--ranks", "4", "--seq", "128", "--hardware", "cpu", "--shard", "full"]
     arguments = build_parser().parse_args(words)
-    found = plan(lambda: GPT(PRESETS["tiny"]), (1, 128), 4, hardware="cpu", choices=Choices(doors=("full",)))
+    found = plan(lambda: GPT(PRESETS["tiny"]), (1, 128), 4, hardware="cpu", choices=Choices(strategies=("full",)))
     best = found.best
     assert best is not None
     if min_unit_bytes is not None:

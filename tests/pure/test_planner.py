@@ -15,7 +15,8 @@ from shardwise.collectives.buffer_pool import size_class
 from shardwise.layout import ChunkShard
 from shardwise.plan.grouping import Child
 from shardwise.plan.schedule import StepEvent
-from shardwise.planner.advice import Choices, Search, evaluate
+from shardwise.planner.advice import Choices, Search, evaluate, step_under
+from shardwise.planner.hardware import HARDWARE, hardware_json, read_hardware
 from shardwise.planner.profile import (
     ONE_UNIT,
     SEND_RECV,
@@ -28,9 +29,8 @@ from shardwise.planner.profile import (
     Stretch,
     Work,
 )
-from shardwise.planner.rank_memory import KINDS, RankMemory, memory_of
-from shardwise.planner.rank_time import HARDWARE, hardware_json, read_hardware, time_of
-from shardwise.planner.rank_units import rank_units, steps_of
+from shardwise.planner.rank_step import KINDS, RankMemory
+from shardwise.planner.rank_units import rank_units
 
 MB = 1_000_000
 BLOCK, NORM = 4_096_000, 4096  # bytes of the parameters of a block, and of the root
@@ -80,8 +80,8 @@ def a_profile(num_blocks: int = 3, rows: int = 1000, width: int = 1024, recomput
 
 
 def held(profile: Profile, setting: Setting, device: str = "cuda") -> RankMemory:
-    units = rank_units(profile, setting, device)
-    return memory_of(profile, units, steps_of(profile, units, setting.depth), setting, device)
+    hardware = replace(HARDWARE["h100" if device == "cuda" else "cpu"], library_bytes=0)
+    return step_under(profile, setting, hardware).memory
 
 
 @settings(max_examples=15)
@@ -107,7 +107,7 @@ def test_more_ranks_hold_less_and_replicas_hold_more() -> None:
     profile = a_profile()
     peaks = [held(profile, Setting(ranks=ranks)).peak.total for ranks in (2, 8, 40, 1000)]
     assert peaks == sorted(peaks, reverse=True)
-    whole = held(profile, Setting(door="hybrid", ranks=64, replicas=8)).peak.total
+    whole = held(profile, Setting(strategy="hybrid", ranks=64, replicas=8)).peak.total
     assert whole == held(profile, Setting(ranks=8)).peak.total
 
 
@@ -139,14 +139,12 @@ def test_offload_leaves_the_device_what_is_computed_with() -> None:
 
 def test_a_step_takes_as_long_as_its_computation_and_what_nothing_hides() -> None:
     profile, setting = a_profile(), Setting(ranks=8)
-    units = rank_units(profile, setting, "cuda")
-    steps = steps_of(profile, units, 1)
     fast = replace(HARDWARE["h100"], host_s_per_op=0.0, host_s_per_unit=0.0)
-    time = time_of(profile, units, steps, setting, fast)
+    time = step_under(profile, setting, fast).time
     copies = time.step_s - time.compute_s - time.exposed_s - time.optimizer_s
     assert 0 <= copies < 0.01 * time.step_s
     slow = replace(fast, inside=replace(fast.inside, bytes_per_s=1e8))
-    waiting = time_of(profile, units, steps, setting, slow)
+    waiting = step_under(profile, setting, slow).time
     assert waiting.compute_s == time.compute_s
     assert waiting.exposed_s > time.exposed_s
     assert waiting.step_s > time.step_s
@@ -172,14 +170,14 @@ def test_a_thousand_ranks_cost_no_more_planning_than_two() -> None:
     profile = a_profile(2)
     labels = []
     for ranks in (16, 1 << 40):
-        search = Search(lambda *_: profile, ranks, HARDWARE["h100"], Choices(doors=("full",), recompute=(False,)))
+        search = Search(lambda *_: profile, ranks, HARDWARE["h100"], Choices(strategies=("full",), recompute=(False,)))
         labels.append([candidate.setting.label for candidate in search.run().candidates])
     assert sorted(labels[0]) == sorted(labels[1])
 
 
 def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
-    choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
+    choices = Choices(strategies=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
     tight = replace(HARDWARE["h100"], memory_bytes=50 * MB, library_bytes=0, usable=1.0)
     found = Search(lambda _, recompute, __: profiles[recompute], 8, tight, choices).run()
     assert not any(candidate.fits for candidate in found.candidates)
@@ -190,7 +188,7 @@ def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
 
 def test_state_that_is_too_large_needs_more_ranks() -> None:
     profile = a_profile(8, recompute=True)
-    choices = Choices(doors=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
+    choices = Choices(strategies=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
     tight = replace(HARDWARE["h100"], memory_bytes=60 * MB, library_bytes=0, usable=1.0)
     found = Search(lambda *_: profile, 2, tight, choices).run()
     more = next(change for change in found.changes if "ranks in place of 2" in change.words)
@@ -203,7 +201,7 @@ def test_of_what_fits_the_fastest_is_first() -> None:
     found = Search(lambda _, recompute, __: profiles[recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
     fitting = [candidate.time.step_s for candidate in found.candidates if candidate.fits]
     assert fitting == sorted(fitting)
-    assert {candidate.setting.door for candidate in found.candidates} == set(Choices().doors)
+    assert {candidate.setting.strategy for candidate in found.candidates} == set(Choices().strategies)
 
 
 def test_one_unit_is_the_root() -> None:
@@ -240,7 +238,7 @@ def test_hardware_that_cannot_be_says_what_is_wrong(tmp_path: Path, text: str, m
 
 def test_settings_that_cannot_be_are_refused() -> None:
     for wrong, message in (
-        ({"door": "sideways"}, "expected one of full"),
+        ({"strategy": "sideways"}, "expected one of full"),
         ({"ranks": 6, "replicas": 4}, "choose a divisor"),
         ({"ranks": 0}, "at least 1"),
     ):
@@ -248,6 +246,8 @@ def test_settings_that_cannot_be_are_refused() -> None:
             Setting(**wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="expected one of adamw"):
         Choices(optimizer="lion")
+    with pytest.warns(DeprecationWarning, match="strategies="):
+        assert Choices(doors=("full",)) == Choices(strategies=("full",))
     assert isinstance(HARDWARE["cpu"], Hardware)
 
 
@@ -315,9 +315,10 @@ def test_what_is_read_from_shared_memory_takes_the_rank_that_reads_it() -> None:
 
 def test_what_libraries_of_a_gpu_work_in_counts_at_every_moment() -> None:
     profile, setting = a_profile(), Setting(ranks=8, min_unit_bytes=0)
-    units = rank_units(profile, setting, "cuda")
-    steps = steps_of(profile, units, setting.depth)
-    without, found = (memory_of(profile, units, steps, setting, "cuda", num_bytes) for num_bytes in (0, 64 * MB))
+    without, found = (
+        step_under(profile, setting, replace(HARDWARE["h100"], library_bytes=num_bytes)).memory
+        for num_bytes in (0, 64 * MB)
+    )
     assert [each.total - plain.total for each, plain in zip(found.moments, without.moments, strict=True)] == [
         64 * MB
     ] * len(without.moments)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shardwise import StepMeter
 from shardwise.formatting import format_bytes
-from shardwise.planner.rank_memory import UPDATE, Moment, RankMemory
+from shardwise.planner.rank_step import UPDATE, Moment, RankMemory
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.data import TextFacts, Windows
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
