@@ -13,7 +13,7 @@ import importlib
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -29,15 +29,12 @@ from shardwise.errors import ConfigError
 from shardwise.recipes.config import NUM_BYTES, typed
 from shardwise.safe_files import create_file, open_input, opened, read_bytes, read_text, replace_file
 
-# ---- The inputs of a run: plain text, JSONL, Parquet files, and folders of the ``datasets`` package, as sources with a
-# begin and an end, and their documents in order.
-#
-# Only Parquet needs ``pyarrow``, and only dataset folders need ``datasets``: ``pip install 'shardwise[data]'``.
+# ---- The inputs of a run: plain text, and tables that the ``datasets`` package reads (``pip install 'shardwise[data]'``):
+# JSONL and Parquet files, and folders of ``save_to_disk``; as sources with a begin and an end, documents in order.
 
 ROWS = 512  # of a table, read at once
 CHUNK_BYTES = 1 << 22
-_JSONL = frozenset({".jsonl", ".ndjson"})
-_PARQUET = frozenset({".parquet", ".pq"})
+_READERS = {".jsonl": "from_json", ".ndjson": "from_json", ".parquet": "from_parquet", ".pq": "from_parquet"}
 _HELD_OUT = ("validation", "valid", "val", "dev", "test", "eval")  # splits that are never trained on
 _SAMPLE_BYTES = 4096
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b\x1a"))
@@ -51,8 +48,8 @@ class TextSource:
     Attributes:
         path: the file, or the folder of a dataset.
         name: relative to the folder that the user named; files are split by it.
-        kind: "text" and "jsonl" are measured in bytes, "parquet" and "datasets" in rows.
-        column: of JSONL and tables: the column with the text.
+        kind: "text" is measured in bytes, "table" in rows.
+        column: of a table: the column with the text.
         unit_bytes: of a row, on average; 1 for files measured in bytes.
         part: of a dataset with splits: "train" or "validation"; "" if it is still to be split.
     """
@@ -85,18 +82,9 @@ def optional_module(name: str, what: str) -> Any:
 
 def file_source(path: Path, name: str, column: str) -> TextSource:
     """Return the source of a whole file, by its name.  Raises: ConfigError if it lacks the column, or is not text."""
-    kind = "jsonl" if path.suffix in _JSONL else "parquet" if path.suffix in _PARQUET else "text"
-    size = path.stat().st_size
-    if kind == "parquet":
-        table = _open_parquet(path)
-        names, rows = list(table.schema_arrow.names), int(table.metadata.num_rows)
-        if column not in names:
-            raise _no_column(str(path), column, names)
-        return TextSource(path, name, 0, rows, kind, column, size / max(1, rows))
-    source = TextSource(path, name, 0, size, kind, column)
-    if kind == "jsonl" and size:
-        next(_read_jsonl(source), None)
-    return source
+    if path.suffix in _READERS:
+        return _table_source(path, name, column, path.stat().st_size)
+    return TextSource(path, name, 0, path.stat().st_size)
 
 
 def is_dataset(folder: Path) -> bool:
@@ -122,33 +110,43 @@ def dataset_sources(folder: Path, column: str) -> list[TextSource]:
 
 
 def _dataset_source(folder: Path, name: str, column: str, part: str) -> TextSource:
-    table = _open_dataset(folder)
-    first = table[0] if len(table) else {column: ""}
-    _text_in(first, column, f"{folder}: row 0")
-    size = sum(path.stat().st_size for path in folder.glob("*.arrow"))
-    return TextSource(folder, name, 0, len(table), "datasets", column, size / max(1, len(table)), part)
+    return _table_source(folder, name, column, sum(path.stat().st_size for path in folder.glob("*.arrow")), part)
 
 
-def _open_dataset(folder: Path) -> Any:
-    datasets = optional_module("datasets", f"--data {folder} (a datasets folder)")
+def _table_source(path: Path, name: str, column: str, num_bytes: int, part: str = "") -> TextSource:
+    table = _open_table(path)
+    if column not in table.column_names:
+        names = ", ".join(table.column_names[:12]) or "none"
+        raise ConfigError(f"--data {path} has no column {column!r}; its columns: {names}. Name one with --text-column.")
+    source = TextSource(path, name, 0, len(table), "table", column, num_bytes / max(1, len(table)), part)
+    next(read_documents(source), None)
+    return source
+
+
+def _open_table(path: Path) -> Any:
+    datasets = optional_module("datasets", f"--data {path}")
+    datasets.disable_progress_bars()
     try:
-        return datasets.load_from_disk(str(folder))
+        if path.is_dir():
+            return datasets.load_from_disk(str(path))
+        return getattr(datasets.Dataset, _READERS[path.suffix])(str(path))
     except Exception as error:  # pyarrow and datasets can raise anything
-        raise ConfigError(f"--data {folder}: the datasets package cannot read it: {first_line(error)}") from error
+        reason = first_line(error.__cause__ or error)
+        raise ConfigError(f"--data {path}: the datasets package cannot read it: {reason}") from error
 
 
 def read_documents(source: TextSource) -> Iterator[str]:
-    """Yield the texts of a JSONL file or table, in order.  Raises: ConfigError with the first line or row without text."""
-    if source.kind == "jsonl":
-        yield from _read_jsonl(source)
-    elif source.kind == "parquet":
-        yield from _read_parquet(source)
-    else:
-        table = _open_dataset(source.path)
-        for first in range(source.start, source.stop, ROWS):
-            rows: Mapping[str, Sequence[object]] = table[first : min(first + ROWS, source.stop)]
-            for index, value in enumerate(rows[source.column]):
-                yield _text_in({source.column: value}, source.column, f"{source.path}: row {first + index}")
+    """Yield the texts of a table, in order.  Raises: ConfigError with the first row without text."""
+    table = _open_table(source.path)
+    for first in range(source.start, source.stop, ROWS):
+        rows: Sequence[object] = table[first : min(first + ROWS, source.stop)][source.column]
+        for row, found in enumerate(rows, first):
+            if not isinstance(found, str):
+                raise ConfigError(
+                    f"--data {source.path}: row {row}: {source.column!r} is {type(found).__name__}, expected text. "
+                    "Name a column with --text-column."
+                )
+            yield found
 
 
 def read_chunks(source: TextSource) -> Iterator[bytes]:
@@ -159,62 +157,6 @@ def read_chunks(source: TextSource) -> Iterator[bytes]:
         while left and (chunk := file.read(min(left, CHUNK_BYTES))):
             left -= len(chunk)
             yield chunk
-
-
-def _read_jsonl(source: TextSource) -> Iterator[str]:
-    """Yield the texts of a source's lines; a line belongs to the part in which it begins, so any cut is between documents."""
-    with source.path.open("rb") as file:
-        if source.start:
-            file.seek(source.start - 1)
-            file.readline()
-        while file.tell() < source.stop and (line := file.readline()):
-            if not line.strip():
-                continue
-            where = f"{source.path}: the line that ends at byte {file.tell()}"
-            try:
-                values = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(
-                    f"--data {where} is not JSON ({error}). A .jsonl file has one object per line."
-                ) from error
-            yield _text_in(values, source.column, where)
-
-
-def _open_parquet(path: Path) -> Any:
-    parquet = optional_module("pyarrow.parquet", f"--data {path} (a Parquet file)")
-    try:
-        return parquet.ParquetFile(path)
-    except Exception as error:
-        raise ConfigError(f"--data {path}: pyarrow cannot read it: {first_line(error)}") from error
-
-
-def _read_parquet(source: TextSource) -> Iterator[str]:
-    row = 0
-    for batch in _open_parquet(source.path).iter_batches(batch_size=ROWS, columns=[source.column]):
-        for value in batch.column(0).to_pylist():
-            if source.start <= row < source.stop:
-                yield _text_in({source.column: value}, source.column, f"{source.path}: row {row}")
-            row += 1
-        if row >= source.stop:
-            return
-
-
-def _text_in(values: object, column: str, where: str) -> str:
-    if not isinstance(values, dict):
-        raise ConfigError(f"--data {where} is {type(values).__name__}, expected an object with {column!r}.")
-    if column not in values:
-        raise _no_column(where, column, [str(name) for name in values])
-    found: object = values[column]
-    if not isinstance(found, str):
-        raise ConfigError(
-            f"--data {where}: {column!r} is {type(found).__name__}, expected text. Name a column with --text-column."
-        )
-    return found
-
-
-def _no_column(where: str, column: str, names: Sequence[str]) -> ConfigError:
-    listed = ", ".join(names[:12]) or "none"
-    return ConfigError(f"--data {where} has no column {column!r}; its columns: {listed}. Name one with --text-column.")
 
 
 def why_binary(path: Path) -> str:
@@ -231,7 +173,7 @@ def why_binary(path: Path) -> str:
     return "it is full of control characters" if num_control > _MOST_CONTROL * len(sample) else ""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of ``error``, or its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -417,7 +359,7 @@ class TextFacts:
 def find_sources(data: str | None, column: str = "text") -> tuple[str, list[TextSource]]:
     """Return (description, sources) of a file, a folder, or (None) the standard library of the running Python.
 
-    ``column``: of JSONL, Parquet and dataset folders, the one with the text.  Binary files of a folder are skipped.
+    ``column``: of tables, the one with the text.  Binary files of a folder are skipped.
     Raises: ConfigError if there is nothing to read, or no text.
     """
     if data is None:

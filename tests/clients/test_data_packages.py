@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,9 @@ pytestmark = pytest.mark.clients
 DOCUMENTS = [f"document {n}: the cat sat on the mat, größer, 日本. " * (1 + n % 3) for n in range(300)]
 
 
+EXPECTED = "".join(f"{text}\n" for text in DOCUMENTS)
+
+
 def _table(documents: Sequence[str]) -> pa.Table:
     return pa.table({"text": list(documents), "n": list(range(len(documents)))})
 
@@ -36,9 +40,6 @@ def _text_of(folder: Path, source: Path) -> str:
     return b"".join((folder / name).read_bytes() for name in ("train.bin", "validation.bin")).decode()
 
 
-EXPECTED = "".join(f"{text}\n" for text in DOCUMENTS)
-
-
 def test_every_row_of_a_parquet_file_is_read_once(tmp_path: Path) -> None:
     pq.write_table(_table(DOCUMENTS), tmp_path / "d.parquet", row_group_size=70)
     assert _text_of(tmp_path / "text", tmp_path / "d.parquet") == EXPECTED
@@ -48,8 +49,57 @@ def test_every_row_of_a_parquet_file_is_read_once(tmp_path: Path) -> None:
         _, sources = find_sources(str(tmp_path / "d.parquet"), "n")
         write_cache(tmp_path / "wrong", "it", split_sources(sources))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(ConfigError, match="pyarrow cannot read it"):
+    with pytest.raises(ConfigError, match="the datasets package cannot read it"):
         find_sources(str(tmp_path / "broken.parquet"))
+
+
+def _jsonl(path: Path, documents: Sequence[str], column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({column: text, "n": 1}) + "\n" for text in documents))
+    return path
+
+
+def test_documents_of_a_jsonl_file_are_trained_and_validated_on(tmp_path: Path) -> None:
+    _, sources = find_sources(str(_jsonl(tmp_path / "d.jsonl", DOCUMENTS, "body")), "body")
+    facts = write_cache(tmp_path / "text", "it", split_sources(sources))
+    data = b"".join((tmp_path / "text" / name).read_bytes() for name in ("train.bin", "validation.bin"))
+    assert data.decode() == EXPECTED
+    assert 0.05 < facts.validation_bytes / len(data) < 0.2
+    assert (facts.unit, facts.vocabulary, facts.itemsize) == ("byte", 256, 1)
+
+
+def test_a_folder_may_hold_text_beside_jsonl(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "a.jsonl", ["one"])
+    (tmp_path / "b.txt").write_text("two")
+    _, sources = find_sources(str(tmp_path))
+    assert [(source.name, source.kind) for source in sources] == [("a.jsonl", "table"), ("b.txt", "text")]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"text": "a"', "the datasets package cannot read it: "),
+        (b'{"text": "a"}\nbroken\n', "the datasets package cannot read it: "),
+        (b'{"a": "b", "c": "d"}\n', "has no column 'text'; its columns: a, c. Name one with --text-column"),
+        (b'{"text": 3}\n', "row 0: 'text' is int, expected text. Name a column with --text-column"),
+    ],
+)
+def test_what_is_no_text_of_a_jsonl_file_is_refused_and_leaves_no_folder(
+    tmp_path: Path, content: bytes, expected: str
+) -> None:
+    (tmp_path / "d.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        prepare_run(Start(out=tmp_path / "out"), TrainConfig(data=str(tmp_path / "d.jsonl")))
+    assert f"{tmp_path / 'd.jsonl'}" in str(caught.value)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_documents_too_short_for_a_window_are_refused_once_they_are_counted(tmp_path: Path) -> None:
+    config = TrainConfig(data=str(_jsonl(tmp_path / "d.jsonl", ["a", "b"])))
+    with pytest.raises(ConfigError, match="needs --context 128"):
+        prepare_run(Start(out=tmp_path / "out"), config)
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_row_of_a_dataset_is_read_once(tmp_path: Path) -> None:

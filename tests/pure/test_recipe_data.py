@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,49 +15,19 @@ from shardwise import ConfigError
 from shardwise.recipes.config import TrainConfig, check_config
 from shardwise.recipes.data import (
     Bytes,
-    TextSource,
     find_sources,
     open_vocabulary,
     open_windows,
     optional_module,
-    read_documents,
-    split_sources,
-    write_cache,
 )
-from shardwise.recipes.run_folder import Start, prepare_run
 from shardwise.recipes.sharding import build_own, check_module, try_own
 
 
-def _jsonl(path: Path, documents: Sequence[str], column: str = "text") -> Path:
-    path.write_text("".join(json.dumps({column: text, "n": 1}) + "\n" for text in documents))
-    return path
-
-
-def test_any_cut_of_a_jsonl_file_is_a_cut_between_documents(tmp_path: Path) -> None:
-    documents = ["one", "", "größer\nthan one", "four"]
-    path = _jsonl(tmp_path / "d.jsonl", documents)
-    size = path.stat().st_size
-    for at in range(size + 1):
-        halves = [TextSource(path, "d", 0, at, "jsonl"), TextSource(path, "d", at, size, "jsonl")]
-        assert [text for half in halves for text in read_documents(half)] == documents, at
-
-
-def test_documents_of_a_jsonl_file_are_trained_and_validated_on(tmp_path: Path) -> None:
-    documents = [f"document {n}, öäü" for n in range(50)]
-    description, sources = find_sources(str(_jsonl(tmp_path / "d.jsonl", documents, "body")), "body")
-    facts = write_cache(tmp_path / "text", description, split_sources(sources))
-    data = b"".join((tmp_path / "text" / name).read_bytes() for name in ("train.bin", "validation.bin"))
-    assert data.decode() == "".join(f"{text}\n" for text in documents)
-    assert 0.05 < facts.validation_bytes / len(data) < 0.2
-    assert (facts.unit, facts.vocabulary, facts.itemsize) == ("byte", 256, 1)
-
-
-def test_a_folder_may_hold_text_beside_jsonl_and_its_binary_files_are_passed_over(tmp_path: Path) -> None:
-    _jsonl(tmp_path / "a.jsonl", ["one"])
+def test_binary_files_of_a_folder_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "c.bin").write_bytes(bytes(range(256)))
     _, sources = find_sources(str(tmp_path))
-    assert [(source.name, source.kind) for source in sources] == [("a.jsonl", "jsonl"), ("b.txt", "text")]
+    assert [(source.name, source.kind) for source in sources] == [("b.txt", "text")]
 
 
 @pytest.mark.parametrize(
@@ -67,10 +36,6 @@ def test_a_folder_may_hold_text_beside_jsonl_and_its_binary_files_are_passed_ove
         ("d.bin", bytes(range(256)) * 9, "is not text (it has zero bytes), expected UTF-8 text, .jsonl, .parquet"),
         ("d.txt", "text".encode("utf-16"), "it is UTF-16: write it as UTF-8"),
         ("d.gz", bytes(n for n in range(1, 256)) * 9, "it is full of control characters"),
-        ("d.jsonl", b'{"text": "a"', "is not JSON"),
-        ("d.jsonl", b'["a"]\n', "is list, expected an object with 'text'"),
-        ("d.jsonl", b'{"a": "b", "c": "d"}\n', "has no column 'text'; its columns: a, c. Name one with --text-column"),
-        ("d.jsonl", b'{"text": 3}\n', "'text' is int, expected text. Name a column with --text-column"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
@@ -87,33 +52,19 @@ def test_latin_text_and_escapes_of_terminals_are_text(tmp_path: Path) -> None:
     assert len(find_sources(str(tmp_path / "d.txt"))[1]) == 1
 
 
-def test_a_document_that_cannot_be_read_leaves_no_folder(tmp_path: Path) -> None:
-    path = _jsonl(tmp_path / "d.jsonl", ["some words"] * 200)
-    path.write_text(path.read_text() + "broken\n")
-    config = TrainConfig(data=str(path), model=dataclasses.replace(TrainConfig().model, context=8))
-    with pytest.raises(ConfigError, match=rf"line that ends at byte {path.stat().st_size} is not JSON"):
-        prepare_run(Start(out=tmp_path / "out"), config)
-    assert not (tmp_path / "out").exists()
-
-
-def test_documents_too_short_for_a_window_are_refused_once_they_are_counted(tmp_path: Path) -> None:
-    config = TrainConfig(data=str(_jsonl(tmp_path / "d.jsonl", ["a", "b"])))
-    with pytest.raises(ConfigError, match="needs --context 128"):
-        prepare_run(Start(out=tmp_path / "out"), config)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    for name in ("d.parquet", "d.jsonl"):
+        (tmp_path / name).write_bytes(b"{}")
     folder = tmp_path / "dataset"
     folder.mkdir()
     for name in ("state.json", "dataset_info.json"):
         (folder / name).write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    for module in ("pyarrow", "pyarrow.parquet", "datasets", "tokenizers"):
+    for module in ("datasets", "tokenizers"):
         monkeypatch.setitem(sys.modules, module, None)
     for ask in (
         lambda: find_sources(str(tmp_path / "d.parquet")),
+        lambda: find_sources(str(tmp_path / "d.jsonl")),
         lambda: find_sources(str(folder)),
         lambda: open_vocabulary(tmp_path / "tokenizer.json"),
     ):
