@@ -20,12 +20,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,6 +51,7 @@ from shardwise.recipes.config import (
     DTYPES,
     PRESETS,
     SHARDS,
+    ModelShape,
     TrainConfig,
     check_config,
     check_ranks,
@@ -156,32 +156,9 @@ def stop_on_signals(second_ends: bool) -> Generator[Callable[[], int], None, Non
 # ---- The options of ``shardwise train``, read into a frozen request.
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKmMgG]?)(?:i?[bB])?")
-_SIZES = {
-    "preset": "model",
-    "layers": "layers",
-    "width": "width",
-    "heads": "heads",
-    "experts": "experts",
-    "top_k": "top-k",
-}
 DEVICES = ("auto", "cpu", "cuda")
-_NOT_CONFIG = frozenset(
-    {
-        "command",
-        "preset",
-        "nproc",
-        "device",
-        "out",
-        "resume",
-        "max_restarts",
-        "min_nproc",
-        "plan",
-        "trace",
-        "private",
-        "config",
-        "print_config",
-    }
-)
+_OF_SHAPE = tuple(each.name for each in fields(ModelShape))
+_OF_CONFIG = frozenset({*_OF_SHAPE, *(each.name for each in fields(TrainConfig))} - {"model"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +201,7 @@ def with_config_file(arguments: argparse.Namespace, words: Sequence[str]) -> lis
         return list(words)
     if sum(word.partition("=")[0] == "--config" for word in words) > 1:
         raise ConfigError("--config is given twice, expected one file that holds all options.")
-    parser = argparse.ArgumentParser()
-    _add_options(parser)
-    actions = [action for action in parser._actions if action.option_strings]  # pyright: ignore[reportPrivateUsage]
-    return ["train", *config_words(Path(given["config"]), actions, given), *words[1:], "--config="]
+    return ["train", *config_words(Path(given["config"]), resumes="resume" in given), *words[1:], "--config="]
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -331,7 +305,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--config",
         metavar="FILE",
-        help="read options from this .toml, .yaml or .json file; options given beside it win",
+        help="read options from this .toml file; options given beside it win",
     )
     group.add_argument("--print-config", action="store_true", help="print all options as TOML, and stop")
     group.add_argument("--out", metavar="FOLDER", help="run folder, new or empty (default: runs/<time>)")
@@ -371,7 +345,8 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     if given.get("trace", 1) < 1:
         raise ConfigError(f"--trace is {given['trace']}, expected at least 1 step.")
     config = _read_config(given, start)
-    sizes = [f"--{_SIZES[name]}" for name in _SIZES if name in given]
+    own = {"preset": "model"} | {name: name.replace("_", "-") for name in _OF_SHAPE if name != "context"}
+    sizes = [f"--{option}" for name, option in own.items() if name in given]
     if config.model_from is not None and sizes:
         raise ConfigError(
             f"{', '.join(sizes)}: of shardwise's own GPT. Leave them out: --model-from {config.model_from} says its own."
@@ -420,7 +395,7 @@ def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
 
 
 def _read_config(given: Mapping[str, Any], start: Start) -> TrainConfig:
-    values = {name: value for name, value in given.items() if name not in _NOT_CONFIG}
+    values = {name: value for name, value in given.items() if name in _OF_CONFIG}
     if start.resume is None:
         preset = PRESETS[given.get("preset", "tiny")]
         return with_overrides(TrainConfig(model=preset), values)
@@ -693,107 +668,54 @@ def default_nproc(device_type: str) -> int:
     return min(2, usable_cores())
 
 
-# ---- ``--config FILE``: a TOML, YAML or JSON file of options, turned into the words of a command line.
-
-_PARSERS = {".toml": ("tomllib", "tomli"), ".yaml": ("yaml",), ".yml": ("yaml",), ".json": ("json",)}
-_NOT_IN_FILES = ("help", "config", "print_config")
+# ---- ``--config FILE``: a TOML file of options, turned into the words of a command line.
 
 
-def config_words(path: Path, options: Sequence[argparse.Action], given: Mapping[str, Any]) -> list[str]:
-    """Return the words for the options in the file ``path``; ``given``: the options of the command line, which come later.
+class _FileParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def config_words(path: Path, resumes: bool) -> list[str]:
+    """Return the words for the options in the file ``path``; ``resumes``: leave out its run folder.
 
     Raises: ConfigError that names the file, and the key if one is wrong.
     """
-    known = {each.option_strings[0].removeprefix("--"): each for each in options if each.dest not in _NOT_IN_FILES}
+    parser = _FileParser(add_help=False)
+    _add_options(parser)
+    options = [name for action in parser._actions for name in action.option_strings]  # pyright: ignore[reportPrivateUsage]
+    known = sorted({name.removeprefix("--") for name in options} - {"config", "print-config"})
     words: dict[str, str] = {}
     for key, value in _read_file(path).items():
-        name = str(key).replace("_", "-")
+        name = key.replace("_", "-")
         if name not in known:
-            raise ConfigError(f"{path}: there is no option {str(key)!r}.{did_you_mean(name, known)}")
+            raise ConfigError(f"{path}: there is no option {key!r}.{did_you_mean(name, known)}")
         if name in words:
             raise ConfigError(f"{path}: {name} is given twice, also as {name.replace('-', '_')}.")
-        words[name] = _word(path, name, known[name], value)
-    if "resume" in given:  # it names the folder
+        words[name] = f"--{name}={value}"
+        if isinstance(value, bool):  # "off" is said by an option of its own, if there is one
+            words[name] = f"--{name}" if value else f"--no-{name}" if f"no-{name}" in known else ""
+        if "\0" in words[name]:  # no command line can hold it
+            raise ConfigError(f"{path}: {name} is {value!r}, expected a text without zero bytes.")
+    if resumes:  # it names the folder
         words.pop("out", None)
-    return [word for word in words.values() if word]
-
-
-def _read_file(path: Path) -> Mapping[str, Any]:
-    names = _PARSERS.get(path.suffix.lower())
-    if names is None:
-        raise ConfigError(f"--config {path}: expected a file that ends in {', '.join(_PARSERS)}.")
+    found = [word for word in words.values() if word]
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
-    parser = _parser(path, names)
-    try:
-        found = parser.safe_load(text) if parser.__name__ == "yaml" else parser.loads(text)
-        _check_keys(text, parser)
-    except (ValueError, RecursionError, getattr(parser, "YAMLError", ValueError)) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}.") from error
-    if found is None:  # an empty YAML file
-        return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: holds a {type(found).__name__}, expected names of options and their values.")
+        parser.parse_args(found)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}.") from error
     return found
 
 
-def _check_keys(text: str, parser: ModuleType) -> None:
-    """Raise ValueError if JSON or YAML has a key twice: their parsers keep the last one and say nothing."""
-    keys: list[str] = []
-    if parser.__name__ == "json":
-        parser.loads(text, object_pairs_hook=lambda pairs: keys.__setitem__(slice(None), [key for key, _ in pairs]))
-    elif parser.__name__ == "yaml" and hasattr(node := parser.compose(text, parser.SafeLoader), "value"):
-        keys = [key.value for key, _ in node.value] if isinstance(node.value, list) and node.id == "mapping" else []
-    twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is given twice")
-
-
-def _parser(path: Path, names: Sequence[str]) -> ModuleType:
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise ConfigError(
-        f"--config {path}: needs {names[-1]}. Install it (pip install {names[-1].replace('yaml', 'pyyaml')})."
-    )
-
-
-def _word(path: Path, name: str, action: argparse.Action, value: object) -> str:
-    """Return ``--name=value``; an empty text for None, and for a flag that is off."""
-    if value is None:
-        return ""
-    shown = repr(value) if isinstance(value, dict) else json.dumps(value, default=str)
-    wrong = ConfigError(f"{path}: {name} is {shown}, expected {_expected(action)}.")
-    if action.nargs == 0:  # a flag
-        if not isinstance(value, bool):
-            raise wrong
-        has_no = isinstance(action, argparse.BooleanOptionalAction)
-        return f"--{name}" if value else f"--no-{name}" * has_no
-    takes_text = action.type is not int
-    takes_number = action.type is not None
-    if isinstance(value, bool) or not isinstance(value, (str,) * takes_text + (int, float) * takes_number):
-        raise wrong
-    if "\0" in str(value):  # no command line can hold it
-        raise wrong
-    if isinstance(value, float) and action.type is not float:
-        raise wrong
+def _read_file(path: Path) -> dict[str, Any]:
+    if path.suffix.lower() != ".toml":
+        raise ConfigError(f"--config {path}: expected a file that ends in .toml.")
+    name = "tomllib" if sys.version_info >= (3, 11) else "tomli"
     try:
-        if action.type is not None:
-            action.type(str(value))  # pyright: ignore[reportCallIssue]  never the name of a type in a registry
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise wrong from error
-    if action.choices is not None and value not in action.choices:
-        raise wrong
-    return f"--{name}={value}"
-
-
-def _expected(action: argparse.Action) -> str:
-    if action.nargs == 0:
-        return "true or false"
-    if action.choices is not None:
-        return f"one of {', '.join(map(str, action.choices))}"
-    return {int: "a whole number", float: "a number", None: "a text"}.get(action.type, "a size such as 512k or 1.5M")  # pyright: ignore
+        return importlib.import_module(name).loads(path.read_text(encoding="utf-8-sig"))
+    except ImportError as error:
+        raise ConfigError(f"--config {path}: needs {name}. Install it (pip install {name}).") from error
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}.") from error

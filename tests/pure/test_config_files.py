@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,18 +17,6 @@ from shardwise.recipes.config import PRESETS, TrainConfig, config_to_toml
 from shardwise.recipes.run_folder import with_overrides
 
 TOML = 'model = "small"\nbatch = 64\nmin-unit-bytes = "512k"\nweight_decay = 1\nlr = 1e-3\noffload = true\nnproc = 2\n'
-YAML = "model: small\nbatch: 64\nmin-unit-bytes: 512k\nweight_decay: 1\nlr: 1e-3\noffload: true\nnproc: 2\ndata: null\n"
-JSON = json.dumps(
-    {
-        "model": "small",
-        "batch": 64,
-        "min_unit_bytes": 524288,
-        "weight-decay": 1.0,
-        "lr": 1e-3,
-        "offload": True,
-        "nproc": 2,
-    }
-)
 
 
 def write(folder: Path, text: str, suffix: str = ".toml") -> str:
@@ -44,11 +31,10 @@ def request(*words: str) -> tuple[TrainConfig, int | None]:
     return found.config, found.nproc
 
 
-@pytest.mark.parametrize(("text", "suffix"), [(TOML, ".toml"), (YAML, ".yaml"), (YAML, ".yml"), (JSON, ".json")])
-def test_a_file_says_what_options_say(tmp_path: Path, text: str, suffix: str) -> None:
+def test_a_file_says_what_options_say(tmp_path: Path) -> None:
     words = ["--model", "small", "--batch", "64", "--min-unit-bytes", "512k", "--weight-decay", "1", "--lr", "1e-3"]
     words += ["--offload", "--nproc", "2"]
-    assert request("--config", write(tmp_path, text, suffix)) == request(*words)
+    assert request("--config", write(tmp_path, TOML)) == request(*words)
 
 
 def test_options_given_beside_a_file_win_wherever_they_stand(tmp_path: Path) -> None:
@@ -71,26 +57,17 @@ def test_a_resumed_run_keeps_its_folder_whatever_the_file_calls_out(tmp_path: Pa
         ("[train]\nbatch = 3", ".toml", "there is no option 'train'"),
         ("batch-size = 3", ".toml", "there is no option 'batch-size'"),
         ("weight-decay = 1\nweight_decay = 2", ".toml", "weight-decay is given twice, also as weight_decay"),
-        ("batch = 3.5", ".toml", "batch is 3.5, expected a whole number"),
-        ('batch = "3"', ".toml", 'batch is "3", expected a whole number'),
-        ("batch = true", ".toml", "batch is true, expected a whole number"),
-        ('lr = "fast"', ".toml", 'lr is "fast", expected a number'),
-        ("offload = 1", ".toml", "offload is 1, expected true or false"),
-        ("data = 3", ".toml", "data is 3, expected a text"),
-        ('shard = "some"', ".toml", 'shard is "some", expected one of full, hybrid, replicate'),
-        ('min-unit-bytes = "x"', ".toml", 'min-unit-bytes is "x", expected a size such as 512k or 1.5M'),
-        ("batch = [1]", ".toml", "batch is [1], expected a whole number"),
+        ("batch = 3.5", ".toml", "argument --batch: invalid int value: '3.5'"),
+        ("batch = true", ".toml", "argument --batch: expected one argument"),
+        ('lr = "fast"', ".toml", "argument --lr: invalid float value: 'fast'"),
+        ("offload = 1", ".toml", "argument --offload/--no-offload: ignored explicit argument '1'"),
+        ('shard = "some"', ".toml", "argument --shard: invalid choice: 'some' (choose from "),
+        ('min-unit-bytes = "x"', ".toml", "argument --min-unit-bytes: 'x' is no size, expected a number of bytes"),
+        ("batch = [1]", ".toml", "argument --batch: invalid int value: '[1]'"),
         ("config = 'other.toml'", ".toml", "there is no option 'config'"),
         ("batch =", ".toml", "Invalid value"),
-        ("batch: [", ".yaml", "while parsing"),
-        ("[1]", ".json", "holds a list, expected names of options and their values"),
-        ("{", ".json", "Expecting property name"),
-        ('{"batch": 3, "batch": 4}', ".json", "batch is given twice"),
-        ("batch: 3\nbatch: 4", ".yaml", "batch is given twice"),
-        ("lr: {2020-01-01: 3}", ".yaml", "expected a number"),
-        ("[" * 100_000, ".json", "maximum recursion depth"),
-        ('out = "a\\u0000b"', ".toml", "expected a text"),
-        ("", ".ini", "expected a file that ends in .toml, .yaml, .yml, .json"),
+        ('out = "a\\u0000b"', ".toml", "expected a text without zero bytes"),
+        ("", ".yaml", "expected a file that ends in .toml"),
     ],
 )
 def test_what_is_no_option_is_named_with_its_file(
@@ -104,10 +81,9 @@ def test_what_is_no_option_is_named_with_its_file(
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
-    for text, suffix in (("batch = 3\n", ".toml"), ('{"batch": 3}', ".json")):
-        path = write(tmp_path, "\ufeff" + text, suffix)
-        given = build_parser().parse_args(["train", "--config", path])
-        assert "--batch=3" in with_config_file(given, ["train", "--config", path])
+    path = write(tmp_path, "\ufeffbatch = 3\n")
+    given = build_parser().parse_args(["train", "--config", path])
+    assert "--batch=3" in with_config_file(given, ["train", "--config", path])
 
 
 def test_a_second_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,18 +97,13 @@ def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "--config nowhere.toml: cannot be read" in capsys.readouterr().err
 
 
-@of_each(["toml", "yaml"])
 def test_a_parser_that_is_not_installed_is_named(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("tomllib", "tomli", "yaml"):
+    for name in ("tomllib", "tomli"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert main(["train", "--config", write(tmp_path, "", f".{kind}")]) == 2
-    expected = {
-        "toml": "needs tomli. Install it (pip install tomli)",
-        "yaml": "needs yaml. Install it (pip install pyyaml)",
-    }
-    assert expected[kind] in capsys.readouterr().err
+    assert main(["train", "--config", write(tmp_path, "")]) == 2
+    assert "Install it (pip install tom" in capsys.readouterr().err
 
 
 def tomllib() -> ModuleType:
