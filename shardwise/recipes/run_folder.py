@@ -22,24 +22,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import IO, Any, cast
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.checkpoint.stateful import Stateful
+from torch import nn
 from torch.optim import Optimizer
 
-from shardwise import ZeroRedundancyOptimizer
-from shardwise.checkpoint import DamagedCheckpointError, RandomState, finish, load, save
+from shardwise.checkpoint import DamagedCheckpointError, RandomState, load, save
 from shardwise.checkpoint.contents import decode
-from shardwise.checkpoint.dcp import TorchDcpReader
 from shardwise.checkpoint.files import Files, read_manifest
 from shardwise.checkpoint.files import list_checkpoints as list_new
 from shardwise.consistency.recorder import BEFORE, BLACK_BOX
@@ -169,96 +156,9 @@ def steps_in(path: Path) -> int:
         return 0
 
 
-# ---- Checkpoints of run folders from before ``shardwise.checkpoint``: torch DCP folders, read without executing their
-# contents.
-# DCP pickles its ``.metadata``, and values other than tensors. ``TorchDcpReader`` admits only the classes of such
-# folders, and ranks do not send each other objects, which would be unpickled.
-
-STATE = "state.json"
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def is_old(checkpoint: Path) -> bool:
-    """Return True for a complete checkpoint in the old form: this file was written last."""
-    return (checkpoint / STATE).is_file()
-
-
-def list_old_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete ones, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if is_old(path))
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Delete the partial checkpoints of a killed run."""
-    for path in folder.glob(".writing-*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def read_old_values(checkpoint: Path) -> Mapping[str, Any]:
-    """Return the contents of state.json.  Raises: UnsafeFileError, KeyError."""
-    values = read_json(checkpoint, STATE)
-    if values["format"] != 1:
-        raise KeyError("format")
-    return values
-
-
-def load_old_checkpoint(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load parameters, optimizer state and random state into any number of ranks and any sharding strategy.
-
-    Raises: ConfigError if the checkpoint is damaged or has other parameters; possibly only on this rank.
-    """
-    state = _collect_state(model, optimizer)
-    reader = TorchDcpReader(checkpoint)
-    try:
-        reader.read_metadata()  # inside DCP the cause of a failure would be hidden
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    except (CheckpointException, CheckpointError, OSError) as error:
-        raise ConfigError(
-            f"{checkpoint} is damaged or of another model: {_first_reason(error)}. "
-            f"Delete it to resume from the one before, if there is one."
-        ) from error
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        set_model_state_dict(model, state["model"])
-        _zero_partition(model, optimizer).load_state_dict(state["optimizer"])
-    else:
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_OPTIONS,
-        )
-    random_state = state["random"]["cpu"]
-    assert isinstance(random_state, Tensor)
-    torch.set_rng_state(random_state)
-
-
-def _first_reason(error: BaseException) -> str:
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    for failure, _stack in error.failures.values():
-        if isinstance(failure, KeyboardInterrupt | SystemExit):
-            raise failure  # DCP has wrapped it as a failure of this rank
-    _, (failure, _stack) = min(error.failures.items())
-    return str(failure)
-
-
-def _collect_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        model_state, optimizer_state = get_model_state_dict(model), _zero_partition(model, optimizer, True).state_dict()
-    else:
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
-    return {"model": model_state, "optimizer": optimizer_state, "random": {"cpu": torch.get_rng_state()}}
-
-
-def _zero_partition(model: nn.Module, zero: ZeroRedundancyOptimizer, loading: bool = False) -> Stateful:
-    """Return the state by the keys of torch's flattened state dicts, so that a checkpoint does not depend on the strategy."""
-    names = {name.removeprefix("module."): param for name, param in model.named_parameters()}  # DDP adds the prefix
-    return zero.sharded(names, loading=loading, flat=True)
-
-
 # ---- Checkpoints of a run: ``shardwise.checkpoint`` folders with the model, the optimizer, and the progress.
 
+_OLD = "state.json"  # of checkpoints of shardwise 0.1, DCP folders, which ``shardwise checkpoint convert`` takes
 _PROGRESS = "progress"
 _FIELDS = ("step", "windows", "num_parameters")
 
@@ -282,17 +182,28 @@ class Resumed:
     skipped: tuple[str, ...]
 
 
+def is_old(checkpoint: Path) -> bool:
+    """Return True for a complete checkpoint of shardwise 0.1."""
+    return (checkpoint / _OLD).is_file()
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
-    new = [each.path for each in list_new(Files(), folder)] if folder.is_dir() else []
-    return sorted({*new, *list_old_checkpoints(folder)}, key=lambda path: path.name)
+    """Return the complete checkpoints, oldest first.  Raises: ConfigError if all are of shardwise 0.1."""
+    found = [each.path for each in list_new(Files(), folder)] if folder.is_dir() else []
+    old = max(filter(is_old, folder.glob("step-*")), default=None)
+    if old is not None and not found:
+        raise ConfigError(
+            f"{old} was written by shardwise 0.1. Write it again: shardwise checkpoint convert {old} {folder}-new; then put "
+            f"{folder}-new in the place of {folder}."
+        )
+    return found
 
 
 def read_progress(checkpoint: Path) -> RunProgress:
     """Return the progress in a checkpoint.  Raises: ConfigError if it is not one of a run, or damaged."""
     try:
         if is_old(checkpoint):
-            return progress_from_json(read_old_values(checkpoint))
+            return progress_from_json(read_json(checkpoint, _OLD))
         manifest = read_manifest(Files(), checkpoint)
         return progress_from_json(decode(manifest.values[_PROGRESS], _PROGRESS))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -316,28 +227,11 @@ def start_saving(folder: Path, progress: RunProgress, model: nn.Module, optimize
     save(folder, state, step=progress.step, keep=keep, wait=False, buffers="rank0")
 
 
-def finish_saving(folder: Path, keep: int, *, is_first: bool) -> None:
-    """Return once the last checkpoint is complete; then remove old ones of the old form too.
-
-    Raises: CheckpointError on every rank if it was not written; earlier ones are unchanged.
-    """
-    finish(folder)
-    if is_first:
-        kept = list_checkpoints(folder)[-keep:]
-        for old in list_old_checkpoints(folder):
-            if old not in kept:
-                shutil.rmtree(old, ignore_errors=True)
-
-
 def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> Resumed:
     """Load the newest checkpoint that verifies on all ranks, into any number of ranks and any sharding strategy.
 
     Raises: ConfigError on every rank, before any change, if there is none, or if it has other parameters.
     """
-    newest = list_checkpoints(folder)[-1]
-    if is_old(newest):
-        load_old_checkpoint(newest, model, optimizer)
-        return Resumed(newest, read_progress(newest), ())
     progress: dict[str, Any] = {}
     try:
         loaded = load(folder, _state(model, optimizer) | {_PROGRESS: progress}, fallback=True)
@@ -594,7 +488,6 @@ def _found_again(start: Start, config: TrainConfig) -> Start:
 def _reopen(folder: Path, config: TrainConfig) -> TrainRun:
     found = find_checkpoint(folder, config)
     facts = _text_again(folder, config)
-    remove_unfinished(folder / "checkpoints")
     checkpoint, done = found or (None, None)
     return TrainRun(folder, config, facts, checkpoint, done)
 

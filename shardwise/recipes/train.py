@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import StepMeter, Trace, __version__, describe_units, record
+from shardwise.checkpoint import finish
 from shardwise.consistency.recorder import BLACK_BOX
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
@@ -56,7 +57,6 @@ from shardwise.recipes.run_folder import (
     StepFile,
     TrainRun,
     discard_new,
-    finish_saving,
     load_newest,
     lock_run,
     note_restart,
@@ -376,7 +376,7 @@ def save(trainer: Trainer, done: int) -> None:
 
 def finish_saves(trainer: Trainer) -> None:
     """Return once the last checkpoint is complete.  Raises: CheckpointError on every rank if it was not written."""
-    finish_saving(trainer.run.checkpoints, trainer.config.keep, is_first=trainer.ranks.is_first)
+    finish(trainer.run.checkpoints)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Run folders from before: their checkpoints are read, whatever ranks and API go on, and nothing in them is run."""
+"""Runs of shardwise 0.1, whose checkpoints were DCP folders: they are refused by name, and go on once these are converted."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 import io
 import json
-import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +15,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.ranks import on_ranks
 from helpers.runs import metrics_of, write_text
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shardwise import ConfigError
+from shardwise.cli.main import main
 from shardwise.recipes import report
 from shardwise.recipes import train as loop
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.run_folder import RunProgress, Start
+from shardwise.recipes.run_folder import RunProgress, Start, check_start
 from shardwise.recipes.sharding import RunRanks
 from shardwise.recipes.train import train
 
@@ -32,16 +30,6 @@ BASE = TrainConfig(
     model=ModelShape(layers=1, width=16, heads=2, context=16),
     steps=4, batch=4, warmup=2, lr=1e-2, log_every=4, eval_every=4, eval_windows=4, save_every=2, keep=2, sample_bytes=0,
 )  # fmt: skip
-
-
-class Runs:
-    """Leaves a file behind where it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.trace,)
 
 
 def _save_in_the_old_form(trainer: loop.Trainer, done: int) -> None:
@@ -85,60 +73,18 @@ def _losses(run: Path) -> list[float]:
 
 
 @on_ranks(2, fresh=True)
-def test_an_old_run_goes_on_to_the_same_losses_and_behind_another_api(tmp_path: Path) -> None:
+def test_an_old_run_is_refused_and_goes_on_to_the_same_losses_once_its_checkpoint_is_converted(tmp_path: Path) -> None:
     run = _old_run(tmp_path)
     config = dataclasses.replace(BASE, data=str(tmp_path / "text"))
-    for shard in ("optimizer", "full"):
-        if dist.get_rank() == 0:
-            shutil.copytree(run, tmp_path / shard)
-        dist.barrier()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist.distributed_c10d, "_unpickler", None)  # nor is what other ranks send
-            _train(Start(resume=tmp_path / shard), dataclasses.replace(config, shard=shard))
-        assert _losses(tmp_path / shard) == pytest.approx(_losses(tmp_path / "whole"), abs=1e-5)
-        assert (tmp_path / shard / "checkpoints" / "step-00000004" / "manifest.json").is_file()
-    assert _losses(tmp_path / "full") == _losses(tmp_path / "whole")
-    _train(Start(resume=tmp_path / "full"), dataclasses.replace(config, steps=8))
-    names = sorted(path.name for path in (tmp_path / "full" / "checkpoints").glob("step-*"))
-    assert names[-2:] == ["step-00000006", "step-00000008"]
-    assert "step-00000002" not in names, "old ones go when there are newer ones enough"
-
-
-@on_ranks(1, fresh=True)
-def test_an_old_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -> None:
-    run, trace = _old_run(tmp_path), tmp_path / "trace"
-    config = dataclasses.replace(BASE, data=str(tmp_path / "text"))
-    checkpoint = run / "checkpoints" / "step-00000002"
-    metadata = (checkpoint / ".metadata").read_bytes()
-
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(trace)))
-    with pytest.raises(ConfigError, match=r"step-00000002 is damaged or of another model: .*names pathlib"):
-        _train(Start(resume=run), config)
-
-    found = pickle.loads(metadata)
-    found.planner_data = Runs(trace)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(ConfigError, match="which DCP's metadata does not"):
-        _train(Start(resume=run), config)
-
-    elsewhere = pickle.loads(metadata)
-    for place in elsewhere.storage_data.values():
-        place.relative_path = f"../step-00000002/{place.relative_path}"
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(elsewhere))
-    with pytest.raises(ConfigError, match="that is not in the folder"):
-        _train(Start(resume=run), config)
-
-    found = pickle.loads(metadata)
-    place = found.storage_data[MetadataIndex("optimizer.param_groups.blocks.0.attention.qkv.weight.lr")]
-    written = io.BytesIO()
-    torch.save(Runs(trace), written)
-    place.relative_path, place.offset, place.length = "evil.distcp", 0, len(written.getvalue())
-    (checkpoint / "evil.distcp").write_bytes(written.getvalue())
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(ConfigError, match="contains more than plain values"):
-        _train(Start(resume=run), config)
-    assert not trace.exists()
-
-    (checkpoint / ".metadata").write_bytes(metadata)
-    _train(Start(resume=run), config)
+    checkpoints = run / "checkpoints"
+    with pytest.raises(ConfigError, match=r"step-00000002 was written by shardwise 0\.1\. .* checkpoint convert"):
+        check_start(Start(resume=run), config)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main(["checkpoint", "convert", str(checkpoints / "step-00000002"), f"{checkpoints}-new"]) == 0
+        shutil.rmtree(checkpoints)
+        Path(f"{checkpoints}-new").rename(checkpoints)
+    dist.barrier()
+    _train(Start(resume=run), dataclasses.replace(config, shard="full"))
     assert _losses(run) == _losses(tmp_path / "whole")
