@@ -325,16 +325,16 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 8600,  # with plan 5900, and checks 600
+    "fsdp": 8900,  # with plan 5900, and checks 600
     "collectives": 3600,  # 2800
     "checkpoint": 3100,  # with transaction 2900
     "recipes": 2500,  # with cli and loop 3600
-    "consistency": 2300,  # 1800
+    "consistency": 2450,  # 1800
     "planner": 2200,  # 1500
     "optim": 2100,  # 1700
     "zero": 1800,  # 1100
     "cli": 1500,
-    "(top)": 1300,  # with testing 1500
+    "(top)": 1600,  # with testing 1500
     "transaction": 700,
     "loop": 650,
     "testing": 500,
