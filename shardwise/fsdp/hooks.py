@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -25,6 +23,7 @@ from shardwise import observe, torch_private
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
 from shardwise.fsdp.clip import after_clips, before_clips
 from shardwise.fsdp.divergence import refuse_manual
 from shardwise.fsdp.engine import Engine, live_engines
@@ -184,91 +183,8 @@ def record_transfers() -> None:
         listeners.append(_records)
 
 
-# ---- Tensors inside the containers that modules take and return.
+# ---- The hooks on modules and outputs.
 
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``value``: tensors, lists, tuples, named tuples, sets, mappings, dataclasses, in any nesting."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in cast("Mapping[Any, Any]", value).values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in cast("list[Any]", value):
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
-
-
-_MOST_LOOKED_AT = 1000
-
-
-def tensors_behind(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the attributes of ``value``, an object of any class, recursively.
-
-    Callables are skipped, and the search ends after a thousand objects.
-    """
-    todo, seen = [value], set[int]()
-    while todo and len(seen) < _MOST_LOOKED_AT:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, Mapping):
-            todo += cast("Mapping[Any, Any]", each).values()
-        elif isinstance(each, (list, tuple, set, frozenset)):
-            todo += cast("list[Any]", each)
-        elif not callable(each):
-            slots = [name for kind in type(each).__mro__ for name in kind.__dict__.get("__slots__", ())]
-            todo += [*getattr(each, "__dict__", {}).values(), *[getattr(each, name, None) for name in slots]]
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return ``value`` with every tensor replaced; containers are rebuilt with their own types, the input is not changed."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, PackedSequence):
-        return value._replace(data=function(value.data))
-    if isinstance(value, Mapping):
-        items = {key: map_tensors(function, item) for key, item in cast("Mapping[Any, Any]", value).items()}
-        return _rebuilt_mapping(cast("Mapping[Any, Any]", value), items)
-    if isinstance(value, tuple):
-        items = [map_tensors(function, item) for item in cast("tuple[Any, ...]", value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, (list, set, frozenset)):
-        return type(value)(map_tensors(function, item) for item in cast("list[Any]", value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        result = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(result, field.name, map_tensors(function, getattr(value, field.name)))
-        return result
-    return value
-
-
-def _rebuilt_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(original) is dict:
-        return items
-    result = copy.copy(original)  # keeps a defaultdict's factory and a model output's attributes
-    for key, item in items.items():
-        cast(Any, result)[key] = item
-    return result
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with its floating-point tensors in ``dtype``."""
-
-    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
-    return map_tensors(to_dtype, value)
-
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 _NO_RANGE = nullcontext()
 _warnings = logging.getLogger("shardwise")
 _checked: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # id -> an optimizer that has no full parameters
@@ -303,12 +219,19 @@ def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
     return _NO_RANGE
 
 
+# Of a forward that runs: its pass if its inputs are watched, the conversion of its arguments, those arguments that it may put
+# tensors into, the tensors that these held before with their nodes, and how many nodes this thread had made.
+_Held = dict[int, tuple[torch.Tensor, torch.autograd.graph.Node | None]]
+_Running = tuple[Pass | None, Conversion | None, list[Any], _Held, int]
+
+
 class Hooks:
     """The hooks on the modules of one attachment; their state is in the attachment."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._unit = attachment.unit
+        self._running: list[_Running] = []
 
     def install(self) -> None:
         """Register the forward hooks on the unit's modules."""
@@ -361,54 +284,76 @@ class Hooks:
         if engine is None:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine = live_engine(attachment)
+        if self._running and not unit.holders and not is_in_backward():
+            self._running.clear()  # an interrupt has ended these without the forward hooks
+        precision, device, conversion = unit.precision, None, None
         if not engine.forwards:
             engine.logs = logger.isEnabledFor(logging.DEBUG)
-            if engine.comm_ctx.device.type != "cpu":
-                args, kwargs = to_device(args, engine.comm_ctx.device), to_device(kwargs, engine.comm_ctx.device)
+            device = None if engine.comm_ctx.device.type == "cpu" else engine.comm_ctx.device
+        dtype = precision.param_dtype if precision.cast_forward_inputs else None
+        if not (dtype is device is None):
+            conversion = Conversion(dtype, device)
+            args, kwargs = conversion.arguments(args, kwargs)
         if engine.logs or innermost_transform() is not None or is_profiling():
             with _range("pre_forward", unit.name, engine.logs):
                 engine.before_forward(unit)
         else:
             engine.before_forward(unit)
-        precision = unit.precision
-        if precision.param_dtype is not None and precision.cast_forward_inputs:
-            args, kwargs = cast_floating(args, precision.param_dtype), cast_floating(kwargs, precision.param_dtype)
         if attachment.is_root:
             needs_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
             attachment.before = torch_private.num_nodes_made(), needs_gradient
         # If the count of gradients cannot show the end of the unit's backward, hooks on its inputs must.
         backward = unit.backward
         is_counted = backward.counts and not (backward.ended_late or backward.has_frozen or unit.policy.reduces_unused)
-        is_watched = not is_counted and torch.is_grad_enabled() and self._has_boundary()
-        attachment.passes.append(self._watch_inputs(args, kwargs) if is_watched else None)
+        builds_graph = torch.is_grad_enabled()
+        is_watched = not is_counted and builds_graph and self._has_boundary()
+        through = self._watch_inputs(args, kwargs) if is_watched else None
+        given = (*args, *kwargs.values()) if builds_graph else ()
+        growing = [each for each in given if not isinstance(each, torch.Tensor) and can_grow(each)]
+        held = {id(each): (each, each.grad_fn) for each in tensors_in(growing)} if growing else {}
+        self._running.append((through, conversion, growing, held, torch_private.num_nodes_made()))
         return args, kwargs
 
     @dynamo_disabled
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
-        attachment, unit, builds_graph = self._attachment, self._unit, torch.is_grad_enabled()
+        attachment, unit, returned = self._attachment, self._unit, output
         engine = unit.host_ref()
-        through = attachment.passes.pop() if attachment.passes else None
-        found: tuple[torch.Tensor, ...] = ()
-        if builds_graph:
-            is_tensor = isinstance(output, torch.Tensor)
-            found = (output,) if is_tensor else tuple(tensors_in(output)) or tuple(tensors_behind(output))
-            unit.backward.is_unseen = not found
+        through, conversion, growing, held, num_nodes = (
+            self._running.pop() if self._running else (None, None, [], {}, 0)
+        )
+        if conversion is not None:
+            output = conversion.take_back(output)
+        watched: list[torch.Tensor] = []
+        if builds_graph := torch.is_grad_enabled():
+            is_tensor = isinstance(returned, torch.Tensor)
+            found = [returned] if is_tensor else tensors_in(returned) or tensors_in(returned, everywhere=True)
+            if innermost_transform() is not None:
+                found = [each for tensor in found for each in torch_private.graphs_of(tensor)]
+            watched = [each for each in found if each.requires_grad]
+            unit.backward.is_unseen = not watched and torch_private.num_nodes_made() > num_nodes
+            if growing:  # what the module has put into its arguments leaves it, too
+                ids = {*map(id, watched)}
+                watched += [
+                    each
+                    for each in tensors_in(growing)
+                    if each.requires_grad and id(each) not in ids and held.get(id(each)) != (each, each.grad_fn)
+                ]
         if not isinstance(engine, Engine):
-            return None
+            return output
         if engine.logs or innermost_transform() is not None or is_profiling():
             with _range("post_forward", unit.name, engine.logs):
                 has_output = engine.after_forward(unit, module)
         else:
             has_output = engine.after_forward(unit, module)
         if not has_output:
-            return None
+            return output
         if builds_graph:
-            self._watch_outputs(found, through)
+            self._watch_outputs(watched, through)
             if attachment.is_root:
-                self._look_for_nested_backwards(engine, output)
+                self._look_for_nested_backwards(engine, returned)
         dtype = unit.precision.output_dtype
-        return output if dtype is None else cast_floating(output, dtype)
+        return output if dtype is None else Conversion(dtype)(output)
 
     def _look_for_nested_backwards(self, engine: Engine, output: Any) -> None:
         # Search the graph only if it changed, which the number of its nodes shows (checkpoints were switched on, for example).
@@ -420,13 +365,9 @@ class Hooks:
             if has_nested_backward(tensors_in(output)):
                 engine.expect_nested_backwards()
 
-    def _watch_outputs(self, found: tuple[torch.Tensor, ...], through: Pass | None) -> None:
+    def _watch_outputs(self, watched: list[torch.Tensor], through: Pass | None) -> None:
         pre_backward = functools.partial(self.before_backward, through, self._unit.num_packs)
-        if innermost_transform() is not None:
-            found = tuple(each for tensor in found for each in torch_private.graphs_of(tensor))
-        for tensor in found:
-            if not tensor.requires_grad:
-                continue
+        for tensor in watched:
             _ = tensor.grad_fn  # regenerates the grad_fn of a view that is out of date: register_hook would crash
             tensor.register_hook(pre_backward)
             # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
@@ -650,11 +591,6 @@ def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
 
     module.register_forward_pre_hook(dynamo_disabled(before_forward))
     module.__dict__[SHARES_BUFFERS] = True
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with its tensors on ``device``, containers rebuilt."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def wrap_forward_method(module: nn.Module, attachment: Attachment, name: str) -> None:

@@ -29,7 +29,8 @@ class MixedPrecisionPolicy:
             was assigned, else the same as torch's FSDP2 of the installed version: ``param_dtype`` up to torch 2.14, the
             parameter's own dtype from 2.15 on.
         output_dtype: dtype to which floating-point outputs of forward are cast; None: no cast.
-        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``, in containers too: forward then gets a
+            copy of the container, and what it adds, removes or writes there reaches the caller's.
         param_dtype_override_fn: called once for each parameter.  If it returns the parameter's own dtype, forward and
             backward use that; None or ``param_dtype`` changes nothing.
 

@@ -439,7 +439,6 @@ class Attachment:
             inputs needs a gradient.
         ignored: the registrations of ignored parameters: a module's dict of parameters, and a name.
         shared_pass: the pass that the modules of a unit share.
-        passes: the passes of forwards that have begun; None for one whose inputs have no hooks.
         is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
         asked_sync: whether backwards reduce gradients from the next forward on (``no_sync`` of replicas); None: as they do.
     """
@@ -452,7 +451,6 @@ class Attachment:
         self.before: tuple[int, bool] = 0, False
         self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
         self.shared_pass: Pass | None = None
-        self.passes: list[Pass | None] = []
         self.is_materialized = False
         self.asked_sync: bool | None = None
 

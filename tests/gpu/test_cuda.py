@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,32 @@ def test_root_moves_inputs_to_the_device() -> None:
     on_gpu()
     model = fully_shard(Nested())
     model(torch.randn(3), (torch.randn(3), torch.randn(3)), z={"w": torch.randn(1)}).sum().backward()
+
+
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, batch: dict[str, Any], losses: list[torch.Tensor]) -> dict[str, Any]:
+        assert batch["y"].is_cuda
+        batch["out"] = self.linear(batch["x"])
+        losses.append(batch["out"].square().mean())
+        return batch
+
+
+@on_ranks(1, backend="nccl", fresh=True)
+def test_what_is_put_into_moved_containers_reaches_the_caller() -> None:
+    on_gpu()
+    batch, losses = {"x": torch.randn(2, 3), "y": torch.arange(2)}, list[torch.Tensor]()
+    own = batch["x"], batch["y"]
+    model = fully_shard(Fills(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert model(batch, losses) is batch
+    assert batch["x"] is own[0]
+    assert batch["y"] is own[1]
+    assert (batch["out"].device.type, batch["out"].dtype) == ("cuda", torch.bfloat16)
+    losses[0].backward()
+    assert model.linear.weight.grad is not None
 
 
 @on_ranks(1, 2, backend="nccl", fresh=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from shardwise.fsdp.hooks import cast_floating, map_tensors, tensors_in
+from shardwise.fsdp.casting import Conversion, tensors_in
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
@@ -43,21 +43,40 @@ def test_every_tensor_is_found_and_replaced(value: object) -> None:
     before = list(tensors_in(value))
     assert before
     assert all(tensor is X for tensor in before)
-    doubled = map_tensors(lambda tensor: tensor * 2, value)
+    doubled = Conversion(torch.float64)(value)
     assert type(doubled) is type(value)
     after = list(tensors_in(doubled))
     assert len(after) == len(before)
-    assert all(torch.equal(tensor, 2 * X) for tensor in after)
+    assert all(tensor.dtype == torch.float64 and torch.equal(tensor, X.double()) for tensor in after)
     assert all(tensor is X for tensor in tensors_in(value)), "the input was changed"
 
 
 def test_default_factory_survives() -> None:
-    result = map_tensors(lambda tensor: tensor, collections.defaultdict(list, x=X))
+    result = Conversion(torch.float64)(collections.defaultdict(list, x=X))
     assert result["missing"] == []
 
 
 def test_only_floating_tensors_are_cast() -> None:
     packed = pack_sequence([torch.ones(3, 2)])
-    whole, index, sequence = cast_floating((X, torch.ones(2, dtype=torch.int64), packed), torch.bfloat16)
+    whole, index, sequence = Conversion(torch.bfloat16)((X, torch.ones(2, dtype=torch.int64), packed))
     assert (whole.dtype, index.dtype, sequence.data.dtype) == (torch.bfloat16, torch.int64, torch.bfloat16)
-    assert cast_floating(X, torch.float32) is X
+    assert Conversion(torch.float32)(X) is X
+
+
+def test_what_is_moved_to_a_device_is_moved_in_containers_too() -> None:
+    meta = torch.device("meta")
+    box = {
+        "x": [X],
+        "n": torch.ones(2, dtype=torch.int64),
+        "sequence": pack_sequence([X[:, None]], enforce_sorted=False),
+    }
+    conversion = Conversion(torch.bfloat16, meta)
+    (x, moved), kwargs = conversion.arguments((X, box), {"y": X})
+    assert x is kwargs["y"] is moved["x"][0]
+    assert x.device == moved["n"].device == moved["sequence"].sorted_indices.device == meta
+    assert moved["sequence"].batch_sizes is box["sequence"].batch_sizes
+    assert x.dtype == torch.bfloat16
+    moved["x"].append("put")
+    conversion.take_back(None)
+    assert box["x"][0] is X
+    assert box["x"][1:] == ["put"]
