@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -214,38 +212,6 @@ def explained_load(error: RuntimeError) -> RuntimeError:
     )
 
 
-def explained_methods(original: type) -> dict[str, Callable[..., Any]]:
-    """Return the methods of ``original``, wrapped to explain DTensor's error; without ``forward`` and those of ``nn.Module``.
-
-    A method that computes with sharded parameters fails deep in DTensor's dispatch; the explanation names the method.
-    """
-    methods: dict[str, Callable[..., Any]] = {}
-    for cls in reversed(original.__mro__[: original.__mro__.index(nn.Module)] if nn.Module in original.__mro__ else ()):
-        for name, value in vars(cls).items():
-            is_method = callable(value) and hasattr(value, "__code__") and not name.startswith("__")
-            if is_method and name != "forward" and not hasattr(nn.Module, name):
-                methods[name] = _explained(value)
-    return methods
-
-
-def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(self, *args, **kwargs)
-        except RuntimeError as error:
-            if _MIXED not in str(error) or isinstance(error, StateError):
-                raise
-            names = [name for name, param in self.named_parameters() if hasattr(param, "placements")]
-            raise StateError(
-                f"{type(self).__name__}.{function.__name__}() computed with parameters that are sharded outside of forward: "
-                f"{names[:4]}{'...' if len(names) > 4 else ''}. Call register_fsdp_forward_method(module, "
-                f"'{function.__name__}') once, or unshard() on the modules before it. ({error})"
-            ) from error
-
-    return method
-
-
 # ---- Conversions (``Module.to`` and the like) of a sharded module: they convert the shards one by one.
 
 
@@ -312,7 +278,6 @@ def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
     if mixed is None:
         # Packages compare ``__module__`` of a class with their own name; transformers does before it initializes weights.
         body: dict[str, Any] = {"__module__": original.__module__, "_original_class": original}
-        body.update(explained_methods(original))
         mixed = type(f"{prefix}{original.__name__}", (mixin, original, *tool_classes()), body)
         _mixed_classes[original, mixin] = mixed
     module.__class__ = mixed
@@ -366,25 +331,6 @@ class FSDPModule(_Base):
             "this process. Save its state_dict(), and shard a model in the process that loads it; copy.deepcopy makes an "
             "independent copy"
         )
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        # DistributedDataParallel reads this attribute first, so the property raises before DDP changes anything.
-        given = self.__dict__.get("_ddp_ignored")
-        frame = inspect.currentframe()
-        asker = frame.f_back if frame is not None else None
-        if given is None and asker is not None and asker.f_globals.get("__name__") == "torch.nn.parallel.distributed":
-            raise ConfigError(
-                f"DistributedDataParallel was given a {type(self).__name__}, whose gradients are averaged already. Leave it "
-                "out; to average over more ranks, give fully_shard a 2-D mesh (replicas, shards)"
-            )
-        if given is None:
-            raise AttributeError("_ddp_params_and_buffers_to_ignore")
-        return given
-
-    @_ddp_params_and_buffers_to_ignore.setter
-    def _ddp_params_and_buffers_to_ignore(self, names: list[str]) -> None:
-        vars(self)["_ddp_ignored"] = names
 
     # ---- parameters ----
 
