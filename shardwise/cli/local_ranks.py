@@ -27,7 +27,9 @@ from shardwise.cli import (
 )
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
 from shardwise.errors import ConfigError
+from shardwise.formatting import format_ranks
 from shardwise.loop.launch import (
+    LEAVE_S,
     Ended,
     FailedRank,
     LaunchContext,
@@ -52,15 +54,25 @@ def needs_no_network(config: TrainConfig, device_type: str) -> bool:
     return config.model_from is None and device_type == "cpu"
 
 
-def launch_ranks(nproc: int, device_type: str, words: Sequence[str], run: Path | None, is_private: bool = False) -> int:
+def launch_ranks(
+    nproc: int,
+    device_type: str,
+    words: Sequence[str],
+    run: Path | None,
+    is_private: bool = False,
+    leave_s: float = LEAVE_S,
+) -> int:
     """Run the command with the same arguments in ``nproc`` processes; return the exit code.
 
     The first signal is passed on, as SIGTERM: ranks save and leave.  The second one ends them at once.
-    ``is_private``: run them in a network namespace of their own, where the kernel allows one.
+    ``is_private``: run them in a network namespace of their own, where the kernel allows one.  ``leave_s``: seconds that
+    the others may take after a signal once the first rank has left.
     """
     with noted_signals() as received, ScratchFolder() as folder, private_network(is_private) as network:
         told = _told(folder.path / "store")
-        ended = run_ranks(nproc, device_type, (*COMMAND, *words), LaunchContext(received, told, network, _SAID))
+        ended = run_ranks(
+            nproc, device_type, (*COMMAND, *words), LaunchContext(received, told, network, _SAID, leave_s=leave_s)
+        )
     return conclude(ended, received, run)
 
 
@@ -73,9 +85,16 @@ def conclude(ended: Ended, received: Sequence[int], run: Path | None) -> int:
     if ended.failure is not None:
         return _explain(ended.failure, run)
     if received:
-        print(f"shardwise: ended by {signal.Signals(received[0]).name}; every rank has ended too", file=sys.stderr)
+        rest = _stopped_in_words(ended) or "every rank has ended too"
+        print(f"shardwise: ended by {signal.Signals(received[0]).name}; {rest}", file=sys.stderr)
         return 128 + received[0]
     return 0
+
+
+def _stopped_in_words(ended: Ended) -> str:
+    """Return which ranks were killed because they still ran after a signal; empty if none was."""
+    are = "was" if len(ended.stopped) == 1 else "were"
+    return f"{format_ranks(ended.stopped)} still ran and {are} killed {ended.why} (--leave-s)" if ended.stopped else ""
 
 
 def _explain(failure: FailedRank, run: Path | None) -> int:
@@ -114,10 +133,11 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt | None:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often ranks are started again, and on how few; ``min_nproc`` None: always on as many as before."""
+    """How often ranks are started again, on how few (``min_nproc`` None: always on as many as before), and ``leave_s``."""
 
     max_restarts: int
     min_nproc: int | None
+    leave_s: float = LEAVE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +170,7 @@ def launch_with_restarts(
         while True:
             attempt = Attempt(str(folder.absolute()), str(scratch.path / f"step-{number}"), number, cause)
             told = _told(scratch.path / f"store-{number}") | {ATTEMPT_VARIABLE: json.dumps(asdict(attempt))}
-            place = LaunchContext(received, told, network, _SAID)
+            place = LaunchContext(received, told, network, _SAID, leave_s=terms.leave_s)
             ended = run_ranks(nproc, device_type, (*COMMAND, *words), place)
             code = conclude(ended, received, folder)
             if ended.failure is None or received:
@@ -216,6 +236,7 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 # ---- ``shardwise run``: a user's own script or module on the ranks of this host.
 
 _CPU_RANKS = 2
+LEAVE_HELP = f"after Ctrl-C or SIGTERM: seconds that ranks may take once the first has left (default: {LEAVE_S:g})"
 
 
 def add_run_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -238,6 +259,7 @@ def add_run_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="K", help="start all ranks again after a failure (default: 0)"
     )
+    parser.add_argument("--leave-s", type=float, default=LEAVE_S, metavar="S", help=LEAVE_HELP)
     parser.add_argument("--nnodes", metavar="N", help=argparse.SUPPRESS)  # torchrun's: answered with torchrun's command
     parser.add_argument("-m", "--module", action="store_true", help="run the module of this name in place of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script and its arguments")
@@ -253,6 +275,7 @@ def run_run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"-n is {nproc}, expected at least 1.")
     if arguments.max_restarts < 0:
         raise ConfigError(f"--max-restarts is {arguments.max_restarts}, expected at least 0.")
+    check_leave(arguments.leave_s)
     if arguments.nnodes not in (None, "1"):
         command = ["torchrun", "--nnodes", arguments.nnodes, "--nproc-per-node", str(nproc), "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "FIRST_HOST:29400", *["-m"] * arguments.module, *words]
@@ -265,13 +288,20 @@ def run_run(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None:
         where = "one for each GPU" if torch.cuda.device_count() else "no GPU found"
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
-    return _run(UserProgram("module" if arguments.module else "script", tuple(words)), nproc, arguments.max_restarts)
+    program = UserProgram("module" if arguments.module else "script", tuple(words))
+    return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
 
 
-def _run(program: UserProgram, nproc: int, max_restarts: int) -> int:
+def check_leave(leave_s: float) -> None:
+    """Raise ConfigError unless ``leave_s`` is a limit."""
+    if not 0 <= leave_s < float("inf"):
+        raise ConfigError(f"--leave-s is {leave_s}, expected 0 or more seconds.")
+
+
+def _run(program: UserProgram, nproc: int, max_restarts: int, leave_s: float) -> int:
     with noted_signals() as received, ScratchFolder() as scratch:
         for number in range(max_restarts + 1):
-            outcome = run_program(program, nproc, received, scratch.path, number)
+            outcome = run_program(program, nproc, received, scratch.path, number, leave_s)
             code = _conclude(outcome, received)
             if not code or received or number == max_restarts:
                 return code
@@ -281,7 +311,9 @@ def _run(program: UserProgram, nproc: int, max_restarts: int) -> int:
 
 def _conclude(outcome: ProgramOutcome, received: Sequence[int]) -> int:
     if received:
-        return 128 + received[0] if outcome.ended.codes else 0
+        if stopped := _stopped_in_words(outcome.ended):
+            print(f"shardwise: {signal.Signals(received[0]).name}: {stopped}", file=sys.stderr)
+        return 128 + received[0] if outcome.ended.codes or stopped else 0
     failure = outcome.failure
     if failure is None:
         return 0

@@ -32,8 +32,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE, check_extras
 from shardwise.cli.local_ranks import (
+    LEAVE_HELP,
+    LEAVE_S,
     RestartPolicy,
     attempt_from,
+    check_leave,
     job_of,
     launch_ranks,
     launch_with_restarts,
@@ -325,6 +328,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="restart on the ranks that are left after some were killed, if M are (default: always on as many as before)",
     )
+    group.add_argument("--leave-s", type=float, metavar="S", help=LEAVE_HELP)
     group.add_argument(
         "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
     )
@@ -370,7 +374,9 @@ def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> Res
         raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts.")
     if most and "RANK" in environment and LAUNCHER_VARIABLE not in environment:
         raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
-    return RestartPolicy(most, least)
+    leave_s = given.get("leave_s", LEAVE_S)
+    check_leave(leave_s)
+    return RestartPolicy(most, least, leave_s)
 
 
 def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
@@ -626,7 +632,8 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     if nproc == 1:
         return run_rank(request, device_type, os.environ)
     is_private = needs_no_network(request.config, device_type)
-    return launch_ranks(nproc, device_type, words, request.start.resume or request.start.out, is_private)
+    place = request.start.resume or request.start.out
+    return launch_ranks(nproc, device_type, words, place, is_private, request.terms.leave_s)
 
 
 def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:

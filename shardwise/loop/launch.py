@@ -92,7 +92,7 @@ def entering(network: tuple[int, ...], command: list[str]) -> list[str]:
 
 POLL_S = 0.05
 GRACE_S = 1.5  # after one rank has failed: what others may take to notice and to write down what they did
-LEAVE_S = 10.0  # after a signal, when the first rank has left: what the others may take
+LEAVE_S = 10.0  # the default of LaunchContext.leave_s
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _KEPT_FROM_RANKS = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # a terminal sends these to every process
 
@@ -107,10 +107,17 @@ class FailedRank:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How ranks ended by themselves: the first failure, the exit codes of those that failed, how many were killed."""
+    """How ranks ended.
+
+    Attributes:
+        failure: the first of them that failed by itself.  codes: of all that did.
+        stopped: ranks that still ran after a signal, and were killed; why: "10 s after the first rank had left".
+    """
 
     failure: FailedRank | None
     codes: tuple[int, ...] = ()
+    stopped: tuple[int, ...] = ()
+    why: str = ""
 
     @property
     def num_killed(self) -> int:
@@ -131,6 +138,7 @@ class LaunchContext:
             processes that it started end with it.  Else every signal is passed on as SIGTERM.
         output: descriptor for standard output and error of the ranks; None: those of the launcher.
         each_poll: called about every :data:`POLL_S` seconds while ranks run.
+        leave_s: after a signal, when the first rank has left: seconds that the others may take.
     """
 
     received: Sequence[int] = ()
@@ -140,6 +148,7 @@ class LaunchContext:
     own_sessions: bool = False
     output: int | None = None
     each_poll: Callable[[], None] = lambda: None
+    leave_s: float = LEAVE_S
 
 
 def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchContext) -> Ended:
@@ -159,7 +168,11 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchC
             stack.enter_context(_stopping(ranks))
         failure = _watch(ranks, place)
         place.each_poll()
-        return Ended(failure, tuple(rank.returncode for rank in ranks if rank.returncode))
+        codes = tuple(rank.returncode for rank in ranks if rank.returncode)
+        running = [rank for rank, process in enumerate(ranks) if place.received and process.poll() is None]
+        is_second = len(place.received) > 1
+        why = "at the second signal" if is_second else f"{place.leave_s:g} s after the first rank had left"
+        return Ended(failure, codes, tuple(running), why)
 
 
 @contextmanager
@@ -313,12 +326,12 @@ def _watch(ranks: Sequence[Rank], place: LaunchContext) -> FailedRank | None:
                 _send(rank, signal.SIGCONT)  # one that is stopped leaves with the others
         first = first or _first_failure(ranks, reported if is_told else None)
         place.each_poll()
-        for rank in ranks if time.monotonic() > told_s + LEAVE_S else ():
+        for rank in ranks if time.monotonic() > told_s + place.leave_s else ():
             state = read_proc(f"{rank.pid}/stat").rpartition(")")[2].strip()[:1]
             if state in ("T", "t"):  # stopped again, or by a debugger: the others wait for it in vain
                 rank.kill()
         has_left = is_told and any(rank.returncode is not None for rank in ranks)
-        wait_s = GRACE_S if first is not None else LEAVE_S if has_left else float("inf")
+        wait_s = GRACE_S if first is not None else place.leave_s if has_left else float("inf")
         deadline = min(deadline, time.monotonic() + wait_s)
         time.sleep(POLL_S)
     return first or _first_failure(ranks, reported if is_told else None)
@@ -421,7 +434,12 @@ class ProgramOutcome:
 
 
 def run_program(
-    program: UserProgram, nproc: int, received: Sequence[int], scratch: Path, number: int = 0
+    program: UserProgram,
+    nproc: int,
+    received: Sequence[int],
+    scratch: Path,
+    number: int = 0,
+    leave_s: float = LEAVE_S,
 ) -> ProgramOutcome:
     """Run ``program`` on ``nproc`` ranks until all have ended; ``number``: of the restart.
 
@@ -438,7 +456,9 @@ def run_program(
             "TORCHELASTIC_RESTART_COUNT": number,
             "TORCHELASTIC_RUN_ID": name,
         }
-        place = LaunchContext(received, told, own_sessions=True, output=program.output, each_poll=program.each_poll)
+        place = LaunchContext(
+            received, told, own_sessions=True, output=program.output, each_poll=program.each_poll, leave_s=leave_s
+        )
         words = ("-c", _START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
         ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, place)
     return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)

@@ -202,6 +202,33 @@ def test_a_signal_reaches_all_ranks_and_no_process_is_left_over(tmp_path: Path, 
     assert not [path for path in tmp_path.glob("shardwise-*") if not path.name.startswith("shardwise-records-")]
 
 
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_rank_that_still_runs_after_a_signal_is_named_and_the_exit_code_is_that_of_the_signal(
+    tmp_path: Path, num_signals: int
+) -> None:
+    leaves = "os.environ['RANK'] == '0' and " + str(num_signals == 1)
+    program = (
+        "import os, signal, sys, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1] + '/told', 'w').close(), {leaves} and os._exit(0)))\n"
+        "open(sys.argv[1] + '/ready-' + os.environ['RANK'], 'w').close()\n"
+        "while True: time.sleep(0.01)\n"
+    )
+    words = [*RUN, "-n", "2", "--leave-s", "0.5", script(tmp_path, program), str(tmp_path)]
+    with start_forked(words, {"TMPDIR": str(tmp_path)}) as process:
+        below = wait_until_ready(process, tmp_path / "ready-0", tmp_path / "ready-1")
+        for _ in range(num_signals):
+            process.send_signal(signal.SIGTERM)
+            wait_until_ready(process, tmp_path / "told")
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 128 + signal.SIGTERM
+    why = "rank 1 still ran and was killed 0.5 s after the first rank had left"
+    assert (
+        f"shardwise: SIGTERM: {why if num_signals == 1 else 'ranks 0, 1 still ran and were killed at the second signal'}"
+        in said
+    )
+    assert are_gone(below)
+
+
 def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_killed(tmp_path: Path) -> None:
     words = [*RUN, "-n", "2", script(tmp_path, WAITS), str(tmp_path)]
     with start_forked(words, {"TMPDIR": str(tmp_path)}) as process:
@@ -228,6 +255,7 @@ def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_kille
         ([], "shardwise run: name a script"),
         (["-n", "0", __file__], "-n is 0, expected at least 1"),
         (["-n", "2", "--max-restarts", "-1", __file__], "--max-restarts is -1, expected at least 0"),
+        (["--leave-s", "-1", __file__], "--leave-s is -1.0, expected 0 or more seconds"),
         (["-n", "2", "nowhere.py"], "nowhere.py: no such script"),
         (["--nnodes", "3", "-n", "2", "a.py", "--name", "two words"],
          "torchrun --nnodes 3 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 a.py --name 'two words'"),
