@@ -21,12 +21,14 @@ def main(folder: str, steps: int = 20, width: int = 64) -> list[float]:
     """Train ``steps`` more steps, from the newest checkpoint in ``folder`` if there is one; return the losses of this rank."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
+    model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 1))
     shard_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = torch.randn(320, width, generator=torch.Generator().manual_seed(0))
     sampler = StatefulDistributedSampler(rows, dist.get_world_size(), dist.get_rank(), shuffle=True)
-    loader = StatefulDataLoader(rows, batch_size=16, sampler=sampler, drop_last=True)
+    # Each pass over a loader draws a seed: from a generator of its own, so that a resumed run draws the same dropout.
+    seeds = torch.Generator()
+    loader = StatefulDataLoader(rows, batch_size=16, sampler=sampler, drop_last=True, generator=seeds)
     loop = {"epoch": 0}
     # Each rank has a position of its own: it can be restored at the same number of ranks alone.
     state = {"model": model, "optimizer": optimizer, "loader": PerRank(loader), "random": RandomState(), "loop": loop}

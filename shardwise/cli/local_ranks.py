@@ -236,7 +236,7 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 # ---- ``shardwise run``: a user's own script or module on the ranks of this host.
 
 _CPU_RANKS = 2
-LEAVE_HELP = f"after Ctrl-C or SIGTERM: seconds that ranks may take once the first has left (default: {LEAVE_S:g})"
+LEAVE_HELP = f"seconds to leave, after a signal and the first rank (default: {LEAVE_S:g})"
 
 
 def add_run_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 
 from shardwise import torch_private
 from shardwise.consistency.failure_report import naming_lost_peers
@@ -25,6 +24,7 @@ from shardwise.errors import ConfigError, DesyncError
 from shardwise.formatting import format_bytes, format_ranks
 from shardwise.fsdp.trace import Trace, trace
 from shardwise.one_host import read_proc
+from shardwise.planner.dry_run import flops_of
 
 T = TypeVar("T")
 _logger = logging.getLogger("shardwise.meter")
@@ -126,8 +126,9 @@ class StepMeter:
     def log(self, **values: float | Tensor) -> dict[str, float | None] | None:
         """Write figures if the last step is one of every ``every``, and return them; else None.
 
-        Every rank must call it after every step.  ``values``, such as a loss or the norm of gradients, are averaged over
-        ranks; the device is waited for only where they are written.
+        Every rank must call it after every step.  ``values``, such as a loss or the norm of gradients, are those of this
+        step, not of the steps before, averaged over ranks; the device is waited for only where they are written.  The first
+        step warms up: its time counts only if no other step has followed.
         Raises: as :meth:`figures`.
         """
         if not self._sums.num_steps or self.num_steps % self._every:
@@ -200,10 +201,9 @@ class StepMeter:
         return known
 
     def _count(self, func: Any, given: tuple[tuple[Any, ...], dict[str, Any]], out: Any) -> None:
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            args, kwargs = given
-            self._flops = (0.0 if math.isnan(self._flops) else self._flops) + count(*args, **kwargs, out_val=out)
+        flops = flops_of(func, *given, out)
+        if flops:
+            self._flops = (0.0 if math.isnan(self._flops) else self._flops) + flops
 
 
 class _Sums:

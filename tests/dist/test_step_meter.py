@@ -52,6 +52,16 @@ def train(meter: StepMeter, model: nn.Module, steps: int, **values: Any) -> list
     return found
 
 
+def test_attention_counts_in_the_mfu_of_a_cpu() -> None:
+    """torch's registry of operations lacks the kernel of flash attention on CPUs."""
+    query = torch.ones(2, 4, 16, 8, requires_grad=True)
+    meter = StepMeter(nn.Identity(), peak_flops=1.0)
+    with meter.step():
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    forward = 2 * 2 * 4 * 16 * 16 * 8 * 2  # two products
+    assert meter._flops == forward * 3.5, "backward has five products"  # pyright: ignore[reportPrivateUsage]
+
+
 @on_ranks(2)
 def test_values_are_means_over_ranks_and_figures_are_the_same_on_all() -> None:
     rank = dist.get_rank()
