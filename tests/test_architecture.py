@@ -8,6 +8,7 @@ import re
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -403,3 +404,127 @@ def test_tensors_and_generators_are_made_on_a_device_that_is_named() -> None:
             if name in FACTORIES and not is_named:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
     assert not found, "\n".join(found)
+
+
+# ---- No tricks: nothing of torch or of users is patched, no code asks who its caller is, nothing is written into C++ objects.
+
+Trick = Callable[[ast.AST], bool]
+
+
+def targets_of(node: ast.AST) -> list[ast.expr]:
+    """Return what an assignment or ``setattr`` assigns to."""
+    if isinstance(node, ast.Assign):
+        return [part for each in node.targets for part in getattr(each, "elts", [each])]
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return [node.target]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
+        return [ast.Attribute(node.args[0], ast.unparse(node.args[1]).strip("'"))]
+    return []
+
+
+def reaches_into_memory(node: ast.AST) -> bool:
+    names = ("from_address", "string_at", "memmove", "memset", "sbrk", "PyThreadState_SetAsyncExc")
+    return isinstance(node, ast.Attribute) and node.attr in names
+
+
+def looks_at_callers(node: ast.AST) -> bool:
+    names = (
+        "sys._getframe",
+        "inspect.currentframe",
+        "inspect.stack",
+        "traceback.walk_stack",
+        "traceback.extract_stack",
+    )
+    return isinstance(node, ast.Attribute) and (ast.unparse(node) in names or node.attr == "f_back")
+
+
+def replaces_a_part_of_torch(node: ast.AST) -> bool:
+    roots = ("torch", "dist", "nn", "optim", "c10d", "DTensor", "DeviceMesh")
+    aliases = ("propagator", "variable")  # of torch_private.py
+    found = [ast.unparse(target) for target in targets_of(node) if isinstance(target, ast.Attribute)]
+    return any(each.split(".")[0] in (*roots, *aliases) for each in found)
+
+
+def swaps_a_class(node: ast.AST) -> bool:
+    return any(isinstance(target, ast.Attribute) and target.attr == "__class__" for target in targets_of(node))
+
+
+def wraps_a_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "functools.wraps"
+
+
+# What stands today, by the class and function that does it, and why.  Nothing is added: the lists only shrink.
+REPORT = "reports of failures show stacks, which decides nothing"
+RESHARDED = "a full parameter that user code kept raises a named error instead of reading freed memory"
+TRICKS: dict[Trick, dict[str, str]] = {
+    reaches_into_memory: {
+        "_refuse_reads": "torch's builds for CPUs have no function for it, and without it a read of freed memory ends the process",
+        "raise_in": "a documented call of CPython: a wait in a kernel that will not end has no other way to raise",
+    },
+    looks_at_callers: {
+        "WaitWatch.in_words": REPORT,
+        "_lines_of": REPORT,
+        "lines_of": REPORT,
+        "awaited_groups": REPORT,
+        "Forwards.are_stale": "an interrupt in forward is repaired; it becomes a named error",
+        "Forwards.remember_call": "an interrupt in forward is repaired; it becomes a named error",
+        "_Standing.is_leaf": "an optimizer that is built on full parameters gets a named error",
+        "num_joinables": "a Join of several objects gets a named error; torch tells a joinable nothing of the others",
+    },
+    replaces_a_part_of_torch: {
+        "clip_mixed_by": "clip_grad_norm_ of torch refuses mixed gradients; shardwise.clip_grad_norm_ takes them",
+        "intercept_redistribute": "full_tensor() in a loss is repaired; it becomes a named error",
+        "fake_world": "a plan for any number of ranks beside a group that runs; torch has one world",
+        "watching": "the planner must not count the trial runs by which DTensor finds placements",
+    },
+    swaps_a_class: {
+        "mix_in": "the one swap that stays: FSDP2's API, a module that becomes an FSDPModule",
+        "_guard": RESHARDED,
+        "mark_freed": RESHARDED,
+        "mark_full": RESHARDED,
+        "mark_kept": RESHARDED,
+        "mark_sub": RESHARDED,
+        "Swap.mark_freed": RESHARDED,
+        "Swap.register_full": RESHARDED,
+        "Arrivals._receive": "a parameter whose broadcast has not arrived waits when it is read",
+        "Arrivals.expect": "a parameter whose broadcast has not arrived waits when it is read",
+    },
+    wraps_a_function: {
+        "explains_arguments.checked": "functions of this package alone",
+        "wrap_forward_method.forward_method": "register_fsdp_forward_method of FSDP2's API, which the user calls",
+        "ShardedOptimizer.__getattr__.method": "methods of the optimizer inside, which read synced options",
+        "clip_mixed_by.clip_grad_norm_": "see clip_mixed_by",
+        "intercept_redistribute.redistribute": "see intercept_redistribute",
+    },
+}
+
+
+def places_of(tree: ast.AST, is_trick: Trick, name: str = "") -> Iterator[str]:
+    """Yield the dotted name of the class or function around every node for which ``is_trick`` is true."""
+    for node in ast.iter_child_nodes(tree):
+        is_scope = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        inner = f"{name}.{node.name}".lstrip(".") if is_scope else name  # pyright: ignore[reportAttributeAccessIssue]
+        if is_trick(node):
+            yield inner or "(module)"
+        yield from places_of(node, is_trick, inner)
+
+
+@pytest.mark.parametrize("is_trick", TRICKS, ids=lambda each: each.__name__)
+def test_tricks_are_those_that_are_listed(is_trick: Trick) -> None:
+    found = {place for path in FILES for place in places_of(tree_of(path), is_trick)}
+    listed = TRICKS[is_trick].keys()
+    assert not found - listed, "take a public way, or state the limit on a page"
+    assert not listed - found, "these are gone: remove their entries from TRICKS"
+
+
+def test_a_trick_is_found_where_it_stands() -> None:
+    source = """
+class Owner:
+    def patch(self, param):
+        DTensor.redistribute = torch.nn.utils.clip_grad_norm_ = None
+        setattr(torch.optim, "step", None)
+        param.__class__ = Owner
+        return ctypes.memmove, sys._getframe(1).f_back, functools.wraps(param)
+"""
+    for is_trick in TRICKS:
+        assert set(places_of(ast.parse(source), is_trick)) == {"Owner.patch"}, is_trick
