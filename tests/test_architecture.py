@@ -458,7 +458,7 @@ REPORT = "reports of failures show stacks, which decides nothing"
 RESHARDED = "a full parameter that user code kept raises a named error instead of reading freed memory"
 TRICKS: dict[Trick, dict[str, str]] = {
     reaches_into_memory: {
-        "_refuse_reads": "torch's builds for CPUs have no function for it, and without it a read of freed memory ends the process",
+        "_refuse_reads": "torch has no function for it in builds for CPUs, where a read of freed memory ends the process",
         "raise_in": "a documented call of CPython: a wait in a kernel that will not end has no other way to raise",
     },
     looks_at_callers: {
