@@ -392,6 +392,35 @@ def _standing_in(
             held.update(tensors)
 
 
+def hook_blocks(modules: Sequence[nn.Module], passes: Callable[[StepEvent, int], None]) -> list[Any]:
+    """Call ``passes`` with each event of each of ``modules`` and the module's number; return the handles of the hooks.
+
+    The backward of a module begins with the first gradient of its outputs.
+    """
+
+    def hooks_of(number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        def leave(_module: nn.Module, _args: object, output: object) -> None:
+            passes(StepEvent.POST_FORWARD, number)
+            begun: list[bool] = []
+
+            def enter_backward(_: torch.Tensor) -> None:
+                if not begun:
+                    begun.append(True)
+                    passes(StepEvent.PRE_BACKWARD, number)
+
+            for each in torch_private.leaves_of(output):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(enter_backward)
+
+        return lambda *_: passes(StepEvent.PRE_FORWARD, number), leave
+
+    handles: list[Any] = []
+    for number, module in enumerate(modules):
+        enter, leave = hooks_of(number)
+        handles += [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
+    return handles
+
+
 class _Steps:
     """Marks the events of blocks and the arrival of gradients while a model runs.
 
@@ -414,19 +443,19 @@ class _Steps:
     @contextmanager
     def hooked(self, fakes: dict[int, nn.Parameter], recompute: bool) -> Generator[None, None, None]:
         """Hook the modules, which recompute in backward if ``recompute``."""
-        handles: list[Any] = []
         replaced: list[nn.Module] = []
+        handles: list[Any] = []
         for number, module in enumerate(self._modules):
-            handles.append(module.register_forward_pre_hook(self._entering(number), with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._leaving(number), always_call=False))
+            if self._casts:
+                handles.append(module.register_forward_pre_hook(_cast_inputs, with_kwargs=True, prepend=True))
             if recompute and number != ROOT and "forward" not in vars(module):
                 module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
                 replaced.append(module)
+        handles += hook_blocks(self._modules, self._pass)
         for key, fake in fakes.items():
             if fake.requires_grad:
-                handles.append(
-                    fake.register_post_accumulate_grad_hook(self._arriving(self._order[key], self.block_of[key]))
-                )
+                mark = StepMark(None, self.block_of[key], self._order[key])
+                handles.append(fake.register_post_accumulate_grad_hook(functools.partial(self._arrive, mark)))
         try:
             yield
         finally:
@@ -435,42 +464,20 @@ class _Steps:
             for module in replaced:
                 del module.forward
 
-    def _entering(self, number: int) -> Callable[..., Any]:
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._watch.mark(StepMark(StepEvent.PRE_FORWARD, number))
+    def _pass(self, event: StepEvent, number: int) -> None:
+        if event is StepEvent.PRE_FORWARD:
             self._entered[number] = self._watch.live_bytes
-            return torch_private.map_tensors(self._cast, (args, kwargs)) if self._casts else (args, kwargs)
+        elif event is StepEvent.POST_FORWARD:
+            self.saved_bytes[number] = max(self._watch.live_bytes - self._entered[number], 0)
+        self._watch.mark(StepMark(event, number))
 
-        return enter
+    def _arrive(self, mark: StepMark, param: torch.Tensor) -> None:
+        param.grad = None  # the memory of gradients from here on depends on the API: the plan adds it
+        self._watch.mark(mark)
 
-    @staticmethod
-    def _cast(tensor: torch.Tensor) -> torch.Tensor:
+
+def _cast_inputs(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
-    def _leaving(self, number: int) -> Callable[..., None]:
-        def leave(_module: nn.Module, _args: Any, output: object) -> None:
-            self.saved_bytes[number] = max(self._watch.live_bytes - self._entered[number], 0)
-            self._left(number, output)
-
-        return leave
-
-    def _left(self, number: int, output: object) -> None:
-        self._watch.mark(StepMark(StepEvent.POST_FORWARD, number))
-        is_marked = False
-
-        def enter_backward(_: torch.Tensor) -> None:
-            nonlocal is_marked
-            if not is_marked:
-                is_marked = True
-                self._watch.mark(StepMark(StepEvent.PRE_BACKWARD, number))
-
-        for each in torch_private.leaves_of(output):
-            if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(enter_backward)
-
-    def _arriving(self, number: int, block: int) -> Callable[[torch.Tensor], None]:
-        def arrive(param: torch.Tensor) -> None:
-            param.grad = None  # the memory of gradients from here on depends on the API: the plan adds it
-            self._watch.mark(StepMark(None, block, number))
-
-        return arrive
+    return torch_private.map_tensors(cast_one, (args, kwargs))

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import cycle
 
@@ -40,22 +40,6 @@ _PROGRAM = (  # not multiprocessing, which would run the planning program again 
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """The measurements of one rank.
-
-    Attributes:
-        small_s, large_s: the additional time of a forward for a gather of few elements, and of many.
-        unit_s: the additional time of forward and backward for a unit with few elements.
-        update_s: of AdamW, fused, for one parameter with few elements.
-    """
-
-    small_s: float
-    large_s: float
-    unit_s: float
-    update_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class OnOneHost:
     """The costs of units on ranks of this host.
 
@@ -76,31 +60,28 @@ def measured_shared(ranks: int) -> OnOneHost:
     With one thread the rank's own CPU time counts, as for operations. Raises: ConfigError with the last output of a
     process that ended without measurements.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
     with ExitStack() as stack:
-        started = [stack.enter_context(_start([*command, str(rank), str(ranks), str(port)])) for rank in range(ranks)]
+        started: list[subprocess.Popen[str]] = []
+        for rank in range(ranks):
+            words = [*command, str(rank), str(ranks), str(port)]
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            started.append(stack.enter_context(process))
         for process in started:
             stack.callback(process.kill)
-        return _slowest([_figures_of(process) for process in started])
-
-
-def _start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _slowest(found: list[Figures]) -> OnOneHost:
-    small, large = max(each.small_s for each in found), max(each.large_s for each in found)
+        found = [_seconds_of(process) for process in started]
+    small, large, unit, update = (max(each) for each in zip(*found, strict=True))
     rate = 4 * (_LARGE - _SMALL) / max(large - small, 1e-9)
     latency = max(small - 4 * _SMALL / rate, 0.0)
     # two gathers and a reduction; plans add the latency of each
-    unit = max(max(each.unit_s for each in found) - 3 * latency, 0.0)
-    return OnOneHost(Wire(rate, latency), unit, max(each.update_s for each in found))
+    return OnOneHost(Wire(rate, latency), max(unit - 3 * latency, 0.0), update)
 
 
-def _figures_of(process: subprocess.Popen[str]) -> Figures:
+def _seconds_of(process: subprocess.Popen[str]) -> list[float]:
+    """Return what :func:`run_rank` has printed there."""
     try:
         said, complained = process.communicate(timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -111,16 +92,19 @@ def _figures_of(process: subprocess.Popen[str]) -> Figures:
             f"shared memory between ranks of this host cannot be measured: {last}; give 'shared' in a hardware file, or plan "
             "without measuring"
         )
-    return Figures(**json.loads(said.strip().splitlines()[-1]))
+    return json.loads(said.strip().splitlines()[-1])
 
 
 def run_rank(rank: int, ranks: int, port: int) -> None:
-    """Run one of the processes: print its measurements as JSON."""
+    """Print, as JSON, the seconds that were measured on one of the processes.
+
+    They are the additional ones of a forward for a gather of few elements, and of many; of forward and backward for a unit
+    with few elements; and of AdamW, fused, for one parameter with few elements.
+    """
     torch.set_num_threads(1)
     address, patience = f"tcp://127.0.0.1:{port}", timedelta(seconds=_PATIENCE_S)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience)
-    found = Figures(_gather_s(_SMALL), _gather_s(_LARGE), *_unit_and_update_s())
-    print(json.dumps(asdict(found)), flush=True)
+    print(json.dumps([_gather_s(_SMALL), _gather_s(_LARGE), *_unit_and_update_s()]), flush=True)
     dist.destroy_process_group()
 
 
@@ -187,16 +171,10 @@ def measured(hardware: Hardware, runs: Iterable[DryRun], ranks: int = 1, threads
     shares_host = hardware.device == "cpu" and near > 1
     if shares_host:
         hardware = with_ranks(hardware, measured_shared(near))
-    with _computing_with(threads if shares_host else torch.get_num_threads()):
-        return _with_own(hardware, runs)
-
-
-@contextmanager
-def _computing_with(threads: int) -> Generator[None, None, None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads if shares_host else before)
     try:
-        yield
+        return _with_own(hardware, runs)
     finally:
         torch.set_num_threads(before)
 

@@ -22,9 +22,8 @@ from shardwise.collectives.host.local_peers import foreign_ranges
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.clip import OwnedGradient
-from shardwise.plan.schedule import StepEvent
 from shardwise.planner.advice import step_under
-from shardwise.planner.dry_run import TensorSplit, dry_run
+from shardwise.planner.dry_run import TensorSplit, dry_run, hook_blocks
 from shardwise.planner.hardware import HARDWARE, cublas_bytes
 from shardwise.planner.profile import ROUTES, Setting
 from shardwise.planner.rank_step import UPDATE, RankMemory
@@ -299,36 +298,16 @@ class StepMemoryMeter:
 
     @contextmanager
     def _events(self) -> Generator[None, None, None]:
-        names = {id(module): path for path, module in self._plain.named_modules()}
+        paths = {id(module): path for path, module in self._plain.named_modules()}
+        modules = [self._plain, *blocks_of(self._plain)]
+        names = [paths[id(module)] or "(root)" for module in modules]
         handles: list[Any] = [self._optimizer.register_step_pre_hook(lambda *_: self._live.pass_event(UPDATE))]
-        for module in (self._plain, *blocks_of(self._plain)):
-            name = names[id(module)] or "(root)"
-            handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
-            handles.append(module.register_forward_hook(self._leaving(name)))
+        handles += hook_blocks(modules, lambda event, place: self._live.pass_event(f"{event.value} {names[place]}"))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._live.pass_event(f"{StepEvent.PRE_FORWARD.value} {name}")
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def leave(_module: nn.Module, _args: object, output: object) -> None:
-            self._live.pass_event(f"{StepEvent.POST_FORWARD.value} {name}")
-            begun: list[bool] = []
-
-            def enter_backward(_: torch.Tensor) -> None:
-                if not begun:
-                    begun.append(True)
-                    self._live.pass_event(f"{StepEvent.PRE_BACKWARD.value} {name}")
-
-            for each in torch_private.leaves_of(output):
-                if isinstance(each, torch.Tensor) and each.requires_grad:
-                    each.register_hook(enter_backward)
-
-        return leave
 
 
 def measured_number(config: TrainConfig, start_step: int, traced: int) -> int:
