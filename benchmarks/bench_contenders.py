@@ -24,6 +24,7 @@ from shardwise import (
     ShardedOptimizer,
     ZeroRedundancyOptimizer,
     fully_shard,
+    reference,
     replicate,
     shard_model,
 )
@@ -244,6 +245,12 @@ def _shard_blocks(model: GPT, setup: Setup) -> nn.Module:
     return fully_shard(model, mesh=setup.mesh)
 
 
+def _shard_by_reference(model: GPT, setup: Setup) -> nn.Module:
+    for block in model.blocks:
+        reference.fully_shard(block, setup.mesh)
+    return reference.fully_shard(model, setup.mesh)
+
+
 def _shard_hybrid(model: GPT, setup: Setup) -> nn.Module:
     return _shard_blocks(model, replace(setup, mesh=setup.hybrid_mesh()))
 
@@ -317,6 +324,7 @@ _ALL = (
     Contender("FSDP2 + fused", "FSDP2", "everything", _fsdp2_blocks, _fused_adamw),
     Contender("FSDP2 tuned", "FSDP2", "everything", _fsdp2_tuned, _fused_adamw),
     Contender("FSDP2 bf16", "FSDP2", "everything", partial(_fsdp2_blocks, dtype=torch.bfloat16), adamw, dtype="bf16"),
+    Contender("shardwise reference", "shardwise", "everything", _shard_by_reference, adamw),
     _FULL,
     _over_gloo(_FULL),
     Contender("shardwise full + fused", "shardwise", "everything", _shard_blocks, _fused_adamw),

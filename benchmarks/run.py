@@ -11,6 +11,7 @@ RESULTS = Path("benchmarks/results")  # seen from ROOT: commands are recorded, a
 # All contenders at once hold too much for a host of two cores, four times over.
 AT_FOUR = (
     "local", "local + fused", "DDP + bucket view", "torch ZeRO + bucket view", "FSDP2", "FSDP2 + fused", "FSDP2 tuned",
+    "shardwise reference",
     "shardwise full", "shardwise full + fused", "shardwise hybrid", "shardwise recommended", "shardwise recommended (gloo)",
     "shardwise replicate", "shardwise ZeRO-1 + fused", "shardwise ZeRO-2 + fused",
 )  # fmt: skip
