@@ -17,6 +17,7 @@ from shardwise.checkpoint.format import plain
 from shardwise.checkpoint.state import ModuleCarrier
 from shardwise.collectives.owned import ranks_along
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
+from shardwise.consistency.process_groups import as_sent
 from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
 from shardwise.fsdp.roots import attachment_of
 
@@ -156,17 +157,19 @@ def _gathered(
 @torch.no_grad()
 def _gather(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Return the full tensors of one unit, gathered one after the other: each input outlives its collective."""
-    launched: list[torch.Tensor] = []
+    launched: list[tuple[torch.Tensor, torch.dtype]] = []
     for tensor in tensors:
         wanted = tensor.detach().to(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
         if isinstance(wanted, DTensor):
             mesh = wanted.device_mesh
-            on_mesh = cast(DTensor, wanted.to(mesh.device_type))  # shards of CPUOffloadPolicy live on the host
-            wanted = torch_private.local_of(on_mesh.redistribute(placements=[Replicate()] * mesh.ndim))
-        launched.append(wanted)
+            on_mesh = cast(DTensor, as_sent(wanted.to(mesh.device_type)))  # shards of CPUOffloadPolicy live on the host
+            found = torch_private.local_of(on_mesh.redistribute(placements=[Replicate()] * mesh.ndim))
+            launched.append((found, wanted.dtype))
+        else:
+            launched.append((wanted, wanted.dtype))
     fulls: list[torch.Tensor] = []
-    for tensor, found in zip(tensors, launched, strict=True):
-        full = torch_private.wait_tensor(found).detach()
+    for tensor, (found, kind) in zip(tensors, launched, strict=True):
+        full = torch_private.wait_tensor(found).detach().view(kind)
         own = torch_private.wait_tensor(torch_private.local_of(tensor))
         is_own = full.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
         fulls.append(full.clone() if is_own else full)

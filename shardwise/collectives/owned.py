@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh
+from torch.distributed.tensor import DeviceMesh, DTensor
 
+from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer, are_neighbours, join
 from shardwise.consistency.agreement import GroupAgreement
-from shardwise.consistency.process_groups import await_collective, closed_to, group_of, outlast, wait_all
+from shardwise.consistency.process_groups import as_sent, await_collective, closed_to, group_of, outlast, wait_all
 from shardwise.errors import DesyncError
 from shardwise.layout import align
 from shardwise.observe import EVERYBODY, note, span
@@ -147,6 +148,13 @@ def sum_bytes(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
         await_collective(dist.all_reduce(whole.view(-1).view(torch.uint8), group=group, async_op=True), group)
 
 
+@torch.no_grad()
+def full_tensor_of(sharded: DTensor) -> torch.Tensor:
+    """Return the full tensor, of any dtype, on every rank of its mesh.  Collective."""
+    full = torch_private.wait_tensor(cast(DTensor, as_sent(sharded)).full_tensor())
+    return full if full.dtype is sharded.dtype else full.view(sharded.dtype)
+
+
 def sum_of(value: torch.Tensor, group: dist.ProcessGroup, is_max: bool) -> torch.Tensor:
     """Return the sum (or maximum) of ``value`` over the ranks of ``group``."""
     if group.size() > 1:
@@ -266,11 +274,11 @@ def _launch_all(calls: Sequence[Broadcast], agreement: GroupAgreement, what: str
         if len(call.tensors) == 1:
             buffer = first
         elif call.owner == agreement.rank:
-            buffer = torch.cat(call.tensors)
+            buffer = torch.cat([as_sent(tensor) for tensor in call.tensors]).view(first.dtype)
         else:
             buffer = first.new_empty(sum(tensor.numel() for tensor in call.tensors))
         with _explaining(agreement, what):
-            work = dist.broadcast(buffer, group_src=call.owner, group=agreement.group, async_op=True)
+            work = dist.broadcast(as_sent(buffer), group_src=call.owner, group=agreement.group, async_op=True)
         assert work is not None
         launched.append(BroadcastHandle(call, buffer, work, agreement, what))
     return launched
@@ -381,13 +389,13 @@ def _wait(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.d
 def send_tensor(tensor: torch.Tensor, to: int, agreement: GroupAgreement, what: str) -> None:
     """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`) in place, without a copy."""
     with _explaining(agreement, what):
-        _wait_for_message(dist.isend(tensor, group_dst=to, group=agreement.group), agreement)
+        _wait_for_message(dist.isend(as_sent(tensor), group_dst=to, group=agreement.group), agreement)
 
 
 def receive_tensor(tensor: torch.Tensor, source: int, agreement: GroupAgreement, what: str) -> None:
     """Receive into a contiguous tensor from group rank ``source``."""
     with _explaining(agreement, what):
-        _wait_for_message(dist.irecv(tensor, group_src=source, group=agreement.group), agreement)
+        _wait_for_message(dist.irecv(as_sent(tensor), group_src=source, group=agreement.group), agreement)
 
 
 def _wait_for_message(work: dist.Work | None, agreement: GroupAgreement) -> None:

@@ -612,19 +612,24 @@ class GroupAgreement:
         count, _, text = (self.exchange.store.peek(f"{self.exchange.prefix}/failure") or "").partition(" ")
         return text if count and int(count) > self.count_of_own_error else None
 
-    def explain(self, what: str, error: BaseException) -> DesyncError:
-        """Return the error for a collective in ``what`` that failed on this rank (timeout, closed connection)."""
+    def explain(self, what: str, error: BaseException) -> DesyncError | TransportError:
+        """Return the error for a collective in ``what`` that failed on this rank (timeout, closed connection).
+
+        A TransportError if the backend refused the call on every rank; then the group is still usable.
+        """
         try:
             return self._explain(what, error)
         except TransportError as gone:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {gone}")
 
-    def _explain(self, what: str, error: BaseException) -> DesyncError:
+    def _explain(self, what: str, error: BaseException) -> DesyncError | TransportError:
         if alarm.deadlock:
             return DesyncError(alarm.deadlock[0])
         failure = self.failure()
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
+        if not isinstance(error, ShardwiseError) and is_gloo(self.group) and self._is_refused_by_all(what, error):
+            return TransportError(f"{what}: the backend refused the call on every rank: {in_short(error)}")
         self.exchange.post("stuck", what)
         if not isinstance(error, ShardwiseError) and is_gloo(self.group):
             # a backend's own error: no rank may wait for this one while it queries the others
@@ -655,6 +660,16 @@ class GroupAgreement:
         )
         self.report_failure(f"rank {self.name} was in {text}")
         return DesyncError(text)
+
+    def _is_refused_by_all(self, what: str, error: BaseException) -> bool:
+        """Return True if ``error`` is about the arguments of the call, which then has sent nothing, on every rank."""
+        if any(word in str(error).lower() for word in ("gloo/", "connection", "timed out")):
+            return False
+        self.exchange.rounds["refused"] += 1
+        place = f"refused/{self.exchange.rounds['refused']}"
+        self.exchange.post(place, what)
+        found = self.exchange.collect(place, range(self.size), LOOK_S, self._has_failure)
+        return not self.exchange.absent(found) and set(found.values()) == {what}
 
     def _gone_text(self, ranks: Sequence[int]) -> str:
         """Return which of ``ranks`` are gone, with their last errors, or those of the others."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.tensor import DeviceMesh
+from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
 from shardwise.consistency.store import refuse_deadlock
@@ -257,6 +257,31 @@ def _broken(ranks: Sequence[int]) -> RuntimeError:
 
 # ---- The ranks of a group get equal values, and wait for each other.
 
+_SENT_BY_GLOO = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.complex64, torch.complex128}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+_OF_THE_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``tensor`` in a dtype of its size that every backend sends, for calls that move bits only.
+
+    gloo refuses float8, int16 and unsigned numbers of more than one byte.  Of a DTensor, a DTensor is returned.
+
+    Example:
+        >>> as_sent(torch.zeros(2, dtype=torch.float8_e4m3fn)).dtype
+        torch.uint8
+    """
+    if tensor.dtype in _SENT_BY_GLOO:
+        return tensor
+    dtype = _OF_THE_SIZE[tensor.dtype.itemsize]
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().view(dtype)
+    local = torch_private.wait_tensor(torch_private.local_of(tensor)).detach().view(dtype)
+    return torch_private.dtensor_from_local(local, torch_private.spec_in(torch_private.spec_of(tensor), dtype))
+
+
 _MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory
 
 
@@ -268,7 +293,7 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
     """
     if group.size() == 1:
         return
-    tensors = [part for tensor in tensors for part in _plain(tensor)]
+    tensors = [as_sent(part) for tensor in tensors for part in _plain(tensor)]
     source = dist.get_global_rank(group, 0)
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from shardwise import torch_private
+from shardwise.collectives.owned import full_tensor_of
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError
 from shardwise.fsdp.param import ShardedParam
@@ -189,7 +190,7 @@ class _WholeParameters(TorchFunctionMode):
             empty = materializing(lambda tensor: torch.empty_like(tensor, device=sharded.device))
             whole = empty(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"))
         else:
-            whole = sharded.full_tensor().clone()
+            whole = full_tensor_of(sharded).clone()
         return nn.Parameter(whole, sharded.requires_grad)
 
     def _allocate(self, wanted: set[Unit]) -> None:

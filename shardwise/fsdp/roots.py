@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.collectives.c10d import C10dCommunicator
 from shardwise.collectives.compressed import CompressedCommunicator, Compression
+from shardwise.collectives.owned import full_tensor_of
 from shardwise.collectives.routes import (
     LinkProvider,
     LinkUsers,
@@ -129,8 +130,7 @@ def whole(param: ShardedParam) -> nn.Parameter:
     if sharded.device.type == "meta":
         tensor = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
     else:
-        with torch.no_grad():
-            tensor = sharded.full_tensor().clone()
+        tensor = full_tensor_of(sharded).clone()
     return nn.Parameter(tensor, requires_grad=sharded.requires_grad)
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.collectives.owned import sum_bytes
+from shardwise.collectives.owned import full_tensor_of, sum_bytes
+from shardwise.consistency.process_groups import as_sent
 from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.optim.slices import ParamSlice, PerSlice, copied, in_order_of, local_boxes, local_of
 
@@ -177,10 +178,10 @@ def unwrap(
         if isinstance(param, DTensor) and value.device_mesh == param.device_mesh:
             if adopt and value.placements == param.placements:
                 return PerSlice([torch_private.wait_tensor(torch_private.local_of(value))])
-            placed = value.redistribute(placements=param.placements)
+            placed = cast(DTensor, as_sent(value)).redistribute(placements=param.placements)
             local = torch_private.wait_tensor(torch_private.local_of(placed))
-            return PerSlice([local.clone()])
-        value = value.full_tensor()
+            return PerSlice([local.clone() if local.dtype is value.dtype else local.view(value.dtype).clone()])
+        value = full_tensor_of(value)
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         held = [] if slices[0].stand_in is not None else list(slices)
@@ -212,7 +213,7 @@ def full_value(value: Any) -> Any:
     if isinstance(value, DTensor):
         if all(isinstance(placement, Replicate) for placement in value.placements):
             return torch_private.local_of(value).detach().clone()
-        return torch_private.wait_tensor(value.full_tensor().detach()).clone()
+        return full_tensor_of(value).clone()
     if isinstance(value, ShardedTensor):
         return gather_sharded(value)
     return copied(value)
