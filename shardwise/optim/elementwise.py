@@ -142,41 +142,16 @@ def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return join_from(first, numel, tensors)
 
 
-def split_state(run: FlatRun, state: State, known: Sequence[State] = ()) -> list[State]:
-    """Return the state of each slice: values per element as tensors of their own on the memory of ``state``, others as copies.
-
-    ``known``: per slice, the entries that exist already.
-    """
-    if len(run.slices) == 1:
-        return [state]
-    parts: list[State] = [dict(part) for part in known] or [{} for _ in run.slices]
-    for key, value in state.items():
-        if is_per_element(value, run.tensor.shape):
-            start = 0
-            for part, shape in zip(parts, run.shapes, strict=True):
-                if key not in part:
-                    part[key] = suballocate(value, start, shape).detach()
-                start += shape.numel()
-        else:
-            for part in parts:
-                if not isinstance(value, torch.Tensor):
-                    part[key] = value
-                elif key not in part:
-                    part[key] = value.clone()
-    return [{key: part[key] for key in state} for part in parts]
-
-
 def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State:
-    """Return one state for slices that :func:`can_merge`; without a copy if the values are contiguous already."""
-    merged: State = {}
-    for key, value in states[0].items():
-        if is_per_element(value, shapes[0]):
-            parts = [state[key] for state in states]
-            is_flat = are_neighbours(parts) and all(part.is_contiguous() for part in parts)
-            merged[key] = flat_over(parts) if is_flat else torch.cat([part.reshape(-1) for part in parts])
-        else:
-            merged[key] = value.clone() if isinstance(value, torch.Tensor) and is_referenced(value) else value
-    return merged
+    """Return one state for slices that :func:`mismatches` lets join: values per element stay where they are."""
+    return {
+        key: flat_over([state[key] for state in states])
+        if is_per_element(value, shapes[0])
+        else value.clone()
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in states[0].items()
+    }
 
 
 def can_merge(first: State, shape: torch.Size, other: State, other_shape: torch.Size) -> bool:
@@ -206,44 +181,24 @@ def is_referenced(value: torch.Tensor) -> bool:
     return storage_use_count(value.untyped_storage()) > 1
 
 
-class Chain:
-    """A growing run, with a check whether the memory of its slices' state allows it.
+def mismatches(found: Sequence[LiveSlice], joins: Sequence[bool], states: Mapping[ParamSlice, State]) -> frozenset[int]:
+    """Return the indices at which a join must end: the state has other numbers, or is elsewhere in memory.
 
-    State that is contiguous stays in place; other state is copied, unless a part of it is referenced elsewhere.
+    State does not move, because user code may reference it.
     """
-
-    def __init__(self, state: State, shape: torch.Size) -> None:
-        self._head, self._head_shape = state, shape
-        self._needs_copy = False
-        self._is_referenced = self._has_references(state, shape)
-        self._ends: dict[str, int] = {}
-        self._follow(state, shape)
-
-    def take(self, state: State, shape: torch.Size) -> bool:
-        """Add a slice with this state if it can be merged with the slices before it; return whether it was added."""
-        if not can_merge(self._head, self._head_shape, state, shape):
-            return False
-        referenced = self._has_references(state, shape)
-        needs_copy = self._needs_copy or not self._is_next(state, shape)
-        if needs_copy and (referenced or self._is_referenced):
-            return False
-        self._needs_copy, self._is_referenced = needs_copy, self._is_referenced or referenced
-        self._follow(state, shape)
-        return True
-
-    @staticmethod
-    def _has_references(state: State, shape: torch.Size) -> bool:
-        return any(is_per_element(value, shape) and value.numel() and is_referenced(value) for value in state.values())
-
-    def _is_next(self, state: State, shape: torch.Size) -> bool:
-        real = {k: v for k, v in state.items() if is_per_element(v, shape) and v.numel()}
-        return all(v.is_contiguous() and self._ends.get(k, v.data_ptr()) == v.data_ptr() for k, v in real.items())
-
-    def _follow(self, state: State, shape: torch.Size) -> None:
-        for key, value in state.items():
-            if is_per_element(value, shape) and value.numel():
-                self._needs_copy |= not value.is_contiguous()
-                self._ends[key] = value.data_ptr() + value.numel() * value.element_size()
+    wrong: set[int] = set()
+    head: State = {}
+    head_shape = torch.Size()
+    ends: dict[str, int] = {}
+    for index, (item, joined) in enumerate(zip(found, joins, strict=True)):
+        state, shape = states.get(item.param_slice, {}), item.local.shape
+        values = {key: v for key, v in state.items() if is_per_element(v, shape) and v.numel()}
+        follows = all(v.is_contiguous() and ends.get(k, v.data_ptr()) == v.data_ptr() for k, v in values.items())
+        if not joined or not follows or not can_merge(head, head_shape, state, shape):
+            wrong |= {index} if joined else set()
+            head, head_shape, ends = state, shape, {}
+        ends |= {key: v.data_ptr() + v.numel() * v.element_size() for key, v in values.items() if v.is_contiguous()}
+    return frozenset(wrong)
 
 
 def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> dict[ParamSlice, State]:
@@ -308,128 +263,103 @@ def lies_at(known: torch.Tensor, value: object, start: int, shape: torch.Size) -
 PRUNE_EVERY = 16  # steps between checks whether exposed tensors are still referenced
 
 
-class _Part(NamedTuple):
-    """A slice's values per element, in the memory of its run's state; ``address``: where they were when the view was made."""
+class _View(NamedTuple):
+    """What user code sees of a slice's state; ``address``: where its values were when it was made, None for a copy."""
 
     tensor: torch.Tensor
-    address: int
+    address: int | None
 
 
-class ExposedState:
-    """Per-slice tensors for the state of runs of several slices.
+class StateViews:
+    """The state of the slices of runs, as user code sees it: tensors of their own on the memory of the runs' state.
 
-    State with a value per element is exposed as tensors of their own on the memory of the run's state.  A run has
-    numbers such as a step count once; they are exposed as copies, synced in both directions while user code references
-    them.  Slices that are their own run are not here: the optimizer's state tensors are exposed directly.
+    A run has numbers such as a step count once; they are copies here, synced in both directions while user code
+    references them.  Slices that are their own run are not here: they have the optimizer's state tensors.
     """
 
     def __init__(self) -> None:
-        self._parts: dict[ParamSlice, dict[str, _Part]] = {}
-        self._copies: dict[ParamSlice, State] = {}
+        self._views: dict[ParamSlice, dict[str, _View]] = {}
         self._num_steps = 0
 
     def split(self, run: FlatRun, state: State) -> list[State]:
-        """Return the state of each slice of ``run``; reuse the tensors that were exposed before."""
+        """Return the state of each slice of ``run``; reuse the tensors that exist already."""
         if len(run.slices) == 1:
             return [state]
-        known: list[State] = []
+        self._num_steps = 0
+        found: list[State] = []
         start = 0
         for param_slice, shape in zip(run.slices, run.shapes, strict=True):
-            parts = {
-                key: part.tensor
-                for key, part in self._parts.get(param_slice, {}).items()
-                if part.tensor.data_ptr() != part.address or lies_at(part.tensor, state.get(key), start, shape)
-            }
-            known.append({**parts, **self._copies.get(param_slice, {})})
+            views = self._views.setdefault(param_slice, {})
+            for key, value in state.items():
+                known = views.get(key)
+                if is_per_element(value, run.tensor.shape):
+                    if known is None or not (_has_moved(known) or lies_at(known.tensor, value, start, shape)):
+                        tensor = suballocate(value, start, shape).detach()
+                        views[key] = _View(tensor, tensor.data_ptr())
+                elif isinstance(value, torch.Tensor) and known is None:
+                    views[key] = _View(value.clone(), None)
+            found.append({key: views[key].tensor if key in views else value for key, value in state.items()})
             start += shape.numel()
-        found = split_state(run, state, known)
-        for param_slice, part, shape in zip(run.slices, found, run.shapes, strict=True):
-            tensors = {key: value for key, value in part.items() if isinstance(value, torch.Tensor)}
-            self._parts[param_slice] = {k: _part(v) for k, v in tensors.items() if is_per_element(v, shape)}
-            self._copies[param_slice] = {k: v for k, v in tensors.items() if not is_per_element(v, shape)}
-        self._num_steps = 0
         return found
 
-    def merge(self, run: FlatRun, parts: Sequence[State], state: State) -> None:
-        """Record the tensors in ``parts``, the states of a new run's slices, that user code references and ``state`` has."""
-        start = 0
+    def keep(self, run: FlatRun, parts: Sequence[State]) -> None:
+        """Record which of ``parts``, the states of a new run's slices, user code references."""
         for param_slice, part, shape in zip(run.slices, parts, run.shapes, strict=True):
-            self._parts.pop(param_slice, None)
-            self._copies.pop(param_slice, None)
+            self._views.pop(param_slice, None)
             if len(run.slices) > 1:
-                referenced = {k: v for k, v in part.items() if isinstance(v, torch.Tensor) and is_referenced(v)}
-                self._parts[param_slice] = {
-                    k: _part(v) for k, v in referenced.items() if lies_at(v, state[k], start, shape)
+                self._views[param_slice] = {
+                    key: _View(value, value.data_ptr() if is_per_element(value, shape) else None)
+                    for key, value in part.items()
+                    if isinstance(value, torch.Tensor) and is_referenced(value)
                 }
-                self._copies[param_slice] = {k: v for k, v in referenced.items() if not is_per_element(v, shape)}
-            start += shape.numel()
 
     def was_changed(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> bool:
         """Return True if user code has written to a copy, or moved the memory of a view (``share_memory_`` does)."""
-        numbers: dict[tuple[FlatRun, str], float] = {}
-        for run, param_slice in self._slices(runs):
-            if any(part.tensor.data_ptr() != part.address for part in self._parts.get(param_slice, {}).values()):
-                return True
-            for key, value in self._copies.get(param_slice, {}).items():
-                if value.numel() != 1 or value.device.type != "cpu":
-                    if not torch.equal(value, state_of(run)[key]):
-                        return True
-                    continue
-                if (run, key) not in numbers:
-                    numbers[run, key] = state_of(run)[key].item()
-                if value.item() != numbers[run, key]:
-                    return True
-        return False
+        return any(
+            _has_moved(view) or (view.address is None and not torch.equal(view.tensor, state_of(run)[key]))
+            for run, key, view in self._all(runs)
+        )
 
     def follow(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> None:
         """After a step, update the copies; from time to time, drop tensors that nothing references any more."""
-        if not self._parts and not self._copies:
+        if not self._views:
             return
         if self._num_steps % PRUNE_EVERY == 0:
-            self._forget()
+            kept = {p: {k: v for k, v in of.items() if is_referenced(v.tensor)} for p, of in self._views.items()}
+            self._views = {param_slice: of for param_slice, of in kept.items() if of}
         self._num_steps += 1
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for run, param_slice in self._slices(runs):
-            for key, value in self._copies.get(param_slice, {}).items():
-                targets.append(value)
-                sources.append(state_of(run)[key])
-        if targets:
-            torch_private.copy_all(targets, sources)
+        copies = [(view.tensor, state_of(run)[key]) for run, key, view in self._all(runs) if view.address is None]
+        if copies:
+            torch_private.copy_all([target for target, _ in copies], [source for _, source in copies])
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that restores the exposed tensors of now, and the numbers in them."""
-        parts = {param_slice: dict(of) for param_slice, of in self._parts.items()}
-        copies = {param_slice: dict(of) for param_slice, of in self._copies.items()}
-        numbers = [(value, value.detach().clone()) for of in copies.values() for value in of.values()]
+        """Return a function that restores the views of now, and the numbers in them."""
+        views = {param_slice: dict(of) for param_slice, of in self._views.items()}
+        copies = [view.tensor for of in views.values() for view in of.values() if view.address is None]
+        numbers = [copy.detach().clone() for copy in copies]
 
         def restore() -> None:
-            self._parts, self._copies = parts, copies
-            for value, was in numbers:
-                value.detach().copy_(was)
+            self._views = views
+            for copy, was in zip(copies, numbers, strict=True):
+                copy.detach().copy_(was)
 
         return restore
 
-    def _forget(self) -> None:
-        parts = {p: {k: v for k, v in of.items() if is_referenced(v.tensor)} for p, of in self._parts.items()}
-        copies = {p: {k: v for k, v in of.items() if is_referenced(v)} for p, of in self._copies.items()}
-        self._parts = {param_slice: of for param_slice, of in parts.items() if of}
-        self._copies = {param_slice: of for param_slice, of in copies.items() if of}
-
-    def _slices(self, runs: Iterable[FlatRun]) -> Iterator[tuple[FlatRun, ParamSlice]]:
-        if self._parts or self._copies:
-            yield from ((run, param_slice) for run in runs if len(run.slices) > 1 for param_slice in run.slices)
+    def _all(self, runs: Iterable[FlatRun]) -> Iterator[tuple[FlatRun, str, _View]]:
+        if self._views:
+            for run in runs:
+                for param_slice in run.slices if len(run.slices) > 1 else ():
+                    yield from ((run, key, view) for key, view in self._views.get(param_slice, {}).items())
 
 
-def _part(tensor: torch.Tensor) -> _Part:
-    return _Part(tensor, tensor.data_ptr())
+def _has_moved(view: _View) -> bool:
+    return view.address is not None and view.tensor.data_ptr() != view.address
 
 
 # Unfused CPU updates read and write memory about ten times: longer runs of large parameters no longer fit the caches
 # (benchmarks/optimizer_step.py, few_large: 97 ms joined without a limit, 79 ms not joined).
 CACHED_NUMEL = 1 << 16
 UNLIMITED_NUMEL = 1 << 62
-RETRY_EVERY = 64  # steps
 CHECK_EVERY = 16  # steps; also in the first ones, since an optimizer may start with plain state
 MANY_LAYOUTS = 16  # an allocator may put gradients of separate tensors side by side in some steps only
 
@@ -452,11 +382,6 @@ class _Group:
     def is_unsteady(self) -> bool:
         """True if runs change so often that finding them costs more than they save."""
         return self.num_layouts >= MANY_LAYOUTS and self.num_layouts * MANY_LAYOUTS >= self.num_steps
-
-    @property
-    def is_due(self) -> bool:
-        """True if it is time to check whether the state that kept slices apart is still referenced."""
-        return bool(self.blocked) and self.num_steps % RETRY_EVERY == 0
 
     def find(self) -> list[LiveSlice]:
         """Return the slices with their current tensors and gradients, in ``order``."""
@@ -497,7 +422,7 @@ class ElementwiseStep:
         self._is_known = is_known
         self._params = [list(param) for params, _ in groups for param in params]
         self._groups = [_make_group(params) for params, _ in groups]
-        self._exposed = ExposedState()
+        self._views = StateViews()
         self.optimizer = make(
             [
                 {**options, "params": [run.tensor for run in group.runs]}
@@ -528,7 +453,7 @@ class ElementwiseStep:
             for group in self._groups:
                 for run in group.runs:
                     run.tensor.grad = None
-        self._exposed.follow((run for group in self._groups for run in group.runs), self._state_of)
+        self._views.follow((run for group in self._groups for run in group.runs), self._state_of)
         for group in () if self._is_known else self._groups:
             if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
                 self._check_state(group)
@@ -539,13 +464,13 @@ class ElementwiseStep:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that restores the current runs; the caller restores the optimizer's state and groups."""
-        exposed, restore_exposed = self._exposed, self._exposed.mark()
+        views, restore_views = self._views, self._views.mark()
         # shallow copies suffice: a new layout replaces these lists
         groups = [(group, dict(vars(group))) for group in self._groups]
 
         def restore() -> None:
-            self._exposed = exposed
-            restore_exposed()
+            self._views = views
+            restore_views()
             for group, was in groups:
                 vars(group).update(was)
 
@@ -579,7 +504,7 @@ class ElementwiseStep:
             for index, param_slice in enumerate(slices)
         }
         self._groups = [_Group(group.slices, _alone(group.slices)) for group in self._groups]
-        self._exposed = ExposedState()
+        self._views = StateViews()
         if self._is_flat:
             states = packed(states, [item for group in self._groups for item in group.find()])
         for index, group in enumerate(self._groups):
@@ -608,8 +533,8 @@ class ElementwiseStep:
         found = group.find()
         group.num_steps += 1
         joins = self._joins(index, group, found)
-        is_laid_out = joins == group.joins and _is_current(group.runs, found) and not group.is_due
-        if not is_laid_out or self._exposed.was_changed(group.runs, self._state_of):
+        is_laid_out = joins == group.joins and _is_current(group.runs, found)
+        if not is_laid_out or self._views.was_changed(group.runs, self._state_of):
             found = self._lay_out(index, group)
         start = 0
         for run in group.runs:
@@ -645,7 +570,7 @@ class ElementwiseStep:
             merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
             if merged:
                 self.optimizer.state[run.tensor] = merged
-            self._exposed.merge(run, parts, merged)
+            self._views.keep(run, parts)
         self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
         return found
 
@@ -655,7 +580,7 @@ class ElementwiseStep:
         group.blocked = frozenset()
         while True:  # a blocked slice starts a new run, and the next slices are compared with it instead
             joins = self._joins(index, group, found)
-            more = _mismatches(found, joins, states)
+            more = mismatches(found, joins, states)
             if not more:
                 return group.blocked, joins
             group.blocked |= more
@@ -668,7 +593,7 @@ class ElementwiseStep:
         for run in group.runs:
             state = self._state_of(run)
             if state:
-                found.update(zip(run.slices, self._exposed.split(run, state), strict=True))
+                found.update(zip(run.slices, self._views.split(run, state), strict=True))
         return found
 
     def _check_state(self, group: _Group) -> None:
@@ -720,21 +645,6 @@ def _is_current(runs: Sequence[FlatRun], found: Sequence[LiveSlice]) -> bool:
                 return False
         start += len(run.slices)
     return True
-
-
-def _mismatches(
-    found: Sequence[LiveSlice], joins: Sequence[bool], states: Mapping[ParamSlice, State]
-) -> frozenset[int]:
-    """Return the indices at which a join must end because the states of the slices differ."""
-    wrong: set[int] = set()
-    chain: Chain | None = None
-    for index, (item, joined) in enumerate(zip(found, joins, strict=True)):
-        state, shape = states.get(item.param_slice, {}), item.local.shape
-        if chain is None or not joined or not chain.take(state, shape):
-            if joined:
-                wrong.add(index)
-            chain = Chain(state, shape)
-    return frozenset(wrong)
 
 
 def _ranges(joins: Sequence[bool]) -> list[tuple[int, int]]:

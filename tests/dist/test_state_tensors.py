@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, fully_shard
 from shardwise.collectives.buffer_pool import suballocate
-from shardwise.optim.elementwise import RETRY_EVERY
 from shardwise.zero.optimizer import zero_backend
 
 SIZES = ((6, 5), (5,), (4, 3), (3,), (1, 7), (2, 2))  # uneven, empty shards on four ranks
@@ -321,28 +320,3 @@ def test_runs_stay_joined_while_state_is_held(api: str) -> None:
         held.append(optimizer.state_dict())
     assert len(set(counts)) == 1, counts
     assert counts[0] <= (1 if api != "fully_shard" else len(SIZES) // 2), counts
-
-
-@on_ranks(1)
-def test_state_that_was_let_go_is_joined() -> None:
-    """State that lay apart when it was held is joined again some steps after it was let go."""
-    model, optimizer = _build("neighbours", "adam")
-    for p, factor in zip(model.of, _factors(0), strict=True):
-        p.grad = factor  # gradients that are no neighbours: state is made piece by piece
-    optimizer.step()
-    held = optimizer.state_dict()
-    assert optimizer._backend.num_runs == len(SIZES)
-    for step in range(3):
-        _flat_gradients(model, _factors(0))
-        optimizer.step()
-        assert optimizer._backend.num_runs == len(SIZES), step
-    del held
-    for _ in range(RETRY_EVERY):
-        optimizer.step()
-    assert optimizer._backend.num_runs == 1
-    plain = Params()
-    reference = torch.optim.Adam(plain.parameters(), **KINDS["adam"][1])
-    for _ in range(4 + RETRY_EVERY):
-        _backward("plain", plain, 0)
-        reference.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.of, plain.of, strict=True))

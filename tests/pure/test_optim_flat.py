@@ -13,12 +13,12 @@ from shardwise.optim.elementwise import (
     MANY_LAYOUTS,
     ElementwiseStep,
     LiveSlice,
+    StateViews,
     can_merge,
     find_joins,
     in_memory_order,
     make_run,
     merge_states,
-    split_state,
 )
 from shardwise.optim.slices import slices_of
 from shardwise.optim.state_dict import ByName, NamedGroup, in_form, is_flat, unflattened
@@ -61,7 +61,7 @@ def test_a_gap_ends_a_run() -> None:
 def test_split_and_merge_are_inverse_and_share_memory(sizes: list[int], seed: int) -> None:
     run = make_run(_found(_windows(sizes), [None] * len(sizes)))
     state = {"step": torch.tensor(float(seed)), "average": torch.randn(run.tensor.shape), "flag": None}
-    parts = split_state(run, state)
+    parts = StateViews().split(run, state)
     assert all(can_merge(parts[0], run.shapes[0], part, shape) for part, shape in zip(parts, run.shapes, strict=True))
     merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
     assert torch.equal(merged["average"], state["average"])
