@@ -32,7 +32,7 @@ from shardwise.checkpoint.contents import (
     parts_of,
     windows_of,
 )
-from shardwise.checkpoint.format import bytes_of, dtype_of, join, plain, split, sum_of
+from shardwise.checkpoint.format import TensorRecord, bytes_of, dtype_of, join, plain, split, sum_of
 from shardwise.consistency.agreement import StoreGather
 from shardwise.consistency.store import digest_of
 from shardwise.errors import (
@@ -50,6 +50,7 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, 
 from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
+from shardwise.zero.partition import LocalSlice
 from shardwise.zero.state_dict import StateSlice
 
 # ---- Phases that end alike on all ranks: with every rank's result, or with one error that names the failed rank and
@@ -352,6 +353,7 @@ class PerRankCarrier:
 State = dict[str, dict[str, Any]]  # parameter name -> state key -> value
 # The same as functions to call after the read: a copy on a device that was made before it would lack the values.
 Later = dict[str, dict[str, Callable[[], Any]]]
+Ask = Callable[[str, TensorRecord], Callable[[], Any]]  # gets the name of a tensor in the file, and its record
 
 
 class OptimizerCarrier:
@@ -458,31 +460,32 @@ class OptimizerCarrier:
             raise CheckpointError(f"{self.prefix}: {reason}")
 
     def _ask_all(self, order: LoadRequests) -> Later:
-        optimizer = self._optimizer
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            return self._ask_zero(optimizer, order)
-        targets: Mapping[str, Sequence[torch.Tensor]] = {}
-        if isinstance(optimizer, ShardedOptimizer):
-            whole = whole_state_names(optimizer)
-            if whole is not None:
-                return self._ask_whole([own in whole for own in _own_names(optimizer)], order)
-            targets = self._targets(optimizer, order)
-        found = {name: self._ask_state(name, param, targets, order) for name, param in self._by_name.items()}
-        return {name: values for name, values in found.items() if values}
-
-    def _ask_whole(self, is_owned: Sequence[bool], order: LoadRequests) -> Later:
-        """Request all state of this rank's matrices; entries of other ranks' matrices are empty."""
+        """Request the state that this rank has; that of other ranks is marked as known."""
+        asks = self._asks(order)
         found: Later = {}
-        for (name, param), is_own in zip(self._by_name.items(), is_owned, strict=True):
+        for name in self._names:
             for full in order.names_under(join(self.prefix, "state", name)):
-                values = found.setdefault(name, {})
-                if not is_own:
-                    order.use(full)
-                elif order.manifest.record_of(full) is None:
-                    values[split(full)[-1]] = partial(_as_it_is, order.value(full))
-                else:
-                    values[split(full)[-1]] = partial(_on_device, order.whole(full), device_of(param))
+                values, record = found.setdefault(name, {}), order.manifest.record_of(full)
+                order.use(full)
+                if name in asks:
+                    values[split(full)[-1]] = (
+                        partial(_as_it_is, order.value(full)) if record is None else asks[name](full, record)
+                    )
         return found
+
+    def _asks(self, order: LoadRequests) -> Mapping[str, Ask]:
+        """Return, for each parameter of which this rank has state, what requests one tensor of it."""
+        optimizer, targets = self._optimizer, dict[str, Sequence[torch.Tensor]]()
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            slices = zero_backend(optimizer).rank_partition.local_slices
+            return {self._names[own.owned_slice.tensor]: partial(_ask_slice, order, own) for own in slices}
+        if isinstance(optimizer, ShardedOptimizer):
+            whole, own_names = whole_state_names(optimizer), _own_names(optimizer)
+            if whole is not None:
+                owned = [pair for own, pair in zip(own_names, self._by_name.items(), strict=True) if own in whole]
+                return {name: partial(_ask_whole, order, param) for name, param in owned}
+            targets = self._targets(optimizer, order)
+        return {name: partial(_ask_shard, order, targets, param) for name, param in self._by_name.items()}
 
     def _targets(self, optimizer: ShardedOptimizer, order: LoadRequests) -> dict[str, Sequence[torch.Tensor]]:
         """Return new memory laid out as the optimizer lays out its state, by the name in the file; on the CPU only."""
@@ -498,62 +501,6 @@ class OptimizerCarrier:
                     places[own, key] = full
         targets = empty_state_of(optimizer, dtypes)
         return {full: targets[own][key] for (own, key), full in places.items()}
-
-    def _ask_state(
-        self, name: str, param: torch.Tensor, targets: Mapping[str, Sequence[torch.Tensor]], order: LoadRequests
-    ) -> dict[str, Callable[[], Any]]:
-        found: dict[str, Callable[[], Any]] = {}
-        for full in order.names_under(join(self.prefix, "state", name)):
-            key, record = split(full)[-1], order.manifest.record_of(full)
-            if record is None:
-                found[key] = partial(_as_it_is, order.value(full))
-            elif param.dim() and record.shape == tuple(param.shape):
-                windows = windows_of(full, param)
-                staged = targets.get(full)
-                if staged is None:
-                    staged = order.windows(full, record.shape, windows) or []
-                else:
-                    order.into(full, record, windows, staged)
-                found[key] = partial(_placed, param, staged)
-            else:
-                found[key] = partial(_beside, param, order.whole(full))
-        return found
-
-    def _ask_zero(self, zero: ZeroRedundancyOptimizer, order: LoadRequests) -> Later:
-        state: Later = {}
-        for name in self._names:
-            for full in order.names_under(join(self.prefix, "state", name)):
-                order.use(full)
-        for own in zero_backend(zero).rank_partition.local_slices:
-            param, name = own.param, self._names[own.owned_slice.tensor]
-            values: dict[str, Callable[[], Any]] = {}
-            for full in order.names_under(join(self.prefix, "state", name)):
-                key, record = split(full)[-1], order.manifest.record_of(full)
-                if record is None:
-                    values[key] = partial(_as_it_is, order.value(full))
-                elif own.is_param or not record.shape or not param.dim():
-                    values[key] = partial(_beside, param, order.whole(full))
-                elif record.shape != tuple(param.shape):
-                    raise CheckpointError(
-                        f"{full}: has shape {list(record.shape)}, the parameter {list(param.shape)}: partition='even' needs "
-                        "state with a number per element; use partition='whole'"
-                    )
-                else:
-                    values[key] = partial(
-                        _as_it_is, self._ask_slice(full, own.tensor.numel(), (param, own.owned_slice.start), order)
-                    )
-            if values:
-                state[name] = values
-        return state
-
-    def _ask_slice(self, full: str, numel: int, place: tuple[torch.Tensor, int], order: LoadRequests) -> StateSlice:
-        param, start = place
-        record = order.manifest.record_of(full)
-        assert record is not None
-        found = StateSlice.make(torch.empty(numel, dtype=dtype_of(record.dtype, full), device="cpu"), param, start)
-        parts = parts_of(full, found)
-        order.into(full, record, [part.window for part in parts], [part.tensor for part in parts])
-        return found
 
     def _load(self, later: Later, groups: Sequence[Mapping[str, Any]]) -> None:
         optimizer = self._optimizer
@@ -610,6 +557,43 @@ def _names_of(prefix: str, optimizer: Optimizer, params: Sequence[torch.Tensor],
 
 def _own_names(optimizer: ShardedOptimizer) -> list[str]:
     return [name for group in optimizer.param_groups for name in group["param_names"]]
+
+
+def _ask_whole(order: LoadRequests, param: torch.Tensor, full: str, record: TensorRecord) -> Callable[[], Any]:
+    return partial(_on_device, order.whole(full), device_of(param))
+
+
+def _ask_shard(
+    order: LoadRequests,
+    targets: Mapping[str, Sequence[torch.Tensor]],
+    param: torch.Tensor,
+    full: str,
+    record: TensorRecord,
+) -> Callable[[], Any]:
+    if not param.dim() or record.shape != tuple(param.shape):
+        return partial(_beside, param, order.whole(full))
+    windows, staged = windows_of(full, param), targets.get(full)
+    if staged is None:
+        staged = order.windows(full, record.shape, windows) or []
+    else:
+        order.into(full, record, windows, staged)
+    return partial(_placed, param, staged)
+
+
+def _ask_slice(order: LoadRequests, own: LocalSlice, full: str, record: TensorRecord) -> Callable[[], Any]:
+    param = own.param
+    if own.is_param or not record.shape or not param.dim():
+        return partial(_beside, param, order.whole(full))
+    if record.shape != tuple(param.shape):
+        raise CheckpointError(
+            f"{full}: has shape {list(record.shape)}, the parameter {list(param.shape)}: partition='even' needs "
+            "state with a number per element; use partition='whole'"
+        )
+    memory = torch.empty(own.tensor.numel(), dtype=dtype_of(record.dtype, full), device="cpu")
+    found = StateSlice.make(memory, param, own.owned_slice.start)
+    parts = parts_of(full, found)
+    order.into(full, record, [part.window for part in parts], [part.tensor for part in parts])
+    return partial(_as_it_is, found)
 
 
 def _as_it_is(value: Any) -> Any:

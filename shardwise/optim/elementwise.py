@@ -393,7 +393,7 @@ class ElementwiseStep:
     """Run an element-wise optimizer over plain tensors that share memory with the slices.
 
     The inner optimizer keeps state for the tensors of runs.  If gradients are in other memory or missing for some
-    slices, runs are split (state stays in place) or joined (state is copied once unless it is contiguous), so that a
+    slices, runs are split (state stays in place) or joined (if their state is contiguous), so that a
     step equals that of a plain optimizer over the slices.
 
     :meth:`states` returns tensors with storages of their own on the live memory, and they stay live: state that user

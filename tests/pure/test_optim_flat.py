@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,7 +62,7 @@ def test_a_gap_ends_a_run() -> None:
 @settings(max_examples=50)
 def test_split_and_merge_are_inverse_and_share_memory(sizes: list[int], seed: int) -> None:
     run = make_run(_found(_windows(sizes), [None] * len(sizes)))
-    state = {"step": torch.tensor(float(seed)), "average": torch.randn(run.tensor.shape), "flag": None}
+    state: dict[str, Any] = {"step": torch.tensor(float(seed)), "average": torch.randn(run.tensor.shape), "flag": None}
     parts = StateViews().split(run, state)
     assert all(can_merge(parts[0], run.shapes[0], part, shape) for part, shape in zip(parts, run.shapes, strict=True))
     merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
