@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -113,9 +113,6 @@ observers: list[Callable[[str], None]] = []  # called with every error of shardw
 # Called with an exception, not of shardwise, that ends the program; their results are added to it as a note.
 explainers: list[Callable[[BaseException], str]] = []
 _numbers: dict[str, itertools.count[int]] = {}
-_groups: deque[tuple[str, tuple[int, ...]]] = deque(
-    maxlen=NUM_EVENTS
-)  # of tracks, apart from the ring: recorded once, not per event
 # Code that runs at every call of a step appends its Entry with ``remember`` itself, without a Python call, and calls
 # :func:`tell` only if there are ``hearers``. All other code calls :func:`note`.
 remember, now, thread = _ring.append, time.monotonic, threading.get_ident
@@ -148,18 +145,19 @@ class Track:
     """A sequence of events that all ranks of a group make in the same order, so that their counts can be compared.
 
     Attributes:
-        name: the same on every rank of the group; unique to the sequence.
+        name: the same on every rank of the group; unique to the sequence.  is_of_several: the group has several ranks.
         count: number of events so far.
         age: number of earlier tracks of this process: a later job reuses names, while models of earlier jobs may live.
         num_forwards, num_backwards: how many have begun.  running: "forward" or "backward"; empty if neither runs.
     """
 
-    __slots__ = ("__weakref__", "age", "count", "name", "num_backwards", "num_forwards", "running")
+    __slots__ = ("__weakref__", "age", "count", "is_of_several", "name", "num_backwards", "num_forwards", "running")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.age = self.count = self.num_forwards = self.num_backwards = 0
         self.running = ""
+        self.is_of_several = False
 
     def note(self, place: str, what: str = "", subject: object = None) -> bool:
         """Do :func:`note` for the next event of the track."""
@@ -178,23 +176,6 @@ def next_track(topic: str) -> Track:
 
 _ages = itertools.count()
 live_tracks: weakref.WeakSet[Track] = weakref.WeakSet()  # those of next_track that are still referenced
-
-
-def note_group(track: str, ranks: tuple[int, ...]) -> None:
-    """Record that the track of this name, and tracks whose names extend it after a slash, are of global ``ranks``."""
-    _groups.append((track, ranks))
-
-
-def groups_of(tracks: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the global ranks of those of ``tracks`` whose group is among the last ``NUM_EVENTS`` recorded."""
-    known, found = dict(_all_of(_groups)), dict[str, tuple[int, ...]]()
-    for track in tracks:
-        name = track
-        while name and name not in known:
-            name = name.rpartition("/")[0]
-        if name:
-            found[track] = known[name]
-    return found
 
 
 def entries() -> list[Entry]:

@@ -41,7 +41,7 @@ from shardwise.consistency.process_groups import abort_connections, check_peers,
 from shardwise.consistency.store import LOOK_S, JobStore, wait_until
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.observe import WAITS, Track, note, note_group
+from shardwise.observe import WAITS, Track, note
 from shardwise.torch_private import default_store, is_gloo, process_group_store
 
 # ---- What the ranks of a group post for each other in the job's store, with one deadline and the names of absent
@@ -235,7 +235,6 @@ def open_numbered_exchange(
     if generation:
         place = f"{place}/era {generation}"
     number = job.add(f"{place}/opened/{rank}", 1)
-    note_group(f"{place}/{number}", members)
     return StoreExchange(job, f"{place}/{number}", members, rank, timeout_s, notes)
 
 
@@ -297,7 +296,6 @@ class MismatchCheck:
         self.topic = (
             f"engine {number} of ranks {min(exchange.members)} to {max(exchange.members)}"  # the same on all of them
         )
-        note_group(self.topic, exchange.members)
         self._agreed: set[str] = set()
         self.groups: list[dist.ProcessGroup] = []  # those that the engine uses
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise.consistency.recorder import innermost
 from shardwise.formatting import format_ranks
-from shardwise.observe import WAITS, Entry, entries, groups_of, live_tracks
+from shardwise.observe import WAITS, Entry, entries, live_tracks
 
 _DISTRIBUTED = "/torch/distributed/"
 _WRAPPERS = (" checked", " outside")  # functions around those that user code calls
@@ -95,7 +95,7 @@ def status_at(rank: int, frames: Sequence[str], last: Entry | None, raised: str 
     recent = [*dict.fromkeys(entry[2] for entry in reversed(entries()))]  # a process may have other models
     newest = {track.name: track for track in sorted(live_tracks, key=lambda track: track.age)}
     tracks = sorted(
-        [track for track in newest.values() if track.num_forwards and groups_of([track.name])],  # of several ranks
+        [track for track in newest.values() if track.num_forwards and track.is_of_several],
         key=lambda track: recent.index(track.name) if track.name in recent else len(recent),
     )
     return RankStatus(

@@ -152,7 +152,8 @@ def new_engine(units: list[Unit]) -> Engine:
         # The lambda refers to ``mismatch_check``, not to ``exec_order``: that has the units, which would be a reference cycle.
         engine.comm_ctx.pass_tracker.tell = lambda reason: mismatch_check.tell(Position(0, (), reason))
         # A name that all ranks share; the track's own number counts the engines of this process only.
-        engine.exec_order.log.track.name = mismatch_check.topic
+        track = engine.exec_order.log.track
+        track.name, track.is_of_several = mismatch_check.topic, True
     limit_reductions(engine)
     bind_units(engine)
     if mismatch_check is not None and device.type != "cpu":
