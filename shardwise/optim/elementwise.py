@@ -316,8 +316,8 @@ class StateViews:
     def was_changed(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> bool:
         """Return True if user code has written to a copy, or moved the memory of a view (``share_memory_`` does)."""
         return any(
-            _has_moved(view) or (view.address is None and not torch.equal(view.tensor, state_of(run)[key]))
-            for run, key, view in self._all(runs)
+            _has_moved(view) or (view.address is None and not torch.equal(view.tensor, value))
+            for view, value in self._all(runs, state_of)
         )
 
     def follow(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> None:
@@ -328,7 +328,7 @@ class StateViews:
             kept = {p: {k: v for k, v in of.items() if is_referenced(v.tensor)} for p, of in self._views.items()}
             self._views = {param_slice: of for param_slice, of in kept.items() if of}
         self._num_steps += 1
-        copies = [(view.tensor, state_of(run)[key]) for run, key, view in self._all(runs) if view.address is None]
+        copies = [(view.tensor, value) for view, value in self._all(runs, state_of) if view.address is None]
         if copies:
             torch_private.copy_all([target for target, _ in copies], [source for _, source in copies])
 
@@ -345,11 +345,14 @@ class StateViews:
 
         return restore
 
-    def _all(self, runs: Iterable[FlatRun]) -> Iterator[tuple[FlatRun, str, _View]]:
+    def _all(
+        self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]
+    ) -> Iterator[tuple[_View, torch.Tensor]]:
+        """Yield each view of a slice of ``runs``, and the value of its run."""
         if self._views:
             for run in runs:
                 for param_slice in run.slices if len(run.slices) > 1 else ():
-                    yield from ((run, key, view) for key, view in self._views.get(param_slice, {}).items())
+                    yield from ((v, state_of(run)[key]) for key, v in self._views.get(param_slice, {}).items())
 
 
 def _has_moved(view: _View) -> bool:
