@@ -93,7 +93,7 @@ def together(store_gather: StoreGather, what: str, do: Callable[[], Any]) -> lis
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error)
+    return "/".join(split(str(error)))  # names of state as their users write them
 
 
 # ---- Buffers of modules: ranks compare them before a save, because a checkpoint has one value for all ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -191,7 +192,13 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; return 0.  Raises: ConfigError for a folder without records."""
-    records, is_before = find_records(last_job() if arguments.folder is None else Path(arguments.folder))
+    folder = last_job() if arguments.folder is None else Path(arguments.folder)
+    records, is_before = find_records(folder)
+    if arguments.folder is None:
+        written = time.localtime(max(record.written_s for record in records))
+        print(
+            plain(f"the last job of this host that failed: {folder}, {time.strftime('%Y-%m-%d %H:%M:%S', written)}\n")
+        )
     if is_before:
         print("nothing has failed since the last start; this is what ended the start before\n")
     for line in in_words(diagnose(records)):

@@ -14,6 +14,7 @@ from shardwise.collectives.buffer_pool import size_class
 from shardwise.collectives.host.send_recv import NUM_INBOXES
 from shardwise.collectives.host.shared_memory import NUM_SLOTS, sum_slot_bytes, sums_bytes
 from shardwise.errors import ConfigError
+from shardwise.formatting import format_bytes
 from shardwise.fsdp.flat_buffer import KEPT_BYTES
 from shardwise.fsdp.gradients import FULL_BYTES_ON_HOST
 from shardwise.observe import Call, Op
@@ -64,6 +65,11 @@ class Moment:
     def total(self) -> int:
         """All bytes."""
         return sum(self.held)
+
+    def __repr__(self) -> str:
+        held = sorted(zip(self.held, KINDS, strict=True), reverse=True)
+        parts = ", ".join(f"{kind} {format_bytes(num_bytes)}" for num_bytes, kind in held if num_bytes)
+        return f"{self.place}: {format_bytes(self.total)} ({parts})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,8 @@ def check_recorded(run: Path, model_from: str, recorded: object) -> None:
     reason = ""
     if owners != {os.geteuid()}:
         reason = f"the folder belongs to user {min(owners - {os.geteuid()})}"
+    elif recorded is None:
+        reason = f"the run does not record where it was, and it is now in {found}"
     elif found is None or found != recorded:
         reason = f"it was in {str(recorded)[:200]}, and is now in {found}"
     elif Path(found).is_relative_to(run.resolve()):

@@ -541,7 +541,7 @@ class Transaction:
         if is_suppressed:
             traceback.clear_frames(error.__traceback__)  # its frames reference activations
         self._restore_all()
-        self.cause = StepError(_text_of(cause), cause.rank, cause.kind, cause.text, cause.place)
+        self.cause = StepError(_text_of(cause, is_suppressed), cause.rank, cause.kind, cause.text, cause.place)
         self.outcome = "undone" if not is_suppressed else "skipped" if cause.choice == "skip" else "again"
         if is_suppressed or (is_own and mine == cause.order):
             return is_suppressed  # a rank's own exception is re-raised by ``with``
@@ -599,11 +599,11 @@ class Transaction:
         ledger.reconnect()
 
 
-def _text_of(cause: Report) -> str:
+def _text_of(cause: Report, is_suppressed: bool) -> str:
+    advice = " To continue without raising, name the exception in retry= or skip= of shardwise.transaction"
     return (
         f"rank {cause.rank} raised {cause.kind} at {cause.place}: {cause.text}\nAll ranks have undone the step: parameters, "
-        "gradients, buffers and optimizer state are those before it. To continue without raising, name the exception in "
-        "retry= or skip= of shardwise.transaction"
+        f"gradients, buffers and optimizer state are those before it.{'' if is_suppressed else advice}"
     )
 
 

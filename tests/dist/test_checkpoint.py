@@ -369,6 +369,14 @@ def test_names_that_differ_are_listed_and_nothing_changes(tmp_path: Path) -> Non
 
 
 @on_ranks(2)
+def test_messages_have_names_as_the_user_wrote_them(tmp_path: Path) -> None:
+    model, _ = made("fully_shard")
+    save(tmp_path, {"model": model, "own/loader": PerRank({"at": 1})}, step=1)
+    with pytest.raises(CheckpointError, match="missing there: own/loader; unexpected"):
+        load(tmp_path, {"model": model, "own/loader": {"at": 1}})
+
+
+@on_ranks(2)
 def test_entries_that_were_not_saved_are_told_from_misspelt_ones(tmp_path: Path) -> None:
     model, optimizer = made("fully_shard")
     save(tmp_path, {"model": model, "empty": nn.Identity(), "loader": PerRank({"at": 1})}, step=1)

@@ -274,6 +274,10 @@ def test_a_run_does_not_choose_what_is_imported(folder: Path, tmp_path: Path, mo
         assert "CODE OF THE FOLDER RUNS" not in ended.out + ended.err
         assert re.search(reason, ended.err), ended.err
         assert "--model-from stranger:build" in ended.err
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "module": None}))
+    assert "the run does not record where it was" in _resume(folder).err
+    (folder / "config.json").write_text(json.dumps(values))
     monkeypatch.chdir(elsewhere)  # where it was
     assert "CODE OF THE FOLDER RUNS" in _resume(folder).out
     if os.geteuid() == 0:

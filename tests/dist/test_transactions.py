@@ -177,6 +177,7 @@ def test_the_rank_that_raised_chooses_by_the_class_of_its_exception() -> None:
     assert (step.outcome, step.again) == ("skipped", False)
     assert step.cause is not None
     assert (step.cause.rank, step.cause.kind, step.cause.text) == (1, "RejectedStep", "the loss is NaN")
+    assert str(step.cause).endswith("are those before it.")  # the program has said already what skips a step
     assert_same(program.tensors(), before, "skipped")
     with transaction(program.model, program.optimizer, retry=MemoryError, skip=RejectedStep) as step:
         if dist.get_rank() == 0:

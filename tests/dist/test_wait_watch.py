@@ -243,7 +243,10 @@ def test_records_go_where_the_user_says_else_to_a_folder_of_the_job_and_old_jobs
         assert len(jobs) == 4, [[path.name for path in job.iterdir()] for job in jobs]
         found = sorted(path.name for path in jobs[-1].iterdir())
         assert found == ["rank-00000.jsonl", "rank-00001.jsonl"], (jobs, found)
-        assert main(["diagnose"]) == 0
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert main(["diagnose"]) == 0
+        assert re.match(rf"the last job of this host that failed: {jobs[-1]}, \d{{4}}-\d\d-\d\d", said.getvalue())
         dist.barrier()
 
 
