@@ -78,7 +78,8 @@ def assert_train_alike(
                     losses.append(output.float().square().mean() * weight_of(step))
                     losses[-1].backward()
             torch.testing.assert_close(losses[0], losses[1], **tolerance)
-            assert_same(models[0], models[1], tolerance, f"step {step}, microbatch {number}")
+            if is_last:  # before, .grad of the engine shows that gradients wait
+                assert_same(models[0], models[1], tolerance, f"step {step}, microbatch {number}")
         for each in optimizers:
             each.step()
             each.zero_grad()
