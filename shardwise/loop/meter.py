@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import resource
 import sys
 import time
@@ -158,7 +159,7 @@ class StepMeter:
         if len(names) > _MOST_VALUES:
             raise ConfigError(f"StepMeter: {len(names)} values, expected at most {_MOST_VALUES}")
         begin = time.perf_counter()
-        given = [_number(values[name]) for name in names]
+        given = [_number(name, values[name]) for name in names]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             sums.step_s += time.perf_counter() - begin  # what the steps have launched and the device had not done
@@ -254,10 +255,17 @@ def _peak_flops(asked: float | str | None, device: torch.device) -> float | None
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 
 
-def _number(value: float | Tensor) -> float:
+def _number(name: str, value: float | Tensor) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ConfigError(
+            f"StepMeter: {name} is a tensor of shape {tuple(value.shape)}, expected a number; log its mean"
+        )
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return float(value.detach() if isinstance(value, Tensor) else value)
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else operator.truediv(value, 1))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"StepMeter: {name} is a {type(value).__name__}, expected a number") from error
 
 
 def _exposed_s(traced: Trace) -> float:

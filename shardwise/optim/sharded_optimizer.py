@@ -203,24 +203,53 @@ def checked_params(params: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def split_by_pattern(
-    names: Sequence[str], groups: Sequence[Mapping[str, Any]]
+def unpacked_groups(params: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[Any, Sequence[Mapping[str, Any]]]:
+    """Return the parameters and groups of ``[{"params": [...], "lr": ...}, ...]``, as torch's optimizers take it.
+
+    Parameters without names are named by their numbers.  Other ``params`` are returned as they are.
+    """
+    if isinstance(params, torch.Tensor | Mapping):
+        return params, groups
+    items: list[Any] = list(params)
+    if not items or not isinstance(items[0], Mapping):
+        return items, groups
+    pairs: list[tuple[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for group in items:
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        named = [each if isinstance(each, tuple) else (str(len(pairs) + i), each) for i, each in enumerate(members)]
+        pairs += named
+        found.append({**group, "params": [param for _, param in named]})
+    return pairs, [*found, *groups]
+
+
+def split_by_group(
+    params: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return the names and options of every group; parameters that match no pattern form the last one, with the defaults.
+    """Return the names and options of every group; parameters that are in none form the last one, with the defaults.
 
     Raises: ConfigError for a malformed group, and for one that matches nothing.
     """
-    rest = list(names)
+    rest = list(params)
     split: list[tuple[list[str], dict[str, Any]]] = []
     for group in groups:
-        if "names" not in group or "params" in group:
-            raise ConfigError(f'a group needs "names" (a pattern or several) and no "params"; found {sorted(group)}')
-        patterns = [group["names"]] if isinstance(group["names"], str) else list(group["names"])
-        taken = [name for name in rest if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        if ("names" in group) == ("params" in group):
+            raise ConfigError(f'a group needs "names" (a pattern or several) or "params"; found {sorted(group)}')
+        if "params" in group:
+            members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+            wanted = {id(each[1] if isinstance(each, tuple) else each) for each in members}
+            taken, what = [name for name in rest if id(params[name]) in wanted], '"params"'
+            if taken and len(taken) < len(wanted):
+                raise ConfigError(
+                    'a group has "params" that are not among those of the optimizer, or in an earlier group'
+                )
+        else:
+            what = [group["names"]] if isinstance(group["names"], str) else list(group["names"])
+            taken = [name for name in rest if any(fnmatch.fnmatchcase(name, pattern) for pattern in what)]
         if not taken:
-            raise ConfigError(f"no parameter (that is not in an earlier group) matches {patterns}")
+            raise ConfigError(f"no parameter (that is not in an earlier group) matches {what}")
         rest = [name for name in rest if name not in set(taken)]
-        split.append((taken, {key: value for key, value in group.items() if key != "names"}))
+        split.append((taken, {key: value for key, value in group.items() if key not in ("names", "params")}))
     return [*split, (rest, {})] if rest else split
 
 
@@ -266,11 +295,13 @@ class ShardedOptimizer(Optimizer):
     refused.
 
     Args:
-        named_params: parameters by name, as ``dict(model.named_parameters())``; pairs are accepted too.
+        named_params: parameters by name, as ``dict(model.named_parameters())``; pairs are accepted too, and torch's
+            groups, ``[{"params": [...], "lr": ...}]``, of parameters or of pairs.
         optimizer_class: a class of ``torch.optim``, or any other.
         optimizer_args, optimizer_kwargs: its arguments after the parameters.
         groups: options per name pattern, ``[{"names": ["*.bias", "norm*"], "weight_decay": 0.0}]``.  A parameter
-            belongs to the first group that it matches; the others form a last group with the defaults.
+            belongs to the first group that it matches; the others form a last group with the defaults.  A group may have
+            ``"params"`` instead of names.
         update: ``"elementwise"`` or ``"whole_matrix"`` for an unknown class (or set the class attribute
             ``sharded_update``); see :func:`shardwise.optim.slices.update_rule`.
         flat: False to update every shard separately.
@@ -303,7 +334,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(
         self,
-        named_params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        named_params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[Mapping[str, Any]],
         optimizer_class: type[Optimizer],
         *optimizer_args: Any,
         groups: Sequence[Mapping[str, Any]] = (),
@@ -312,9 +343,10 @@ class ShardedOptimizer(Optimizer):
         **optimizer_kwargs: Any,
     ) -> None:
         note("init", "ShardedOptimizer")
-        self.named_params: dict[str, torch.Tensor] = checked_params(named_params)
+        params, groups = unpacked_groups(named_params, groups)
+        self.named_params: dict[str, torch.Tensor] = checked_params(params)
         self._slices: dict[str, list[ParamSlice]] = {n: slices_of(n, p) for n, p in self.named_params.items()}
-        split = split_by_pattern(list(self.named_params), groups)
+        split = split_by_group(self.named_params, groups)
 
         def make(param_groups: list[dict[str, Any]]) -> Optimizer:
             return optimizer_class(param_groups, *optimizer_args, **optimizer_kwargs)

@@ -162,6 +162,32 @@ def test_options_act_as_on_the_plain_optimizer() -> None:
     assert sorted(found.named_params) == sorted([*_named(model), "extra"])
 
 
+@pytest.mark.parametrize("form", ["torch's", "torch's with names", "groups of params"])
+@on_ranks(2)
+def test_torchs_param_groups_are_taken(form: str) -> None:
+    """The same list makes torch's optimizer on one process; it has no names, or names beside the parameters."""
+    models = [_model(), _sharded()]
+    optimizers: list[Any] = []
+    for model in models:
+        named = list(model.named_parameters())
+        parts: list[list[Any]] = [[(n, p) for n, p in named if (p.dim() < 2) is thin] for thin in (True, False)]
+        if form != "torch's with names":
+            parts = [[param for _, param in part] for part in parts]
+        torchs = [{"params": parts[0], "lr": 0.2, "weight_decay": 0.0}, {"params": parts[1], "lr": 0.1}]
+        if model is models[0]:
+            optimizers.append(torch.optim.AdamW(torchs, weight_decay=0.3))
+        elif form == "groups of params":
+            optimizers.append(ShardedOptimizer(dict(named), torch.optim.AdamW, groups=torchs, weight_decay=0.3))
+        else:
+            optimizers.append(ShardedOptimizer(torchs, torch.optim.AdamW, weight_decay=0.3))
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.zero_grad()
+            _backward(model, seed)
+            optimizer.step()
+    _assert_close(models[1], models[0])
+
+
 @on_ranks(2)
 def test_groups_without_names_or_with_names_and_parameters_that_are_there_are_refused() -> None:
     extra = nn.Parameter(torch.full((3,), 2.0))

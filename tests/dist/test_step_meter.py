@@ -248,3 +248,6 @@ def test_wrong_arguments_are_named() -> None:
         StepMeter(net(), peak_flops="H100")
     with pytest.raises(ConfigError, match="17 values, expected at most 16"):
         train(StepMeter(net(), every=1), net(), 1, **{f"value{n}": 1.0 for n in range(17)})
+    for value, what in ((torch.ones(3), r"tensor of shape \(3,\)"), ("a", "str"), ("1", "str"), (None, "NoneType")):
+        with pytest.raises(ConfigError, match=f"StepMeter: norm is a {what}, expected a number"):
+            train(StepMeter(net(), every=1), net(), 1, norm=value)
