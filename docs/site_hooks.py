@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 EDIT = "edit/main/docs/"
 CONTRIBUTORS = "For contributors"
-MOVED = {"doors.html": "apis.html", "faults.html": "hangs.html", "reference/doors.html": "apis.html"}  # old -> new
+MOVED = {"doors.html": "apis.html", "reference/doors.html": "apis.html"}  # old -> new
 MERMAID = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
 NODE = re.compile(r'^\s*(\w+)\["<b>(.*?)</b><br/>(.*?)"\]$', re.MULTILINE)
 ARROW = re.compile(r"^\s*(\w+) --> (\w+)$", re.MULTILINE)
