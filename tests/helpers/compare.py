@@ -120,5 +120,5 @@ def is_incomplete(param: torch.Tensor) -> bool:
 
 
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of ``param`` if user code could use it: it does not wait for a later backward."""
-    return None if is_incomplete(param) else param.grad
+    """Return the gradient of ``param``; while gradients wait for a later backward, the reduced one that was there before."""
+    return getattr(param.grad, "before", param.grad)
