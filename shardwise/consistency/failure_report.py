@@ -209,7 +209,17 @@ def gone_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
     """
     text = f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} gone"
     found = cited(store, ranks, patience_s=0.0)  # their reports are final
-    return text + (found or f" ({NO_REPORT})")
+    return text + (found or f" ({_ends_in_words(store, ranks) or NO_REPORT})")
+
+
+def _ends_in_words(store: dist.Store | None, ranks: Sequence[int]) -> str:
+    """Return that global ``ranks`` have ended without an exception, if they have said so."""
+    with suppress(TransportError, RuntimeError):
+        texts = [JobStore(store, BRIEF_S).peek(_status_key(rank)) for rank in ranks] if store is not None else []
+        ends = [status_from_text(text) for text in texts if text]
+        if ends and all(each.has_ended for each in ends):
+            return f"{statuses_in_words(ends)}: give every rank as many batches, or put the loop into torch's Join"
+    return ""
 
 
 def _report_key(rank: int) -> str:
@@ -344,7 +354,7 @@ def watch_waits(store: dist.Store) -> None:
 @functools.cache
 def _stop_at_exit() -> None:
     """Stop the threads before the interpreter exits: one that waits for the GIL then may abort the process."""
-    atexit.register(lambda: [watch.stop() for watch in _running])
+    atexit.register(lambda: [(watch.stop(), watch.note_end()) for watch in _running])
 
 
 def status_in_words(members: Iterable[int], error: BaseException | None = None) -> str:
@@ -435,6 +445,14 @@ class WaitWatch:
         """Stop the thread."""
         self.end()
         self._thread.join(2 * BRIEF_S)
+
+    def note_end(self) -> None:
+        """Post that the program ended without an exception, to a store that the launcher keeps: it outlives the ranks."""
+        store, has_raised = self._store(), os.getpid() in _is_leaving or getattr(sys, "last_value", None) is not None
+        if store is not None and not has_raised and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            with suppress(TransportError, RuntimeError, ValueError):
+                status = replace(status_at(self._program.rank, (), None), has_ended=True)
+                JobStore(store, BRIEF_S).set(_status_key(status.rank), status.to_text())
 
     def _job(self) -> dist.Store | None:
         store = self._store()

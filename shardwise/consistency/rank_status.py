@@ -41,7 +41,7 @@ class RankStatus:
         running: by engine: which of the two runs, if one does.
         still_s: how long it has been there; 0 if it has moved since the last check.
         raised: the class of the exception that ended the program there; empty while it runs.
-        has_ended: the program has ended without an error.
+        has_ended: the program has ended without an exception.
         polls: it waits for ``waits_for`` until that rank has written something, which it would see at once.
         awaited: names of the process groups of the collective that it may wait in.
         collectives: by process group: how many collectives it has begun.
@@ -169,7 +169,7 @@ def _what(status: RankStatus, track: str, kind: str, is_many: bool = False) -> s
     track = track or next(iter(status.running), next(iter(status.passes), ""))
     running, passes, its = status.running.get(track, ""), status.passes.get(track, {}), "their" if is_many else "its"
     if status.has_ended:
-        doing = "ended without an error"
+        doing = "ended without an exception"
         counted = kind or "forward"
         return doing + (f" after {its} {_ordinal(passes[counted])} {counted}" if passes.get(counted) else "")
     if running:

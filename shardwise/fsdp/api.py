@@ -132,6 +132,13 @@ def axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
             "Please init the 2D mesh for HSDP with mesh_dim_names specified, "
             'e.g. init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
         )
+    first, second = mesh.mesh_dim_names
+    if "shard" in first or "replicate" in second:
+        raise ConfigError(
+            f"the axes of the mesh are named {(first, second)}, and of two axes the first replicates and the second shards. "
+            f"Swap them: init_device_mesh(device, {tuple(reversed(mesh.shape))}, mesh_dim_names={(second, first)}), or say it: "
+            f"dp_mesh_dims=DataParallelMeshDims(shard={first!r}, replicate={second!r})"
+        )
     return MeshAxes(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 

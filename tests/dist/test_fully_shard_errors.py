@@ -113,6 +113,11 @@ def test_wrong_meshes_are_refused() -> None:
         fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
     with pytest.raises(AssertionError, match="with mesh_dim_names specified"):
         fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2)))
+    swapped = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp_shard", "dp_replicate"))
+    with pytest.raises(
+        ValueError, match=r"Swap them: init_device_mesh\(device, \(1, 4\), .*\('dp_replicate', 'dp_shard'\)"
+    ):
+        fully_shard(nn.Linear(2, 2), mesh=swapped)
 
 
 # ---- settings ----

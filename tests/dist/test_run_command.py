@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -124,6 +125,19 @@ def test_the_first_error_is_shown_once_with_its_rank_and_recorded_for_diagnose(
     assert main(["diagnose", folder]) == 0
     assert "rank 1 first" in (said := capsys.readouterr().out)
     assert "ValueError: no such column" in said
+
+
+def test_a_rank_that_ends_after_fewer_steps_is_not_said_to_be_killed(tmp_path: Path) -> None:
+    program = (
+        "import os, torch, shardwise\nfrom torch import nn\n"
+        "model = shardwise.shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))\n"
+        "for _ in range(2 + int(os.environ['RANK'])): model(torch.ones(2, 4)).sum().backward()\n"
+    )
+    words = [*RUN, "-n", "2", script(tmp_path, "import torch\ntorch.manual_seed(0)\n" + program)]
+    ended = run(words, TMPDIR=str(tmp_path))  # forked ranks end without Python's hooks
+    assert ended.code == 1
+    said = r"rank 0 is gone \(rank 0 ended without an exception after its 2nd forward: give every rank as many batches, or "
+    assert re.search(said, ended.err), ended.err
 
 
 def test_an_error_of_every_rank_is_shown_once(tmp_path: Path) -> None:
