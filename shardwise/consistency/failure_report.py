@@ -449,7 +449,7 @@ class WaitWatch:
     def note_end(self) -> None:
         """Post that the program ended without an exception, to a store that the launcher keeps: it outlives the ranks."""
         store, has_raised = self._store(), os.getpid() in _is_leaving or getattr(sys, "last_value", None) is not None
-        if store is not None and not has_raised and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        if store is not None and not has_raised and dist.is_torchelastic_launched():
             with suppress(TransportError, RuntimeError, ValueError):
                 status = replace(status_at(self._program.rank, (), None), has_ended=True)
                 JobStore(store, BRIEF_S).set(_status_key(status.rank), status.to_text())

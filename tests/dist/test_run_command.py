@@ -136,7 +136,7 @@ def test_a_rank_that_ends_after_fewer_steps_is_not_said_to_be_killed(tmp_path: P
     words = [*RUN, "-n", "2", script(tmp_path, "import torch\ntorch.manual_seed(0)\n" + program)]
     ended = run(words, TMPDIR=str(tmp_path))  # forked ranks end without Python's hooks
     assert ended.code == 1
-    said = r"rank 0 is gone \(rank 0 ended without an exception after its 2nd forward: give every rank as many batches, or "
+    said = r"rank 0 is gone \(rank 0 ended without an exception.*: give every rank as many batches, or "
     assert re.search(said, ended.err), ended.err
 
 
