@@ -1,6 +1,6 @@
 """The Trainer of transformers, its FSDP2 done by shardwise, with a callback that saves through shardwise.checkpoint.
 
-torchrun --nproc-per-node 2 examples/with_trainer.py runs/trainer     # pip install transformers accelerate; on GPUs
+torchrun --nproc-per-node 2 examples/with_trainer.py runs/trainer     # pip install transformers accelerate
 """
 
 import sys
@@ -54,6 +54,7 @@ def main(steps: int = 50, width: int = 64, folder: str = "", **options: object) 
         save_strategy="no",  # the callback saves
         report_to=[],
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
         fsdp="full_shard auto_wrap",
         fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
         **options,

@@ -257,7 +257,7 @@ _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of Train
         "messages, collective = gloo's collectives",
         {"choices": TRANSPORTS},
     ),
-    ("compile_backend", argparse.SUPPRESS, {"metavar": "NAME"}),
+    ("compile_backend", "the backend of torch.compile, with --compile", {"metavar": "NAME"}),
     ("dtype", "type of the computation", {"choices": DTYPES}),
     (
         "data",

@@ -253,6 +253,13 @@ def _guard(result: Any, sources: Iterable[Any]) -> None:
 class KeptParameter(_Idle, nn.Parameter):  # pyright: ignore
     """The class of a kept full parameter that is a plain tensor."""
 
+    def full_tensor(self) -> torch.Tensor:
+        """Raise StateError: between forward and backward the parameter itself has all values."""
+        raise StateError(
+            f"{self.kept.fqn} is unsharded until its backward, so it has no full_tensor(): it is the full tensor. Read it "
+            "after unshard() on its module, which works at any time, or call full_tensor() after backward"
+        )
+
 
 class KeptDTensor(_Idle, DTensor):  # pyright: ignore
     """The class of a kept full parameter that is itself a DTensor (tensor parallelism)."""

@@ -173,6 +173,7 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
     ``options``: of the param group to probe.  Cost: four steps on 65,536 elements; four more if it takes sums. Raises:
     what the optimizer raises.
     """
+    kinds: list[object] = []
     for shape, scale in zip(_SHAPES, _SCALES, strict=True):
         noise = torch.Generator("cpu").manual_seed(0)
         start, *gradients = (scale * torch.randn(shape, generator=noise, device="cpu") for _ in range(3))
@@ -183,6 +184,9 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
             reason = why_not_elementwise(state, start.shape)
             if reason is not None:
                 return reason
+        kinds.append([{key: _kind_of(value) for key, value in state.items()} for state in states])
+        if kinds[0] != kinds[-1]:  # a shard may be on the other side of the limit than the whole
+            return "keeps the state of large tensors in another form than that of small ones"
         cut = [list(gradient.flatten().split(sizes)) for gradient in gradients]
         parts, _ = _stepped(make, options, device, list(start.flatten().split(sizes)), cut)
         change = whole[0].cpu().flatten() - start.flatten()
@@ -197,6 +201,10 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
             if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
                 return "takes sums over all elements of a tensor, and more than those"
     return None
+
+
+def _kind_of(value: object) -> tuple[type, object]:
+    return type(value), getattr(value, "dtype", None)
 
 
 def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> bool:

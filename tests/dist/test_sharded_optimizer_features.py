@@ -282,6 +282,39 @@ def test_an_unknown_class_is_refused_until_it_says_what_it_is() -> None:
         assert found.param_groups[0]["steps"] == found.state_dict()["param_groups"][0]["steps"] == 3
 
 
+class RoundsLarge(torch.optim.Optimizer):
+    """Its state of tensors of 4,096 elements and more is bfloat16, as 8-bit optimizers choose by size."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (each for each in group["params"] if each.grad is not None):
+                dtype = torch.bfloat16 if param.numel() >= 4096 else torch.float32
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param, dtype=dtype))
+                mean.lerp_(param.grad.to(dtype), 0.1)
+                param.add_(mean.to(param.dtype), alpha=-group["lr"])
+
+
+@on_ranks(2)
+def test_state_whose_precision_depends_on_the_size_of_a_tensor_is_no_elementwise_state() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.randn(80, 80, generator=torch.Generator().manual_seed(0))
+    param, plain = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])), nn.Parameter(whole.clone())
+    with pytest.raises(ConfigError, match=r"keeps the state of large tensors in another form.*whole_matrix"):
+        ShardedOptimizer({"weight": param}, RoundsLarge, update="elementwise")
+    for optimizer, each in (
+        (ShardedOptimizer({"weight": param}, RoundsLarge, update="whole_matrix"), param),
+        (RoundsLarge([plain]), plain),
+    ):
+        for _ in range(3):
+            each.grad = each.detach().clone()
+            optimizer.step()
+    assert torch.equal(param.full_tensor(), plain)
+
+
 @on_ranks(4)
 def test_whole_matrices_take_two_exchanges_a_step() -> None:
     """Two exchanges a step however many matrices; owners balanced by cost; fewer rows than ranks."""

@@ -28,7 +28,7 @@ FOR_USERS = {
     "CompressionPolicy": "block error_feedback exact gather min_bytes reduce warn_above",
     "CompressionState": "load_state_dict state_dict",
     "CPUOffloadPolicy": "pin_memory",
-    "Choices": """accumulate compression doors measures offload optimizer precision recompute tensor tensor_plan
+    "Choices": """accumulate compression doors measures offload optimizer precision recompute strategies tensor tensor_plan
         threads unit_bytes""",
     "DDPMeshInfo": _MESH,
     "DataParallelMeshDims": "replicate shard",
