@@ -308,8 +308,10 @@ class Hooks:
         builds_graph = torch.is_grad_enabled()
         is_watched = not is_counted and builds_graph and self._has_boundary()
         through = self._watch_inputs(args, kwargs) if is_watched else None
-        given = (*args, *kwargs.values()) if builds_graph else ()
-        growing = [each for each in given if not isinstance(each, torch.Tensor) and can_grow(each)]
+        growing: list[Any] = []
+        for each in (*args, *kwargs.values()) if builds_graph else ():  # a comprehension would be one more call
+            if not isinstance(each, torch.Tensor) and can_grow(each):
+                growing.append(each)
         held = {id(each): (each, each.grad_fn) for each in tensors_in(growing)} if growing else {}
         self._running.append((through, conversion, growing, held, torch_private.num_nodes_made()))
         return args, kwargs
@@ -326,11 +328,10 @@ class Hooks:
             output = conversion.take_back(output)
         watched: list[torch.Tensor] = []
         if builds_graph := torch.is_grad_enabled():
-            is_tensor = isinstance(returned, torch.Tensor)
-            found = [returned] if is_tensor else tensors_in(returned) or tensors_in(returned, everywhere=True)
-            if innermost_transform() is not None:
-                found = [each for tensor in found for each in torch_private.graphs_of(tensor)]
-            watched = [each for each in found if each.requires_grad]
+            if isinstance(returned, torch.Tensor) and innermost_transform() is None:
+                watched = [returned] if returned.requires_grad else []
+            else:
+                watched = self._outputs_in_graph(returned)
             unit.backward.is_unseen = not watched and torch_private.num_nodes_made() > num_nodes
             if growing:  # what the module has put into its arguments leaves it, too
                 ids = {*map(id, watched)}
@@ -364,6 +365,12 @@ class Hooks:
             backward.looked_at = found
             if has_nested_backward(tensors_in(output)):
                 engine.expect_nested_backwards()
+
+    def _outputs_in_graph(self, returned: Any) -> list[torch.Tensor]:
+        found = tensors_in(returned) or tensors_in(returned, everywhere=True)
+        if innermost_transform() is not None:
+            found = [each for tensor in found for each in torch_private.graphs_of(tensor)]
+        return [each for each in found if each.requires_grad]
 
     def _watch_outputs(self, watched: list[torch.Tensor], through: Pass | None) -> None:
         pre_backward = functools.partial(self.before_backward, through, self._unit.num_packs)
