@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -250,12 +250,17 @@ def _guard(result: Any, sources: Iterable[Any]) -> None:
                     break
 
 
+class NoFullTensorError(StateError, AttributeError):
+    """``full_tensor`` of a parameter that is unsharded; ``hasattr`` is False, so that code for both kinds works."""
+
+
 class KeptParameter(_Idle, nn.Parameter):  # pyright: ignore
     """The class of a kept full parameter that is a plain tensor."""
 
-    def full_tensor(self) -> torch.Tensor:
-        """Raise StateError: between forward and backward the parameter itself has all values."""
-        raise StateError(
+    @property
+    def full_tensor(self) -> NoReturn:
+        """Raise an error that is an AttributeError, too: between forward and backward the parameter itself has all values."""
+        raise NoFullTensorError(
             f"{self.kept.fqn} is unsharded until its backward, so it has no full_tensor(): it is the full tensor. Read it "
             "after unshard() on its module, which works at any time, or call full_tensor() after backward"
         )
