@@ -1,0 +1,39 @@
+"""Long runs hold no more objects than short ones: what a step makes is freed."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import torch
+from helpers.ranks import on_ranks
+from torch import nn
+
+from shardwise import fully_shard
+
+
+def objects() -> Counter[str]:
+    gc.collect()
+    return Counter(type(each).__name__ for each in gc.get_objects())
+
+
+@on_ranks(2)
+def test_two_thousand_steps_of_adamw_leave_no_objects() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4))
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), foreach=True),
+        torch.optim.AdamW(model.parameters(), fused=True),
+    ]
+    counted: dict[int, Counter[str]] = {}
+    for step in range(1, 2001):
+        model(torch.ones(2, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        if step in (200, 1000, 2000):
+            counted[step] = objects()
+    assert counted[200]["DTensorSpec"] == counted[2000]["DTensorSpec"] > 0
+    # The record of the last collectives is bounded, and is full after 1,000 steps.
+    grown = {name: more for name, more in (counted[2000] - counted[1000]).items() if more >= 200}
+    assert not grown, f"1,000 steps left these objects: {grown}"
