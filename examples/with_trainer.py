@@ -54,10 +54,9 @@ def main(steps: int = 50, width: int = 64, folder: str = "", **options: object) 
         save_strategy="no",  # the callback saves
         report_to=[],
         disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
         fsdp="full_shard auto_wrap",
         fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
-        **options,
+        **{"use_cpu": not torch.cuda.is_available(), **options},
     )
     callbacks = [Checkpoints(f"{folder}/checkpoints", every=steps)] if folder else []
     rows = [{"input_ids": ids, "labels": ids}] * (8 * steps)
