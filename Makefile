@@ -17,7 +17,7 @@ help:
 	@echo "make docs   build the pages of docs/ into build/site, in a venv of its own"
 	@echo "make guard  the distributed tests under guarded memory, with every order of ends of messages; ONLY=fence|heap"
 	@echo "make bench  rewrite benchmarks/results"
-	@echo "make gpu    tests/gpu and a GPT beside FSDP2 on every GPU of this host, under ten minutes: benchmarks/results/gpu.md"
+	@echo "make gpu    tests/gpu and a GPT beside FSDP2 on every GPU of this host: benchmarks/results/gpu.md"
 	@echo "make clients  tests with packages that train on shardwise, in an environment of their own (.venv-clients)"
 	@echo "make chaos  break random jobs, MINUTES=30 SEED=0: every rank must end with a named error or the numbers of a whole run"
 	@echo "make fuzz   train random programs beside one process, MINUTES=10 RANKS=4 SEED=0 AREA=all; scripts of failures in found"

@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
+import shardwise  # noqa: F401  before the fixture, which forgets what its script imports
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
@@ -38,14 +40,16 @@ def test_a_host_without_a_gpu_is_told_so_in_one_line(
 
 
 def test_the_report_has_the_slowest_rank_and_the_largest_memory(gpu: ModuleType) -> None:
-    fast, slow = gpu.Figures(0.001, 0.001, 2**20, (1.0, 2.0)), gpu.Figures(0.002, 0.001, 3 * 2**20, (1.0, 2.5))
-    ours, theirs = gpu.row_of("bf16", [(fast, fast), (slow, fast)])
-    assert ours == "| bf16 | shardwise | 2.0 | 1.0 | 3 | 0.5 |"
-    assert theirs == "| bf16 | FSDP2 | 1.0 | 1.0 | 1 | 0.5 |"
+    fast = gpu.Figures(0.001, 0.001, 0.0005, 2**20, (1.0, 2.0))
+    slow = gpu.Figures(0.002, 0.001, 0.0005, 3 * 2**20, (1.0, 2.5))
+    ours = gpu.row_of("bf16", "shardwise", [fast, slow], [fast, fast])
+    theirs = gpu.row_of("bf16", "FSDP2", [fast, fast], [fast, fast])
+    assert ours == "| bf16 | shardwise | 2.0 | 1.0 (0.5) | 3 | 0.5 |"
+    assert theirs == "| bf16 | FSDP2 | 1.0 | 1.0 (0.5) | 1 | 0 |"
     report = gpu.report_of("2 x something", "1 passed", [ours, theirs], gpu.NONE)
     assert "1 passed" in report
     assert report.endswith(theirs + "\n")
 
 
-def test_all_of_it_ends_within_ten_minutes(gpu: ModuleType) -> None:
-    assert gpu.TEST_LIMIT_S + len(gpu.CASES) * gpu.CASE_LIMIT_S < 10 * 60
+def test_all_of_it_ends_within_its_time(gpu: ModuleType) -> None:
+    assert gpu.TEST_LIMIT_S + (len(gpu.CASES) + len(gpu.CONTENDERS)) * gpu.CASE_LIMIT_S < 14 * 60
