@@ -466,8 +466,6 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "_lines_of": REPORT,
         "lines_of": REPORT,
         "awaited_groups": REPORT,
-        "Forwards.are_stale": "an interrupt in forward is repaired; it becomes a named error",
-        "Forwards.remember_call": "an interrupt in forward is repaired; it becomes a named error",
         "_Standing.is_leaf": "an optimizer that is built on full parameters gets a named error",
         "num_joinables": "a Join of several objects gets a named error; torch tells a joinable nothing of the others",
     },

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Protocol
 
 import torch
@@ -29,7 +26,7 @@ from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Gathering, Stage, Subsharded, Unit
 from shardwise.fsdp.user_writes import Written
 from shardwise.fsdp.waiting_gradients import waits_for_sync
-from shardwise.observe import Op, logger
+from shardwise.observe import Op, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
 from shardwise.torch_private import innermost_transform
 
@@ -150,36 +147,14 @@ def explain_torchs(error: BaseException | None) -> None:
 class Forwards(list[Forward]):
     """The forwards that have begun and not ended, the outermost first.
 
-    An interrupt (BaseException) skips torch's always-called hooks, so the entries of its forwards stay in this list.  The
-    frame of the outermost call shows that: it is no longer on the stack.
+    An interrupt (BaseException) skips torch's always-called hooks, so the entries of its forwards stay in this list until
+    ``reset_iter_state()``; an optimizer step refuses to go on without it.
 
     Attributes:
-        frame: the frame of the outermost call, until that ends.  It is a strong reference, since a later frame could
-            reuse its address.
         has_reported: this rank has reported to the others which exception ended a forward.
     """
 
-    frame: FrameType | None = None
     has_reported = False
-    _thread = 0
-
-    def remember_call(self) -> None:
-        """Remember the call of the module that is about to start its forward."""
-        self._thread = threading.get_ident()
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_name not in ("_call_impl", "forward_method"):
-            frame = frame.f_back
-        self.frame = frame
-
-    @property
-    def are_stale(self) -> bool:
-        """True if this thread began the forwards in the list and the outermost is no longer on its stack."""
-        if not self or self.frame is None or self._thread != threading.get_ident():
-            return False
-        frame = inspect.currentframe()
-        while frame is not None and frame is not self.frame:
-            frame = frame.f_back
-        return frame is None
 
     def report(self, error: BaseException | None) -> None:
         """Report to the other ranks why forward ended here; shardwise's own errors have reported themselves."""
@@ -191,11 +166,6 @@ class Forwards(list[Forward]):
         """Withdraw the report: a later forward has ended, which takes all ranks, so user code handled the exception."""
         leave("")
         self.has_reported = False
-
-    def clear(self) -> None:
-        """Remove all entries."""
-        super().clear()
-        self.frame = None
 
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -299,11 +269,8 @@ class Engine:
             self.exec_order.record(unit, StepEvent.PRE_RECOMPUTE)
             unit.wait_with_tied(self.comm_ctx.pass_tracker.number)
             return
-        if self.forwards and unit is self.forwards[0].unit and self.forwards.are_stale:
-            self.reset()
         if not self.forwards:
             self._begin_forward()
-            self.forwards.remember_call()
         self.forwards.append(Forward(unit, sys.exc_info()[1]))
         starts = not unit.awaited and not unit.holders
         prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else []
@@ -408,7 +375,6 @@ class Engine:
             self.divergence.enter(kind)
 
     def _end_forward(self, outermost: Unit) -> None:
-        self.forwards.frame = None
         for unit in self.units:
             if type(unit.state) is Gathering:  # prefetched, but forward did not use it
                 unit.discard()
@@ -754,6 +720,12 @@ class Engine:
 
     def check_step(self, stepped: set[int]) -> None:
         """Raise StateError if an optimizer steps on a parameter, one of the ids ``stepped``, whose gradients wait."""
+        if self.forwards and any(id(param.sharded) in stepped for unit in self.units for param in unit.params):
+            raise StateError(
+                f"an optimizer steps inside a forward of {unit_in_words(self.forwards[0].unit.name)}, or an interrupt has "
+                "ended that forward: its parameters are still unsharded. Step after the forward; after an interrupt call "
+                "reset_iter_state() on the root module first"
+            )
         self.manual.check_step(stepped, self.units)
         for unit in self.units:
             for param, mark in unit.earlier.waiting.items():

@@ -464,13 +464,14 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
     serve_others(
         JointChange([param for group in optimizer.param_groups for param in group["params"]], optimizer, has_closure)
     )
-    for engine in live_engines:
-        if engine.forwards:
-            leave_interrupted(engine)
     engines = [
         engine
         for engine in live_engines
-        if engine.manual.awaits_completion or engine.has_copies or engine.awaits_backward or engine.has_waiting
+        if engine.forwards
+        or engine.manual.awaits_completion
+        or engine.has_copies
+        or engine.awaits_backward
+        or engine.has_waiting
     ]
     if engines:
         stepped = _stepped(optimizer)
@@ -480,12 +481,6 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
                 _look_for_gradients(engine, stepped)
             if not engine.is_in_step:
                 engine.reshard_stepped(stepped)
-
-
-def leave_interrupted(engine: Engine | None) -> None:
-    """Reset ``engine`` if an interrupt has ended its forward without running the forward hooks."""
-    if engine is not None and engine.forwards and engine.forwards.are_stale:
-        engine.reset()
 
 
 def _note_clipped() -> None:
@@ -534,7 +529,7 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
         if param.full is not None and param.full is not param.sharded and id(param.full) in stepped:
             raise StateError(
                 f"an optimizer was given the full form of {param.fqn}, which was registered in a forward: its steps would not "
-                "reach the model. Build the optimizer outside of forward; after an interrupt call reshard() on the module first"
+                "reach the model. Build the optimizer outside of forward; after an interrupt call reset_iter_state() first"
             )
     _checked[number] = weakref.ref(optimizer, lambda _: _checked.pop(number, None))
 

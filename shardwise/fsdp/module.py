@@ -355,7 +355,7 @@ class FSDPModule(_Base):
     def reset_iter_state(self) -> None:
         """Reshard all units and drop the state of a failed step.
 
-        After an exception shardwise does so by itself; the method exists for code that was written for torch.
+        After an exception shardwise does so by itself; an interrupt (``KeyboardInterrupt``) of a forward needs this call.
         Raises: RuntimeError if this is not the root module.
         """
         attachment = self._attachment()

@@ -244,7 +244,7 @@ def test_a_raising_gradient_hook_leaves_all_gradients() -> None:
 
 
 @on_ranks(2)
-def test_an_interrupt_leaves_nothing_behind() -> None:
+def test_an_interrupt_leaves_nothing_behind_after_a_reset() -> None:
     model = fragile()
     loss_of(model).backward()
 
@@ -255,6 +255,7 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt):
         loss_of(model).backward()
     handle.remove()
+    model.reset_iter_state()
     loss_of(model).backward()
     assert_clean(model)
 
@@ -262,8 +263,8 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("shape", ["one unit", "blocks", "replicate"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_interrupted_forward_is_over_and_training_goes_on(shape: str, kind: type[BaseException]) -> None:
-    """Another call may have the frame of the one before at the same address: what was gathered then was used for ever."""
+def test_no_step_follows_an_interrupted_forward_before_a_reset(shape: str, kind: type[BaseException]) -> None:
+    """The parameters that were gathered for it would be used for ever."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
     plain = copy.deepcopy(model)
@@ -279,9 +280,9 @@ def test_an_interrupted_forward_is_over_and_training_goes_on(shape: str, kind: t
     with pytest.raises(kind):
         model(batch(0))
     handle.remove()
-    with pytest.raises(StateError, match=r"was given the full form of .* after an interrupt call reshard\(\)"):
+    with pytest.raises(StateError, match=r"was given the full form of .* after an interrupt call reset_iter_state\(\)"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.reshard()
+    model.reset_iter_state()
     assert_trains_alike(model, plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss = model(batch(1)).square().mean()
@@ -290,8 +291,17 @@ def test_an_interrupted_forward_is_over_and_training_goes_on(shape: str, kind: t
         model(batch(0))
     handle.remove()
     loss.backward()
-    optimizer.step()  # another module of the tree may be next, not the one whose call was left
-    assert not engine_of(model).forwards
+    model(batch(1)).square().mean().backward()
+    before = model.state_dict()["0.weight"].clone()
+    for _ in range(2):
+        with pytest.raises(
+            StateError, match=r"optimizer steps inside a forward of .* call reset_iter_state\(\) on the root"
+        ):
+            optimizer.step()
+    assert torch.equal(model.state_dict()["0.weight"], before)
+    model.reset_iter_state()
+    optimizer.zero_grad()
+    assert_trains_alike(model, plain)
 
 
 @on_ranks(2)
