@@ -208,7 +208,9 @@ def test_what_users_read_is_not_long() -> None:
     user_part = (ROOT / "mkdocs.yml").read_text().partition("  - For contributors:")[0]
     pages = re.findall(r": ([\w/]+\.md)$", user_part, flags=re.MULTILINE)
     words = {name: len(re.findall(r"\S*\w\S*", (ROOT / "docs" / name).read_text())) for name in pages}
-    assert sum(words.values()) <= 26_000, f"shorten a page: {words}"
+    searched = words.pop("errors.md")  # one row per message: searched, not read
+    assert searched <= 6_700
+    assert sum(words.values()) <= 19_800, f"shorten a page: {words}"
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:

@@ -281,3 +281,39 @@ def test_checkpoints_are_of_the_step_they_were_begun_after_whatever_the_default_
     checkpoint.finish(tmp_path)
     assert checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer}).step == 2
     assert all(torch.equal(param.to_local(), old) for param, old in zip(model.parameters(), wanted, strict=True))
+
+
+@on_ranks(1, backend="nccl", fresh=True)
+@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
+def test_a_captured_step_is_the_step(precision: MixedPrecisionPolicy) -> None:
+    device = on_gpu()
+    losses: list[list[torch.Tensor]] = []
+    for is_captured in (False, True):
+        model = build(mp_policy=precision)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+
+        def step(
+            x: torch.Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer
+        ) -> torch.Tensor:
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        batches = [
+            torch.randn(8, 256, device=device, generator=torch.Generator(device).manual_seed(i)) for i in range(8)
+        ]
+        losses.append([step(x).clone() for x in batches[:4]])
+        if not is_captured:
+            losses[-1] += [step(x).clone() for x in batches[4:]]
+            continue
+        static, graph = batches[0].clone(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            loss = step(static)
+        for x in batches[4:]:
+            static.copy_(x)
+            graph.replay()
+            losses[-1].append(loss.clone())
+    assert all(torch.equal(eager, replayed) for eager, replayed in zip(*losses, strict=True))
