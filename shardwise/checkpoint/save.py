@@ -567,12 +567,26 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     saver = next((kept.saver for kept in _savers if kept.folder == path and kept.is_of(group)), None)
     if saver is None:
         _retire_ended_groups()
+        _check_one_folder(path, group)
         saver = Saver(path, open_store_gather(group, f"checkpoint/{str(path)!a}"))
         _savers.append(_KeptSaver(path, saver, None if group is None else weakref.ref(group)))
     for kept in _savers:
         if kept.folder == path:
             kept.saver.settle()  # one save at a time, of any group: a save that begins removes what is unfinished
     return saver
+
+
+def _check_one_folder(path: Path, group: dist.ProcessGroup | None) -> None:
+    """Compare the folder between ranks before the gathers named after it, which would wait for each other in vain."""
+    folders = together(
+        open_store_gather(group, "checkpoint folder"), f"{path}: the save did not start", lambda: str(path)
+    )
+    other = next((rank for rank, folder in enumerate(folders) if folder != folders[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"ranks save into different folders: rank 0 into {folders[0]}, rank {other} into {folders[other]}; pass the same "
+            "folder on all ranks (make a time stamp on one rank and broadcast it)"
+        )
 
 
 def _retire_ended_groups() -> None:

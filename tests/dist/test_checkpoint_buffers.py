@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,21 @@ def test_other_choices_are_refused(tmp_path: Path) -> None:
         save(tmp_path, {"model": model}, step=1, buffers="first")
     with pytest.raises(CheckpointError, match="buffers is 'rank0', 'mean' on ranks 0 to 1, expected one for all"):
         save(tmp_path, {"model": model}, step=1, buffers=["rank0", "mean"][dist.get_rank()])
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@on_ranks(2, 4)
+def test_folders_that_differ_between_ranks_are_named_on_every_rank_and_the_next_save_is_right(
+    wait: bool, tmp_path: Path
+) -> None:
+    state, stamped = (
+        {"model": fully_shard(nn.Linear(4, 4))},
+        tmp_path / f"run-{dist.get_rank() // (dist.get_world_size() - 1)}",
+    )
+    found = f"rank 0 into {tmp_path / 'run-0'}, rank {dist.get_world_size() - 1} into {tmp_path / 'run-1'}"
+    with pytest.raises(CheckpointError, match=re.escape(found)):
+        save(stamped, state, step=1, wait=wait)
+    assert not stamped.exists()
+    save(tmp_path / "run-0", state, step=1, wait=wait)
+    finish(tmp_path / "run-0")
+    assert load(tmp_path / "run-0", state).step == 1
