@@ -577,7 +577,12 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
 
 
 def _check_one_folder(path: Path, group: dist.ProcessGroup | None) -> None:
-    """Compare the folder between ranks before the gathers named after it, which would wait for each other in vain."""
+    """Compare the folder between ranks before the gathers named after it, which would wait for each other in vain.
+
+    Only in main threads: other threads may begin to save into their folders in another order on each rank.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
     folders = together(
         open_store_gather(group, "checkpoint folder"), f"{path}: the save did not start", lambda: str(path)
     )

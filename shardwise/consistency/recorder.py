@@ -550,10 +550,14 @@ class DefaultRecorder(Recorder):
 
 
 class JobRecorder(Recorder):
-    """Writes into a folder of :func:`default_place` that a launcher has chosen for all ranks of its job."""
+    """Writes into a folder of :func:`default_place` that a launcher has chosen for all ranks of its job.
 
-    def __init__(self, folder: Path) -> None:
+    ``rank``, ``num_ranks``: as the launcher has told them, for failures before or in ``init_process_group``.
+    """
+
+    def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         super().__init__(folder, None)
+        self._rank, self._num_ranks = rank, num_ranks
 
     def _put(self, record: Record) -> Path:
         _make_default_place(self.folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,27 @@ def test_folders_that_differ_between_ranks_are_named_on_every_rank_and_the_next_
     save(tmp_path / "run-0", state, step=1, wait=wait)
     finish(tmp_path / "run-0")
     assert load(tmp_path / "run-0", state).step == 1
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@on_ranks(2)
+def test_threads_that_save_into_folders_of_their_own_in_any_order_do_not_mix(wait: bool, tmp_path: Path) -> None:
+    states = [{"model": fully_shard(nn.Linear(4, 4))} for _ in range(2)]
+    failures: list[BaseException] = []
+
+    def save_own(number: int) -> None:
+        try:
+            save(tmp_path / str(number), states[number], step=number, wait=wait)
+            finish(tmp_path / str(number))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=save_own, args=(number,)) for number in range(2)]
+    first, second = threads if dist.get_rank() else threads[::-1]
+    first.start()
+    time.sleep(0.3)  # the other rank begins with the other folder
+    second.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert [load(tmp_path / str(number), states[number]).step for number in range(2)] == [0, 1]

@@ -111,8 +111,9 @@ def test_ranks_of_a_module_are_told_what_torchrun_tells_them(tmp_path: Path, mon
 
 
 def test_the_first_error_is_shown_once_with_its_rank_and_recorded_for_diagnose(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 20.0)  # rank 0 writes its record, however busy the machine is
     ended = run_here(tmp_path, "-n", "2", "--max-restarts", "1", "--", script(tmp_path, RAISES))
     assert ended.code == 1
     assert ended.err.count("Traceback") == 2, "one for each start"
@@ -125,6 +126,16 @@ def test_the_first_error_is_shown_once_with_its_rank_and_recorded_for_diagnose(
     assert main(["diagnose", folder]) == 0
     assert "rank 1 first" in (said := capsys.readouterr().out)
     assert "ValueError: no such column" in said
+
+
+def test_ranks_that_fail_before_they_have_a_process_group_are_in_the_diagnosis(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run_here(tmp_path, "-n", "2", script(tmp_path, "import torch\nraise ValueError('no such column')\n"))
+    assert main(["diagnose", ended.err.rsplit("shardwise diagnose ", 1)[1].strip()]) == 0
+    said = capsys.readouterr().out
+    assert "2 records of 2 ranks" in said
+    assert "rank 1: ValueError: no such column" in re.sub(r", [\d:.]+: ", ": ", said)
 
 
 def test_a_rank_that_ends_after_fewer_steps_is_not_said_to_be_killed(tmp_path: Path) -> None:
