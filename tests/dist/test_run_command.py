@@ -129,8 +129,9 @@ def test_the_first_error_is_shown_once_with_its_rank_and_recorded_for_diagnose(
 
 
 def test_ranks_that_fail_before_they_have_a_process_group_are_in_the_diagnosis(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 20.0)
     ended = run_here(tmp_path, "-n", "2", script(tmp_path, "import torch\nraise ValueError('no such column')\n"))
     assert main(["diagnose", ended.err.rsplit("shardwise diagnose ", 1)[1].strip()]) == 0
     said = capsys.readouterr().out
