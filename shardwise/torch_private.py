@@ -231,6 +231,12 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def saved_buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own buffers that its state dict contains."""
+    hidden = module._non_persistent_buffers_set
+    return {name: each for name, each in module._buffers.items() if each is not None and name not in hidden}
+
+
 def leaves_of(tree: object) -> list[Any]:
     """Return the leaves of the lists, tuples and dicts in ``tree``, in order."""
     from torch.utils._pytree import tree_leaves

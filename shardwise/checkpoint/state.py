@@ -44,7 +44,8 @@ from shardwise.errors import (
     TransportError,
 )
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.fsdp.roots import SHARES_BUFFERS, unwritten_in
+from shardwise.fsdp.buffers import SHARES_BUFFERS, unlike_buffers, unlike_in_words
+from shardwise.fsdp.roots import unwritten_in
 from shardwise.optim.other_class import why_other_class
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, whole_state_names
 from shardwise.optim.slices import in_order_of
@@ -100,8 +101,6 @@ def _text(error: BaseException) -> str:
 
 Buffers = Literal["rank0", "mean", "per_rank"]
 
-_MOST_LISTED = 8
-
 
 def check_choice(choice: object) -> None:
     """Raise ConfigError unless ``choice`` is one of :data:`Buffers` or None."""
@@ -147,9 +146,9 @@ class BufferCheck:
         if any(choice != choices[0] for choice in choices):
             each = ", ".join(map(repr, choices))
             raise CheckpointError(f"{what}: buffers is {each} on ranks 0 to {len(reports) - 1}, expected one for all")
-        unlike = _unlike([digests for _, digests in reports])
+        unlike = unlike_buffers([digests for _, digests in reports])
         if unlike and self._choice is None:
-            raise CheckpointError(f"{what}: {_refusal(unlike)}")
+            raise CheckpointError(f"{what}: {unlike_in_words(list(unlike), next(iter(unlike.values())))}")
         if unlike:
             self._average(
                 exchange(lambda: {name: self._text(name) for name in unlike if name in self._digests}), unlike
@@ -169,30 +168,6 @@ class BufferCheck:
             wide = torch.promote_types(part.tensor.dtype, torch.float64)
             mean = torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(part.tensor.dtype)
             self._contents.parts[name] = [LocalPart(part.window, mean.view(part.window.sizes))]
-
-
-def _unlike(digests_of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-    """Return the buffers that differ, each with two ranks whose values are different."""
-    first: dict[str, tuple[int, str]] = {}
-    found: dict[str, list[int]] = {}
-    for rank, digests in enumerate(digests_of_ranks):
-        for name, digest in digests.items():
-            other, known = first.setdefault(name, (rank, digest))
-            if digest != known:
-                found.setdefault(name, [other, rank])
-    return found
-
-
-def _refusal(unlike: Mapping[str, list[int]]) -> str:
-    names = list(unlike)
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    one, other = unlike[names[0]]
-    return (
-        f"buffers differ between ranks: {', '.join(names[:_MOST_LISTED])}{more}; rank {one} and rank {other} have different "
-        "values, and a checkpoint holds one. Call save(..., buffers='rank0') to save those of the lowest rank, 'mean' for the "
-        "mean over ranks, or 'per_rank' for those of every rank, which load at the same number of ranks; or keep buffers equal "
-        "during training (SyncBatchNorm)"
-    )
 
 
 # ---- Carriers: each is one entry of the saved state; it names the state and restores it.

@@ -15,6 +15,7 @@ from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
 from shardwise.consistency.failure_report import in_short, leave
 from shardwise.errors import ShardwiseError, StateError
+from shardwise.fsdp.buffers import BufferComparison
 from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import Converted, ExecOrderTracker, WrittenAlike
 from shardwise.fsdp.initial_values import compare_replicas, have_replicas
@@ -206,7 +207,7 @@ class Engine:
         written: writes of forwards to parameters, to be compared between ranks.
         awaits_backward: a forward has built a graph since the last backward.
         converted: dtype and device conversions since shards were packed.
-        compares_replicas: the replicas' parameters were not compared yet.
+        compares_replicas: the replicas' parameters were not compared yet.  buffers: their comparison; None when it is over.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
     """
@@ -232,6 +233,7 @@ class Engine:
         self.awaits_backward = False
         self.converted = Converted()
         self.compares_replicas = False
+        self.buffers: BufferComparison | None = None
         self.divergence: Divergence | None = None
         live_engines.add(self)
 
@@ -664,6 +666,8 @@ class Engine:
         if params and self.compares_replicas and (check := self.exec_order.mismatch_check) is not None:
             compare_replicas(self.units, check, self.exec_order.position())
         self.compares_replicas = self.compares_replicas and not params
+        if params and self.buffers is not None and (self.divergence is not None or not self.buffers.after_step()):
+            self.buffers = None
         if self.divergence is not None:
             self.divergence.changes.note_gradients(self.reductions.is_followed)
         return params

@@ -23,6 +23,7 @@ from shardwise import observe, torch_private
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.buffers import SHARES_BUFFERS
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
 from shardwise.fsdp.clip import after_clips, before_clips
 from shardwise.fsdp.divergence import refuse_manual
@@ -30,7 +31,6 @@ from shardwise.fsdp.engine import Engine, live_engines
 from shardwise.fsdp.joint_changes import JointChange
 from shardwise.fsdp.reductions import check_weights
 from shardwise.fsdp.roots import (
-    SHARES_BUFFERS,
     Attachment,
     Pass,
     attachment_of,

@@ -34,6 +34,7 @@ from shardwise.consistency.agreement import MismatchCheck, Position, open_number
 from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.buffers import BufferComparison
 from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.initial_values import compare_beginnings
@@ -400,7 +401,6 @@ def _held_by_optimizer(alive: dict[int, ShardedParam]) -> list[str]:
 # ---- The attachment of a sharded module.
 
 ATTACHMENT = "_shardwise_attachment"
-SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward broadcasts the first rank's buffers
 PENDING = "shardwise: attachments to complete"  # key in the memo of a deep copy: pairs of an attachment and its copy
 
 
@@ -807,6 +807,7 @@ def _become_root(attachment: Attachment) -> Engine:
     check_values(root, attachments, engine.exec_order.mismatch_check, engine.exec_order.position())
     if engine.exec_order.mismatch_check is not None:
         compare_beginnings(engine.units, engine.exec_order.mismatch_check, engine.exec_order.position())
+        engine.buffers = BufferComparison(root, engine.exec_order.mismatch_check)
     for inner in attachments:
         if inner.engine is not None:
             if inner.engine.manual.is_on and inner is not attachment:

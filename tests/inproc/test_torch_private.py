@@ -666,6 +666,14 @@ def test_the_buffers_of_a_module_are_a_live_dict() -> None:
     assert module.running_mean.tolist() == [1.0, 1.0]
 
 
+def test_saved_buffers_are_those_of_the_state_dict() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    module.register_buffer("nothing", None)
+    assert private.saved_buffers_of(module).keys() == module.state_dict().keys() == {"kept"}
+
+
 def test_fake_tensors_have_sizes_and_no_memory() -> None:
     with private.fake_mode():
         huge = torch.empty(1 << 50, dtype=torch.uint8)
