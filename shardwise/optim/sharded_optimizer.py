@@ -19,6 +19,7 @@ from shardwise.fsdp.clip import Limit, OwnedGradient, Part, clip_parts, part_of
 from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
+from shardwise.optim.not_averaged import GradientComparison
 from shardwise.optim.other_class import why_other_class
 from shardwise.optim.slices import (
     Closure,
@@ -364,6 +365,7 @@ class ShardedOptimizer(Optimizer):
         self._members = Members(self.param_groups)
         self._is_built = True
         self._state_view = StateView(self._state_by_param)
+        self._comparison = GradientComparison.of(self.named_params.values())
 
     # ---- stepping ----
 
@@ -375,7 +377,10 @@ class ShardedOptimizer(Optimizer):
         self._members.check(self.param_groups)
         backend = self._backend
         with torch.no_grad():
-            return step_in_sync(backend.step, closure, self.param_groups, backend.optimizer.param_groups)
+            loss = step_in_sync(backend.step, closure, self.param_groups, backend.optimizer.param_groups)
+            if self._comparison is not None and not self._comparison.after_step(self.named_params):
+                self._comparison = None
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients of all parameters and local shards to None, or to zero."""
