@@ -41,6 +41,7 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, unit_in_words
 from shardwise.plan.schedule import FORWARD, AgreedSchedule, ExecutionOrder, OrderEntry, StepEvent
 
@@ -94,7 +95,7 @@ _BEGIN, _WITHIN = 1, 2  # what ranks speak about
 _COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _OPTIONS, _LESS_OPTIONS, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS = range(
     10
 )
-_IS_SHORT, _NUM_FLAGS = 10, 11
+_IS_SHORT, _WAITS, _NUM_FLAGS = 10, 11, 12
 _NO_OPTIONS = -(2**31)  # less than any word
 
 
@@ -174,16 +175,19 @@ class Divergence:
     # ---- what ranks tell each other ----
 
     def _exchange(
-        self, about: int, flags: Sequence[int], places: Sequence[int] = (), options: int | None = None
+        self, about: int, flags: Sequence[int], places: Sequence[int] = (), change: JointChange | None = None
     ) -> list[int]:
         """Return the largest word of all ranks at each place; this rank says 1 at ``flags`` and ``places``.
 
-        ``options``: a digest that ranks which have one must have in common.
+        ``change``: what this rank begins.  Ranks must have its options in common, and tell which of its gradients wait.
         """
+        options = self.changes.digest_of(change)
         mine = torch.zeros(self._length, dtype=torch.int32, device="cpu")
         mine[_COUNT], mine[_LESS_COUNT], mine[_ABOUT], mine[_LESS_ABOUT] = self._count, -self._count, about, -about
         mine[_OPTIONS], mine[_LESS_OPTIONS] = (_NO_OPTIONS, _NO_OPTIONS) if options is None else (options, -options)
         mine[[*flags, *places]] = 1
+        if about == _BEGIN:
+            mine[_WAITS] = self._place_of_waiting(change)
         try:
             largest_words(mine, self.group)
         except RuntimeError as error:
@@ -215,12 +219,21 @@ class Divergence:
             )
         while True:
             self.notify()
-            kind = self._begin_next(wanted, True, self.changes.digest_of(change))
+            kind = self._begin_next(wanted, True, change)
             if kind is None and self._left:
                 self.changes.make(change, self._left)
             if kind is None or kind == wanted:
                 return
             self._serve_pass(kind)
+
+    def _place_of_waiting(self, change: JointChange | None) -> int:
+        """Return 1 + the place of a parameter, one that ``change`` is about, whose gradients wait on this rank; else 0."""
+        changed = None if change is None else {*map(id, change.params)}
+        shown = [(param, mark) for unit in self._units for param, mark in unit.earlier.waiting.items()]
+        waiting = [param for param, mark in shown if param.sharded.grad is mark]
+        return max(
+            (1 + self._places[each] for each in waiting if changed is None or id(each.sharded) in changed), default=0
+        )
 
     def leave_join(self, is_last: bool) -> None:
         """End a ``Join``: all ranks have left its body; ``is_last``: no rank left it after this one."""
@@ -238,19 +251,23 @@ class Divergence:
         else:
             self.changes.make(None, self._left)
 
-    def _begin_next(self, wanted: PassKind | None, is_active: bool, options: int | None = None) -> PassKind | None:
+    def _begin_next(
+        self, wanted: PassKind | None, is_active: bool, change: JointChange | None = None
+    ) -> PassKind | None:
         flags: list[int] = []
         if wanted is not None:
             flags.append(_BACKWARD if wanted == "backward" else _FORWARD)
         if wanted == "backward":
             syncing = [unit.policy for unit in self._units if unit.policy.sync]
             flags += [_SYNCS] * bool(syncing) + [_SYNCS_REPLICAS] * any(each.syncs_replicas for each in syncing)
-        said = self._exchange(_BEGIN, flags, [_NUM_FLAGS + self.group.rank()] if is_active else [], options)
+        said = self._exchange(_BEGIN, flags, [_NUM_FLAGS + self.group.rank()] if is_active else [], change)
         self._count += 1
         self._syncs, self._reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
         active = said[_NUM_FLAGS : _NUM_FLAGS + self.group.size()]
         ranks = dist.get_process_group_ranks(self.group)
         self._left = [rank for rank, is_in in zip(ranks, active, strict=True) if not is_in]
+        if said[_WAITS] and not (said[_BACKWARD] or said[_FORWARD]):
+            raise StateError(waits_for_sync([*self._places][said[_WAITS] - 1].fqn))
         if said[_BACKWARD] and self._left:
             self.changes.clear(is_active, wanted == "backward")
         return "backward" if said[_BACKWARD] else "forward" if said[_FORWARD] else None
@@ -335,6 +352,10 @@ class Divergence:
         schedule = self.schedule
         said, num_calls = list[int](), 0
         try:
+            if self._kind == "backward" and self._syncs and not ran_here:
+                for unit in reversed(self._units):
+                    if unit.earlier.held:  # a rank that has left a Join runs no later backward
+                        self._reductions.launch(unit, {})
             while len(schedule.gathers) != num_calls:
                 num_calls = len(schedule.gathers)
                 self._serve_until(num_calls - 1)

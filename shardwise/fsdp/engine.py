@@ -601,8 +601,8 @@ class Engine:
                 unit.backward.keeps_for_graph = False
         try:
             for unit in reversed(self.units):
-                # Unsynced gradients of earlier backwards are reduced now, even if this backward used no parameter of the unit.
-                may_be_due = unit.earlier.held or unit.policy.reduces_unused
+                # Gradients of earlier backwards are reduced now, even if this backward used no parameter of the unit.
+                may_be_due = unit.earlier.held or unit.earlier.partial or unit.policy.reduces_unused
                 is_due = bool(may_be_due) and not self.manual.is_on and self.is_due(unit)
                 if unit.backward.stage is not Stage.IDLE or is_due:
                     self.after_backward(unit, reduces=not self.manual.is_on, is_late=unit.backward.counts)
@@ -645,7 +645,7 @@ class Engine:
         held, is_manual = unit.earlier.held, self.manual.is_on
         if is_manual and held and unit.policy.sync:
             return True
-        if not unit.policy.sync or not (held or unit.policy.reduces_unused):
+        if not unit.policy.sync or not (held or unit.sums_are_due or unit.policy.reduces_unused):
             return False
         return not self.reductions.have_launched(unit, since_commit=is_manual)
 
@@ -655,6 +655,8 @@ class Engine:
         self.leave_pass()
         self.reductions.defer()
         self.unstash_gradients()
+        if self.divergence is not None:
+            self.divergence.changes.note_gradients()
         return []
 
     def commit(self) -> list[ShardedParam]:

@@ -19,8 +19,8 @@ from shardwise.fsdp.clip import part_of
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.waiting_gradients import WaitingGradient
 
-# What has become of a gradient since the last backward or clip; "unknown": it was zeros, and is.
-_Seen = Literal["none", "zeroed", "kept", "unknown", "changed"]
+# What has become of a gradient since the last backward or clip; "none": there was none before; "unknown": it was zeros, and is.
+_Seen = Literal["none", "cleared", "zeroed", "kept", "unknown", "changed"]
 _ONE_STEP = "put Join around the forwards and backwards of one step, and clip and step after it"
 _CHANGED = (
     "other code than clip_grad_norm_ has changed gradients after backward (GradScaler, clip_grad_value_, yours), which a rank "
@@ -110,15 +110,19 @@ class JointChanges:
             self._before = None if have_hooks else self._gradients_now()
 
     def _gradients_now(self) -> torch.Tensor:
-        """Return the norm of each gradient, -1 for none, and the sum of one: it shows changes of signs."""
+        """Return the norm of each gradient, and the sum of one: it shows changes of signs.  -1: none, -2: gradients wait."""
         shown = [param.sharded.grad for param in self._params]
-        gradients = [None if isinstance(gradient, WaitingGradient) else gradient for gradient in shown]
+        waits = [isinstance(gradient, WaitingGradient) for gradient in shown]
+        gradients = [None if is_waiting else gradient for gradient, is_waiting in zip(shown, waits, strict=True)]
         parts = [None if gradient is None else part_of(gradient).local for gradient in gradients]
         values = [part.abs() if part.is_complex() else part for part in parts if part is not None and part.numel()]
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         norms = iter(torch_private.norms_of(values, 2.0, dtype) if values else ())
-        none, zero = torch.tensor([-1.0, 0.0], dtype=dtype, device=self._device)
-        found = [none if part is None else next(norms).to(none) if part.numel() else zero for part in parts]
+        none, waiting, zero = torch.tensor([-1.0, -2.0, 0.0], dtype=dtype, device=self._device)
+        found = [
+            (waiting if is_waiting else none) if part is None else next(norms).to(none) if part.numel() else zero
+            for part, is_waiting in zip(parts, waits, strict=True)
+        ]
         return torch.stack([*found, values[0].sum().to(none) if values else zero]).nan_to_num()
 
     def _seen(self) -> list[_Seen]:
@@ -156,10 +160,14 @@ class JointChanges:
                 f"left whether they were cleared: call zero_grad(set_to_none=True), or {_ONE_STEP}"
             )
         are_cleared = any("zeroed" in seen for seen in said) and not any("kept" in seen for seen in said)
+        are_dropped = any("cleared" in seen for seen in said)
         for place, param in enumerate([param.sharded for param in self._params] if not is_active else ()):
             first = {seen[place] for seen in said}
             known = first if first & {"kept", "zeroed"} else {seen[place] for seen in every}
-            if "none" in first:
+            if isinstance(param.grad, WaitingGradient):  # ranks that used other modules may have none
+                if "kept" not in first and (are_dropped or are_cleared):
+                    param.grad = None
+            elif first & {"none", "cleared"}:
                 param.grad = None
             elif param.grad is not None and "kept" not in known and ("zeroed" in known or are_cleared):
                 part_of(param.grad).local.zero_()
@@ -229,9 +237,9 @@ def _sizes(optimizer: Optimizer) -> list[int]:
 
 
 def _compared(before: float, now: float, has_turned: bool) -> _Seen:
-    """Compare the norm of a gradient, -1: none, with that before; ``has_turned``: the sign of one of them."""
+    """Compare the norm of a gradient, -1: none, -2: it waits, with that before; ``has_turned``: the sign of one of them."""
     if now < 0:
-        return "none"
+        return "kept" if now < -1 else "none" if before == -1 else "cleared"
     if before < 0:
         return "kept" if now else "zeroed"
     if before == now:

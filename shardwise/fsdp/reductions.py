@@ -584,12 +584,7 @@ class Reductions:
     # ---- gradients that wait for a later backward ----
 
     def show_waiting(self, units: Sequence[Unit]) -> None:
-        """Show in ``.grad`` of shards that their gradients wait for a later backward.
-
-        Not where ranks may take different ways: only some of them may have gradients that wait when all step.
-        """
-        if self._exec_order.diverges:
-            return
+        """Show in ``.grad`` of shards that their gradients wait for a later backward."""
         for unit in units:
             if unit.earlier.held or unit.earlier.partial:
                 unit.earlier.show()

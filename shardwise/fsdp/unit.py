@@ -807,8 +807,17 @@ class Unit:
             if self.policy.reduces_unused:
                 self.add_zeros(group, gradients)
             taken.update(gradients)
+        if self.earlier.partial and self.sums_are_due:
+            for param, sum_over_shards in self.earlier.partial.items():
+                if param not in taken:
+                    taken[param] = sum_over_shards.new_zeros(param.shard.shape)
         self.backward.leave(is_late, not self.policy.reshard_after_backward)
         return taken
+
+    @property
+    def sums_are_due(self) -> bool:
+        """True if a backward reduces the sums over shards of earlier ones over the replicas."""
+        return bool(self.earlier.partial) and self.policy.sync and self.policy.syncs_replicas
 
     def hold_added(self) -> None:
         """Hold the gradients that a pipeline schedule has added to those that wait for a backward with sync."""

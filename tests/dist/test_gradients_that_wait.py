@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.compare import REORDERED, assert_same, average_gradients
+from helpers.divergent import Divergent, Signs, Way, inputs, run_forward
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
@@ -46,7 +49,9 @@ def sharded(api: str, model: nn.Module, name: str) -> Any:
         return shard_units(model, name, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     if api == "replicate":
         return replicate(model, mesh=init_device_mesh("cpu", (2,)))
-    return shard_units(model, name)
+    root: Any = shard_units(model, name)
+    root.set_allow_rank_divergence(api == "diverging")
+    return root
 
 
 def pair(api: str, name: str) -> tuple[Any, nn.Module]:
@@ -63,7 +68,7 @@ def optimizers_of(model: nn.Module, plain: nn.Module, **options: Any) -> list[to
     ("name", "api", "way", "clearing", "had_gradient"),
     pairwise(
         ["plain", "mixed", "tied", "frozen"],
-        ["fully_shard", "hsdp", "replicate"],
+        ["fully_shard", "hsdp", "replicate", "diverging"],
         list(WAYS),
         list(CLEARING),
         [True, False],
@@ -119,7 +124,13 @@ def test_some_gradients_are_cleared_and_others_wait(api: str) -> None:
 @pytest.mark.parametrize("kind", ["torch", "ShardedOptimizer"])
 @pytest.mark.parametrize(
     ("api", "way"),
-    [("fully_shard", "no sync"), ("fully_shard", "not last"), ("hsdp", "no all-reduce"), ("replicate", "no sync")],
+    [
+        ("fully_shard", "no sync"),
+        ("fully_shard", "not last"),
+        ("hsdp", "no all-reduce"),
+        ("replicate", "no sync"),
+        ("diverging", "not last"),
+    ],
 )
 def test_no_optimizer_steps_and_nothing_is_clipped_while_gradients_wait(api: str, way: str, kind: str) -> None:
     model, plain = pair(api, "plain")
@@ -234,4 +245,86 @@ def test_a_step_that_is_undone_lets_gradients_wait_again(clears: bool) -> None:
     average_gradients(plain)
     for optimizer in optimizers:
         optimizer.step()
+    assert_same(model, plain, REORDERED)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", ["step", "clip"])
+def test_where_ranks_take_different_ways_all_learn_that_gradients_of_one_wait(change: str) -> None:
+    """Rank 1 runs the second layer in a last microbatch without sync."""
+    model, plain = pair("diverging", "plain")
+    optimizers = optimizers_of(model, plain)
+    loss_of(model, 0).backward()
+    if dist.get_rank() == 1:
+        model.set_requires_gradient_sync(False)
+        loss_of(model, 1).backward()
+    with pytest.raises(StateError, match="wait for a backward with sync"):
+        if change == "step":
+            optimizers[0].step()
+        else:
+            shardwise.clip_grad_norm_(model.parameters(), 1.0)
+    model.set_requires_gradient_sync(True)
+    optimizers[0].zero_grad()
+    for each in (model, plain):
+        loss_of(each, 2).backward()
+    average_gradients(plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(model, plain, REORDERED)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("clears", [*CLEARING, ""])
+def test_a_rank_that_left_a_join_drops_what_waits_if_the_others_do(clears: str) -> None:
+    """Rank 1 leaves after one microbatch without sync; it has run a layer that rank 0 runs later."""
+    plain = Divergent()
+    model: Any = copy.deepcopy(plain)
+    for each in (*model.layers, model):
+        fully_shard(each)
+    optimizers = [Signs(each.parameters()) for each in (model, plain)]
+    ways = [[Way((0, 1))] * 3, [Way((0, 2))]]
+    with Join([model], optimizer=optimizers[0]):
+        for micro, way in enumerate(ways[dist.get_rank()]):
+            model.set_requires_gradient_sync(micro == 2)
+            cast(Any, run_forward(model, way, inputs(0, dist.get_rank(), micro))).backward()
+            if micro == 0 and clears and dist.get_rank() == 0:
+                CLEARING[clears](model, optimizers[0])
+            if micro == 2:
+                optimizers[0].step()
+    for rank, micro in ([] if clears else [(0, 0), (1, 0)]) + [(0, 1), (0, 2)]:
+        (cast(Any, run_forward(plain, ways[rank][micro], inputs(0, rank, micro))) / 2).backward()
+    optimizers[1].step()
+    assert_same(model, plain)
+
+
+class Gate(nn.Module):
+    """Two layers, and a parameter beside them; only some forwards use the second layer and the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) * self.scale if uses_all else x
+
+
+@on_ranks(2, 4)
+def test_sums_over_shards_are_reduced_by_a_backward_that_does_not_use_their_parameters(num_ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = Gate()
+    model: Any = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+    for each in (model.second, model):
+        fully_shard(each, mesh=mesh)
+    torch.manual_seed(dist.get_rank())
+    for uses_all in (True, False):
+        model.set_requires_all_reduce(not uses_all)
+        x = torch.randn(2, 4)
+        for each in (model, plain):
+            each(x, uses_all).sum().backward()
+    average_gradients(plain)
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
     assert_same(model, plain, REORDERED)
