@@ -302,6 +302,12 @@ def _parts(name: str, tensor: torch.Tensor, windows: Windows) -> list[LocalPart]
         return [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
     if isinstance(tensor, DTensor):
         return [LocalPart(_window_of(name, tensor, windows), _own_memory(tensor))]
+    if hasattr(tensor, "global_offsets"):
+        raise ConfigError(
+            f"{name}: found a part of a larger tensor (torch's CheckpointableTensor), expected a DTensor, or a plain tensor "
+            "that is the same on all ranks; give DTensor.from_local(...) in the state, or save it with "
+            "torch.distributed.checkpoint"
+        )
     return [LocalPart(param_slice.box, local_of(param_slice).detach()) for param_slice in slices_of(name, tensor)]
 
 
@@ -358,6 +364,7 @@ class Contents:
     Attributes:
         held, parts: per tensor, in parallel.
         ties: further names of tensors.
+        params: names of parameters of modules.
         buffers: names of plain module buffers that no broadcast makes equal on all ranks.
         values: encoded values; a rank may lack some, but ranks must agree on those that they have.
         known: by name, parts of earlier saves of tensors that have not changed; it is extended, and outlives this
@@ -367,6 +374,7 @@ class Contents:
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     parts: dict[str, list[LocalPart]] = field(default_factory=dict[str, list[LocalPart]])
     ties: dict[str, str] = field(default_factory=dict[str, str])
+    params: list[str] = field(default_factory=list[str])
     buffers: list[str] = field(default_factory=list[str])
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     known: Known = field(default_factory=Known)

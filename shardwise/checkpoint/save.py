@@ -44,7 +44,7 @@ from shardwise.checkpoint.format import (
     sum_of,
     to_bytes,
 )
-from shardwise.checkpoint.state import BufferCheck, Buffers, check_choice, contents_of, together
+from shardwise.checkpoint.state import BufferCheck, Buffers, ParameterCheck, check_choice, contents_of, together
 from shardwise.consistency.agreement import StoreGather, open_store_gather
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.layout import align
@@ -197,6 +197,7 @@ class Draft:
     step: int
     keep: int | None
     buffers: BufferCheck | None = None
+    params: ParameterCheck | None = None
     error: BaseException | None = None
 
 
@@ -318,7 +319,8 @@ class Saver:
                 self._windows = _Windows(contents.held, text, sum_of(text.encode()))
         except BaseException as error:  # the others get it when ranks agree
             return Draft(Contents(), "", "", step, keep, error=error)
-        return Draft(contents, self._windows.text, self._windows.digest, step, keep, check)
+        params = ParameterCheck(contents, self._windows.digest) if self.size > 1 else None
+        return Draft(contents, self._windows.text, self._windows.digest, step, keep, check, params)
 
     def _agree(self, draft: Draft, store_gather: StoreGather) -> Job:
         """Agree on the save and on the writer of each part; create the folder to write into."""
@@ -338,16 +340,19 @@ class Saver:
                 raise draft.error
             assert draft.buffers is not None
             opens = self._open(draft.step, opened) if store_gather.rank == 0 else ""
-            return [opens, draft.digest, draft.buffers.mark, draft.step]
+            marks = draft.params.marks if draft.params is not None else {}
+            return [opens, draft.digest, draft.buffers.mark, draft.step, marks]
 
         reports = together(store_gather, what, begin)
-        steps = [step for *_, step in reports]  # threads of a rank may save in another order
+        steps = [step for *_, step, _ in reports]  # threads of a rank may save in another order
         other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
             raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
         save, digests = SaveId(reports[0][0], draft.step), tuple(str(digest) for _, digest, *_ in reports)
         assert draft.buffers is not None
-        if len({mark for _, _, mark, _ in reports}) > 1 and draft.buffers.settle(
+        if draft.params is not None:
+            draft.params.compare(what, [marks for *_, marks in reports], lambda do: together(store_gather, what, do))
+        if len({mark for _, _, mark, *_ in reports}) > 1 and draft.buffers.settle(
             what, lambda do: together(store_gather, what, do)
         ):
             self._plan = None  # the copy made by the plan has other values

@@ -34,7 +34,7 @@ from shardwise.checkpoint.contents import (
 )
 from shardwise.checkpoint.format import TensorRecord, bytes_of, dtype_of, join, plain, split, sum_of
 from shardwise.consistency.agreement import StoreGather
-from shardwise.consistency.store import digest_of
+from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -168,6 +168,51 @@ class BufferCheck:
             wide = torch.promote_types(part.tensor.dtype, torch.float64)
             mean = torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(part.tensor.dtype)
             self._contents.parts[name] = [LocalPart(part.window, mean.view(part.window.sizes))]
+
+
+# ---- Parameters: a rank that holds the same part as another must have the same values, since one of them writes it.
+
+_SAMPLE_NUMEL = 64
+
+
+class ParameterCheck:
+    """Samples of one rank's parameters, to compare with those of ranks that hold the same parts.
+
+    Values that differ on purpose (columns or experts of each rank in plain tensors) differ everywhere: a few elements show it.
+
+    Attributes:
+        marks: a digest of all samples, by what they are of: ``digest`` of the windows, and the names of whole parameters.
+    """
+
+    def __init__(self, contents: Contents, digest: str) -> None:
+        tensors = {name: part.tensor for name in contents.params for part in contents.parts[name]}
+        samples = [sample_of(tensor, _SAMPLE_NUMEL).contiguous().view(torch.uint8) for tensor in tensors.values()]
+        taken = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *(each.cpu() for each in samples)])
+        texts = (sum_of(bytes_of(each)) for each in taken.split([each.numel() for each in samples]))
+        found = dict(zip(tensors, texts, strict=True))
+        shapes = {name: contents.held[name].shape for name in found}
+        whole_ones = {name: text for name, text in found.items() if tuple(tensors[name].shape) == shapes[name]}
+        self._digests = {digest: found, sum_of(json.dumps(list(whole_ones)).encode()): whole_ones}
+        self.marks = {key: sum_of(json.dumps(each).encode()) for key, each in self._digests.items()}
+
+    def compare(
+        self, what: str, marks: Sequence[Mapping[str, str]], exchange: Callable[[Callable[[], Any]], list[Any]]
+    ) -> None:
+        """Raise CheckpointError on every rank if two ranks with the same part have different values in it."""
+        first: dict[str, tuple[int, str]] = {}
+        for rank, each in enumerate(marks):
+            for key, mark in each.items():
+                other, known = first.setdefault(key, (rank, mark))
+                if mark != known:
+                    reports = exchange(lambda key=key: self._digests.get(key, {}))
+                    names = [name for name, text in reports[other].items() if reports[rank][name] != text]
+                    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                    raise CheckpointError(
+                        f"{what}: parameters differ between ranks that hold the same part of them: {names[0]}{more}; rank "
+                        f"{other} and rank {rank} have different values, and a checkpoint holds one. Give each rank's own a "
+                        "name of its own, make it a part of a DTensor on a mesh of all ranks, or save with group= into a "
+                        "folder of each group"
+                    )
 
 
 # ---- Carriers: each is one entry of the saved state; it names the state and restores it.
@@ -663,6 +708,8 @@ class ModuleCarrier:
             else:
                 is_buffer = id(value) in buffers and type(value) is torch.Tensor
                 contents.add_tensor(full, value, is_lowest=is_buffer)
+                if not is_buffer:
+                    contents.params.append(full)
                 if is_buffer and id(value) not in shared:
                     contents.buffers.append(full)
 
