@@ -31,7 +31,6 @@ from shardwise import (
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import ModelShape
 from shardwise.recipes.gpt import GPT, NUM_BYTES, build_gpt
-from shardwise.recipes.sharding import reduce_to_owners
 
 # ---- The configuration of a benchmark, checked before any process starts.
 
@@ -206,9 +205,9 @@ Sharded = Literal["nothing", "state", "everything"]
 class Contender:
     """One way to train the GPT.
 
-    ``wrap`` gets the model on its device; ``reduce`` is called between backward and step; ``refusal(ranks, backend)``
-    returns why this cannot run there, or None.  ``sharded``: what is sharded over ranks.  ``dtype`` is that of the
-    computation, and decides how closely losses must agree.
+    ``wrap`` gets the model on its device; ``refusal(ranks, backend)`` returns why this cannot run there, or None.
+    ``sharded``: what is sharded over ranks.  ``dtype`` is that of the computation, and decides how closely losses must
+    agree.
     """
 
     name: str
@@ -216,7 +215,6 @@ class Contender:
     sharded: Sharded
     wrap: Callable[[GPT, Setup], nn.Module]
     build_optimizer: Callable[[nn.Module], Optimizer]
-    reduce: Callable[[Optimizer], None] = lambda optimizer: None
     dtype: Literal["fp32", "bf16"] = "fp32"
     transport: Transport = "auto"
     refusal: Callable[[int, str], str | None] = lambda ranks, backend: None
@@ -257,6 +255,10 @@ def _shard_hybrid(model: GPT, setup: Setup) -> nn.Module:
 
 def _shard_recommended(model: GPT, setup: Setup, dtype: torch.dtype | None = None) -> nn.Module:
     return shard_model(model, mesh=setup.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+
+
+def _zero2(model: GPT, setup: Setup) -> nn.Module:
+    return shard_model(model, strategy="zero2", mesh=setup.mesh)
 
 
 def _replicate_blocks(model: GPT, setup: Setup) -> nn.Module:
@@ -309,7 +311,7 @@ _ddp_views = partial(_ddp, has_views=True)
 _FULL = Contender("shardwise full", "shardwise", "everything", _shard_blocks, adamw)
 _RECOMMENDED = Contender("shardwise recommended", "shardwise", "everything", _shard_recommended, _recommended_adamw)
 _ZERO_1 = Contender("shardwise ZeRO-1", "shardwise", "state", _ddp_views, _zero_adamw)
-_ZERO_2 = Contender("shardwise ZeRO-2", "shardwise", "state", _plain, _zero_adamw, reduce=reduce_to_owners)
+_ZERO_2 = Contender("shardwise ZeRO-2", "shardwise", "state", _zero2, adamw)
 
 _ALL = (
     Contender("local", "local", "nothing", _plain, adamw),
@@ -338,7 +340,7 @@ _ALL = (
     _ZERO_1,
     replace(_ZERO_1, name="shardwise ZeRO-1 + fused", build_optimizer=_fused_zero_adamw),
     _ZERO_2,
-    replace(_ZERO_2, name="shardwise ZeRO-2 + fused", build_optimizer=_fused_zero_adamw),
+    replace(_ZERO_2, name="shardwise ZeRO-2 + fused", build_optimizer=_fused_adamw),
 )
 CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.name: contender for contender in _ALL})
 

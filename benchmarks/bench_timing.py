@@ -226,7 +226,6 @@ def take_step(trained: Trained, setup: Setup) -> Tensor:
     """Train on this rank's batch once; return the loss before the update.  Shape of the result: ().  Collective."""
     loss = next_byte_loss(trained.model, setup.tokens[:, :-1], setup.tokens[:, 1:])
     loss.backward()
-    trained.contender.reduce(trained.optimizer)
     trained.optimizer.step()
     trained.optimizer.zero_grad()
     return loss.detach()

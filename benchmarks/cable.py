@@ -103,17 +103,10 @@ def _gathered_ahead(num_bytes: int) -> Callable[[GPT, Setup], nn.Module]:
     return wrap
 
 
-def _overlapped_zero(model: nn.Module) -> Optimizer:
-    overlap = {"overlap_grad_reduce": not isinstance(model, DDP), "overlap_param_gather": True}
-    return ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", lr=LR, **overlap)
-
-
 def _zero_in_backward(model: nn.Module) -> Optimizer:
-    zero = ZeroRedundancyOptimizer(
-        model.parameters(), AdamW, partition="even", overlap_with_ddp=True, overlap_param_gather=True, lr=LR
-    )
+    zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="even", overlap_with_ddp=True, lr=LR)
     assert isinstance(model, DDP)
-    model.register_comm_hook(None, hook_with_zero_step(None, model, zero, reduce="owner"))
+    model.register_comm_hook(None, hook_with_zero_step(None, model, zero))
     return zero
 
 
@@ -132,11 +125,9 @@ def _contenders() -> dict[str, Contender]:
     )  # fmt: skip
     found = {name: CONTENDERS[name] for name in chosen}
     recommended, replicated = found["shardwise recommended"], found["shardwise replicate"]
-    zero_1, zero_2 = found["shardwise ZeRO-1"], found["shardwise ZeRO-2"]
+    zero_1 = found["shardwise ZeRO-1"]
     for each in (
-        replace(zero_1, name="shardwise ZeRO-1 overlapped", build_optimizer=_overlapped_zero),
         replace(zero_1, name="shardwise ZeRO-1 in backward", build_optimizer=_zero_in_backward),
-        replace(zero_2, name="shardwise ZeRO-2 overlapped", build_optimizer=_overlapped_zero),
         replace(recommended, name="shardwise recommended ahead", wrap=_gathered_ahead(0)),
         replace(recommended, name="shardwise recommended far ahead", wrap=_gathered_ahead(1 << 40)),
         replace(recommended, name=_FLAT, transport="gloo"),

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import ZeroRedundancyOptimizer, shard_model
+from shardwise import shard_model
 from shardwise.planner.advice import evaluate, step_under
 from shardwise.planner.dry_run import DryRun, TensorSplit, dry_run
 from shardwise.planner.hardware import HARDWARE, Hardware
@@ -154,12 +154,7 @@ class Job:
         self.model = (
             shard_tied(case, plain, mesh) if case.model == "tied" else self.strategy.wrap(plain, self.config, mesh)
         )
-        # ZeRO sends runs of parameters in its own order: one group, as in the code that a plan prints, not matrices first.
-        self.optimizer = (
-            ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, partition="even", fused=True)
-            if setting.strategy == "gradients"
-            else self.strategy.build_optimizer(self.model, self.config)
-        )
+        self.optimizer = self.strategy.build_optimizer(self.model, self.config)
         # Nothing is learned: from one batch again and again a model makes denormals within some steps, with which products
         # take up to ten times as long.
         for group in self.optimizer.param_groups:
@@ -171,7 +166,6 @@ class Job:
                 with self.strategy.precision(self.config, torch.device("cpu")):
                     loss = loss_of(self.model, inputs, targets)
                 loss.backward()
-        self.strategy.reduce(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

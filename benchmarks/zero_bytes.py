@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from over_ranks import Knob, measure_over_ranks
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise import shard_model
+from shardwise.torch_private import local_of
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
@@ -47,24 +50,24 @@ class CountBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_step(make: Callable[[DDP], tuple[Any, bool]], width: int, num_steps: int = 4) -> dict[str, Any]:
+def count_step(make: Callable[[Any], tuple[Any, bool]], width: int, num_steps: int = 4) -> dict[str, Any]:
     """Train a small model; return the units of the last step per operator, and bytes of optimizer state held."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(6)])
-    ddp = DDP(model, bucket_cap_mb=1)
-    optimizer, steps_itself = make(ddp)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    trained = model if make is ours_zero2 else DDP(model, bucket_cap_mb=1)
+    optimizer, steps_itself = make(trained)
     counter = CountBytes()
     for _ in range(num_steps):
         counter = CountBytes()
         with counter:
-            ddp.zero_grad()
-            ddp(torch.randn(2, width)).square().mean().backward()
+            trained.zero_grad()
+            trained(torch.randn(2, width)).square().mean().backward()
             if not steps_itself:
                 optimizer.step()
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     local = getattr(optimizer, "optim", optimizer)
     state_bytes = sum(
-        value.numel() * value.element_size()
+        local_of(value).numel() * value.element_size()
         for values in local.state.values()
         for value in values.values()
         if isinstance(value, torch.Tensor)
@@ -86,23 +89,30 @@ def ours_after(ddp: DDP) -> tuple[Any, bool]:
     return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3), False
 
 
-def ours_owner(ddp: DDP) -> tuple[Any, bool]:
-    """Gradients only to their owners, stepping at the end of backward."""
+def ours_in_backward(ddp: DDP) -> tuple[Any, bool]:
+    """DDP's all-reduce, stepping at the end of backward."""
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3)
-    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero, reduce="owner"))
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
     return zero, True
 
 
-def ours_owner_even(ddp: DDP) -> tuple[Any, bool]:
+def ours_interleaved(ddp: DDP) -> tuple[Any, bool]:
     """The same, interleaved, with the even partition."""
     zero = ZeroRedundancyOptimizer(
         ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, partition="even", lr=1e-3
     )
-    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(None, ddp, zero, reduce="owner"))
+    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(None, ddp, zero))
     return zero, True
 
 
-WAYS = {way.__name__: way for way in (torch_zero, ours_after, ours_owner, ours_owner_even)}
+def ours_zero2(model: nn.Module) -> tuple[Any, bool]:
+    """ZeRO-2: parameters gathered once, gradients reduce-scattered, by the operators of torch's backend."""
+    sharded = shard_model(model, strategy="zero2", min_unit_bytes=0)
+    sharded.set_transport("collective")
+    return torch.optim.AdamW(model.parameters(), lr=1e-3), False
+
+
+WAYS = {way.__name__: way for way in (torch_zero, ours_after, ours_in_backward, ours_interleaved, ours_zero2)}
 
 
 def count_all(width: int) -> dict[str, dict[str, Any]]:

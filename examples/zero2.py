@@ -1,4 +1,4 @@
-"""ZeRO-2: whole parameters, gradients and optimizer state shared out; clipped, saved, loaded.
+"""ZeRO-2: parameters gathered once per step, gradients and optimizer state sharded; clipped, saved, loaded.
 
 torchrun --nproc-per-node 2 examples/zero2.py
 """
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import ZeroRedundancyOptimizer
+from shardwise import clip_grad_norm_, shard_model
 from shardwise.checkpoint import finish, load, save
 
 
@@ -19,7 +19,8 @@ def main(folder: str | None = None, steps: int = 50, width: int = 64) -> list[fl
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, 1)).to(device)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition="even", lr=1e-3)
+    shard_model(model, strategy="zero2", min_unit_bytes=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
     if folder is None:  # a folder that all ranks see: rank 0 says which
         names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -30,9 +31,8 @@ def main(folder: str | None = None, steps: int = 50, width: int = 64) -> list[fl
     for step in range(1, steps + 1):
         x = torch.randn(32, width, generator=data).to(device)
         loss = (model(x) - x.mean(1, keepdim=True)).square().mean()
-        loss.backward()  # no DistributedDataParallel around the model
-        optimizer.reduce_gradients()  # averaged, each on its owner; the others are freed
-        optimizer.clip_grad_norm_(1.0)
+        loss.backward()  # gradients are averaged, and every rank keeps its part
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

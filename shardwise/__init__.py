@@ -36,6 +36,7 @@ from shardwise.fsdp.compression_report import CodedTraffic, CompressionState, Un
 from shardwise.fsdp.init_parameters import init_parameters
 from shardwise.fsdp.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle, get_cls_to_fsdp_cls, policy
+from shardwise.fsdp.placements import Placements
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import shard_model
 from shardwise.fsdp.trace import Span, Trace, trace
@@ -74,6 +75,7 @@ __all__ = [
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Placements",
     "Plan",
     "RankError",
     "RejectedStep",

@@ -851,35 +851,6 @@ def tensor_without_memory(kind: type[_Kind], like: torch.Tensor, dtype: torch.dt
     return torch.Tensor._make_wrapper_subclass(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)  # pyright: ignore[reportReturnType]
 
 
-@functools.cache
-def unscale_op() -> Any:
-    """Return the operator by which ``GradScaler`` unscales gradients and detects non-finite values."""
-    return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-
-@functools.cache
-def copying_ops() -> frozenset[Any]:
-    """Return the operators that preserve a tensor's values: detach, clone, another dtype or device."""
-    aten = torch.ops.aten
-    return frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default})
-
-
-@functools.cache
-def elementwise_ops() -> frozenset[Any]:
-    """Return operators that change each element of one or several tensors in place, independent of other elements."""
-    aten = torch.ops.aten
-    names = ("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar", "clamp_.default", "clamp_min_.default")
-    names += ("clamp_max_.default", "neg_.default", "zero_.default", "nan_to_num_.default")
-    names += ("_foreach_mul_.Scalar", "_foreach_div_.Scalar", "_foreach_clamp_min_.Scalar")
-    names += ("_foreach_clamp_max_.Scalar", "_foreach_neg_.default", "_foreach_zero_.default")
-    return frozenset(functools.reduce(getattr, name.split("."), aten) for name in names)
-
-
-def is_accumulation(func: Any) -> bool:
-    """Return True if ``func`` is the operator by which a running backward adds to an existing gradient."""
-    return func is torch.ops.aten.add_.Tensor and graph_task_id() != -1
-
-
 def add_all(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
     """Add each addend to its target, in place, in one call."""
     torch._foreach_add_(list(targets), list(addends))

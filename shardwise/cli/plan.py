@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.formatting import format_size
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import HARDWARE, hardware_json, read_hardware, with_hosts
-from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, STRATEGIES
+from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, SHARDING, STRATEGIES
 from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
 from shardwise.recipes.memory import planned_model
@@ -130,7 +130,7 @@ def _train_command(arguments: argparse.Namespace, found: Plan) -> str:
     setting = found.best.setting
     words = [f"--model {preset} --context {arguments.seq} --shard {setting.strategy} --nproc {arguments.ranks}"]
     words.append(f"--batch {arguments.batch * setting.ranks * setting.accumulate} --dtype {setting.precision}")
-    if setting.strategy in ("full", "hybrid"):
+    if setting.strategy in SHARDING:
         whole = -(-4 * found.num_parameters >> 20) << 20  # of fp32 parameters, in MiB: then all blocks are one unit
         size = whole if setting.min_unit_bytes >= ONE_UNIT else setting.min_unit_bytes
         words.append(f"--min-unit-bytes {format_size(size)}")

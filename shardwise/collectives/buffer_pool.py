@@ -96,15 +96,6 @@ def suballocate_all(flat: torch.Tensor, places: Sequence[tuple[int, tuple[int, .
     return found
 
 
-def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one 1-D tensor over ``tensors``, which are contiguous in memory; it keeps them alive.
-
-    They may have their own storages, and may come from several allocations.
-    """
-    real = [tensor for tensor in tensors if tensor.numel()] or tensors[:1]
-    return join_from(real[0], sum(tensor.numel() for tensor in real), tuple(tensors))
-
-
 def join_from(first: torch.Tensor, numel: int, keep: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a 1-D tensor of ``numel`` elements from the start of ``first``; it keeps ``keep``, the owners of that memory."""
     if not numel or first.device.type == "meta":

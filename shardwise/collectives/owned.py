@@ -1,4 +1,4 @@
-"""Transfers between owners and the other ranks: parameters out, gradients in, states to one rank.
+"""Transfers between owners and the other ranks: parameters out, states to one rank.
 
 ZeroRedundancyOptimizer calls ``torch.distributed`` in this file only, and looks collectives up when it calls them.
 Every function issues its calls in an order that depends on its arguments alone.
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer, are_neighbours, join
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.consistency.process_groups import as_sent, await_collective, closed_to, group_of, outlast, wait_all
 from shardwise.errors import DesyncError
@@ -181,24 +180,12 @@ PATIENCE_S = 1.0  # seconds to wait before checking whether another rank has rep
 _Object = TypeVar("_Object")
 
 
-class BufferOffset(NamedTuple):
-    """The planned place of a tensor: index of a buffer, and offset in it in elements; the same on every rank."""
-
-    buffer: int
-    offset: int
-
-
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A 1-D contiguous tensor whose values are valid on group rank ``owner``.
-
-    ``place`` None: it lies in memory as it does on every other rank.  Memory may lie differently on one rank (user code
-    kept the old memory alive there); then places decide which tensors share a call, and that rank packs.
-    """
+    """A 1-D contiguous tensor whose values are valid on group rank ``owner``."""
 
     owner: int
     tensor: torch.Tensor
-    place: BufferOffset | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,24 +219,21 @@ class BroadcastHandle:
 
 
 def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
-    """Combine tensors into few broadcasts: neighbours in memory share one in-place call, small ones are packed per owner.
+    """Combine tensors into few broadcasts: large ones are sent in place, small ones are packed per owner.
 
     The order depends only on the order, owners, sizes, dtypes and devices of ``owned``.  It alternates owners, so that
     all ranks send at the same time.
     """
     packs: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
     calls: list[Broadcast] = []
-    for items in _neighbours(owned):
-        owner, first = items[0].owner, items[0].tensor
-        tensors = _as_one([item.tensor for item in items])
-        num_bytes = sum(tensor.numel() for tensor in tensors) * first.element_size()
-        if num_bytes >= PACK_BELOW_BYTES:
-            calls.append(Broadcast(owner, tensors))
+    for owner, tensor in ((item.owner, item.tensor) for item in owned if item.tensor.numel()):
+        if tensor.nbytes >= PACK_BELOW_BYTES:
+            calls.append(Broadcast(owner, (tensor,)))
             continue
-        key = (owner, first.dtype, first.device)
+        key = (owner, tensor.dtype, tensor.device)
         pack = packs.setdefault(key, [])
-        pack.extend(tensors)
-        if sum(tensor.numel() * tensor.element_size() for tensor in pack) >= PACK_UPTO_BYTES:
+        pack.append(tensor)
+        if sum(each.nbytes for each in pack) >= PACK_UPTO_BYTES:
             calls.append(Broadcast(owner, tuple(packs.pop(key))))
     calls.extend(Broadcast(owner, tuple(pack)) for (owner, _, _), pack in packs.items())
     return _alternate(calls)
@@ -282,75 +266,6 @@ def _launch_all(calls: Sequence[Broadcast], agreement: GroupAgreement, what: str
         assert work is not None
         launched.append(BroadcastHandle(call, buffer, work, agreement, what))
     return launched
-
-
-@dataclass(slots=True)
-class ReduceHandle:
-    """A launched reduction of gradients to their owners; ``wait`` returns the averages of this rank's gradients.
-
-    ``sizes``: number of elements of each of them.
-    """
-
-    received: torch.Tensor
-    sizes: tuple[int, ...]
-    work: dist.Work | None
-    agreement: GroupAgreement
-    what: str
-    pooled_buffers: tuple[PooledBuffer, ...] = ()
-
-    @property
-    def is_done(self) -> bool:
-        """True if :meth:`wait` will not block."""
-        return self.work is None or self.work.is_completed()
-
-    def wait(self) -> torch.Tensor:
-        """Return the averages of this rank's slices, concatenated in launch order in a new 1-D tensor.
-
-        Sums are in rank order, so that runs repeat bitwise.
-        """
-        if self.work is not None:
-            wait_for(self.work, self.agreement, self.what, self.received.device)
-        rows = self.received.view(self.agreement.size, sum(self.sizes))
-        total = rows[0].clone() if len(rows) == 1 else rows[0] + rows[1]
-        for row in rows[2:]:
-            total += row
-        total /= self.agreement.size
-        for pooled in self.pooled_buffers:
-            pooled.release()
-        return total
-
-
-def reduce_to_owners(owned: Sequence[Owned], agreement: GroupAgreement, what: str, pool: BufferPool) -> ReduceHandle:
-    """Send each tensor to its owner in one all-to-all; all are 1-D, of one dtype, on the device of ``pool``.
-
-    Every rank sends all but its own slices once; an all-reduce sends twice that.  Until ``wait``, ``pool`` provides
-    memory for the tensors twice: once to send and once to receive.
-    """
-    num_bytes = sum(item.tensor.numel() * item.tensor.element_size() for item in owned)
-    with span(agreement.track.name, "reduction", what, num_bytes):
-        return _launch_reduce(owned, agreement, what, pool)
-
-
-def _launch_reduce(owned: Sequence[Owned], agreement: GroupAgreement, what: str, pool: BufferPool) -> ReduceHandle:
-    per_owner: list[list[torch.Tensor]] = [[] for _ in range(agreement.size)]
-    for item in owned:
-        per_owner[item.owner].append(item.tensor)
-    dtype = owned[0].tensor.dtype
-    pooled = pool.acquire(sum(item.tensor.numel() for item in owned) * dtype.itemsize)
-    sent = torch.cat([tensor for tensors in per_owner for tensor in tensors], out=pooled.tensor(dtype))
-    sizes = tuple(tensor.numel() for tensor in per_owner[agreement.rank])
-    if agreement.size == 1:
-        return ReduceHandle(sent, sizes, None, agreement, what, (pooled,))
-    other = pool.acquire(sum(sizes) * agreement.size * dtype.itemsize)
-    received = other.tensor(dtype)
-    if agreement.track.note("reduction", what, sent):
-        return ReduceHandle(received.zero_(), sizes, None, agreement, what, (pooled, other))
-    splits = [sum(tensor.numel() for tensor in tensors) for tensors in per_owner]
-    with _explaining(agreement, what):
-        work = dist.all_to_all_single(
-            received, sent, [sum(sizes)] * agreement.size, splits, group=agreement.group, async_op=True
-        )
-    return ReduceHandle(received, sizes, work, agreement, what, (pooled, other))
 
 
 def wait_for(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.device) -> None:
@@ -462,33 +377,6 @@ def ranks_that_are(flag: bool, agreement: GroupAgreement, device: torch.device, 
         with _explaining(agreement, what):
             await_collective(dist.all_reduce(flags, group=agreement.group, async_op=True), agreement.group)
     return [rank for rank, value in enumerate(flags.tolist()) if value]
-
-
-def _neighbours(owned: Iterable[Owned]) -> list[list[Owned]]:
-    groups: list[list[Owned]] = []
-    for item in owned:
-        if not item.tensor.numel():
-            continue
-        if groups and _follows(groups[-1][-1], item):
-            groups[-1].append(item)
-        else:
-            groups.append([item])
-    return groups
-
-
-def _follows(left: Owned, right: Owned) -> bool:
-    if left.owner != right.owner or left.tensor.dtype != right.tensor.dtype:
-        return False
-    if left.place is not None and right.place is not None:
-        return right.place == BufferOffset(left.place.buffer, left.place.offset + left.tensor.numel())
-    return left.place is right.place and are_neighbours([left.tensor, right.tensor])
-
-
-def _as_one(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return one tensor over all ``tensors`` if they are neighbours in memory, else the tensors themselves."""
-    if len(tensors) > 1 and are_neighbours(tensors):
-        return (join(tensors),)
-    return tuple(tensors)
 
 
 def _alternate(calls: Sequence[Broadcast]) -> tuple[Broadcast, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -30,6 +31,7 @@ from shardwise.fsdp.engine import engine_of
 from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
 from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, names_of
 from shardwise.fsdp.module import FSDPModule, mix_in
+from shardwise.fsdp.placements import Placements
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 from shardwise.fsdp.roots import Attachment, attachment_of, is_managed_by_torch, provisional_engine, share_streams
 from shardwise.fsdp.unit import Unit
@@ -186,11 +188,39 @@ def resolve_reshard(value: Any, num_shards: int) -> bool | int:
     return True if value == num_shards else value
 
 
+def _place_axes(
+    row: Placements, axes: MeshAxes, reshard_after_forward: bool | int | None
+) -> tuple[MeshAxes, bool | int | None]:
+    """Return the axes, and ``reshard_after_forward``, by which units are placed as ``row`` says.
+
+    Raises: ConfigError for a mesh or a ``reshard_after_forward`` that ``row`` has not, or if it shards nothing.
+    """
+    mesh, name = axes.mesh, row.strategy
+    if "sharded" not in row.optimizer:
+        raise ConfigError(
+            f"{name} shards no parameter: call shard_model(model, strategy={name!r}), or replicate(model)"
+        )
+    if axes.dims is not None or mesh.ndim != len(row.optimizer):
+        raise ConfigError(
+            f"{name} takes a mesh of {len(row.optimizer)} data-parallel axes, without dp_mesh_dims, found {mesh}"
+        )
+    sharded = [axis for axis, each in enumerate(row.optimizer) if each == "sharded"]
+    kept = math.prod(mesh.size(axis) for axis in sharded if row.parameter[axis] == "sharded")
+    if kept == math.prod(map(mesh.size, sharded)):
+        return axes, reshard_after_forward
+    if reshard_after_forward is not None:
+        raise ConfigError(f"{name} says what is kept after forward: leave out reshard_after_forward")
+    if len(sharded) > 1:
+        axes = MeshAxes(torch_private.flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ())), shard_mesh_dim=0)
+    return axes, False if kept == 1 else kept
+
+
 @overload
 def fully_shard(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = ...,
+    placements: Placements | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
@@ -207,6 +237,7 @@ def fully_shard(
     module: list[nn.Module],
     *,
     mesh: DeviceMesh | None = ...,
+    placements: Placements | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
@@ -223,6 +254,7 @@ def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
@@ -243,6 +275,7 @@ def fully_shard(
         module: the module, or several that form one unit.
         mesh: 1-D: shard over it.  2-D with names: replicate over the first axis, shard over the second (HSDP).  None: all
             ranks; without a process group a group of one rank is made.
+        placements: the strategy, a row of the table of :class:`Placements`; None: ZeRO-3 on a 1-D mesh, HSDP on a 2-D one.
         reshard_after_forward: True: free full parameters after forward and gather them again in backward.  False: keep
             them.  An int: keep shards over that many ranks.  None: True, but False for the root.
         shard_placement_fn: maps a parameter to None, a ``Shard(dim)``, or a :class:`ShardPlacementResult` on another mesh.
@@ -275,6 +308,8 @@ def fully_shard(
     check_modules(modules, "fully_shard")
     mesh = mesh if mesh is not None else default_mesh()
     axes = axes_of(mesh, dp_mesh_dims)
+    if placements is not None:
+        axes, reshard_after_forward = _place_axes(placements, axes, reshard_after_forward)
     if axes.shard_mesh_dim is None:
         reshard: bool | int | None = False
     else:

@@ -1,4 +1,4 @@
-"""Clip gradients on different meshes, or on none, by their total norm; gradients that are averaged to their owners."""
+"""Clip gradients on different meshes, or on none, by their total norm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,201 +15,6 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate
 from shardwise import torch_private
 from shardwise.collectives.owned import sum_of
 from shardwise.errors import ConfigError, StateError
-
-# ---- ``.grad`` after gradients were averaged to their owners.
-# Each rank has the average of its own elements only.  With a plain tensor in ``.grad``, a norm or a test for infinite values
-# would use one rank's part and differ between ranks, and code would skip a parameter whose gradient is missing.  So every rank
-# has a tensor of the parameter's shape that supports elementwise operations and refuses those that need all ranks.
-
-# pyright: reportIncompatibleMethodOverride=false
-
-
-class GradientOwner(Protocol):
-    """The optimizer that averaged gradients, over whose ranks they are partitioned."""
-
-    def sum_over_ranks(self, value: torch.Tensor, is_max: bool = False) -> torch.Tensor:
-        """Return the sum (or maximum) of ``value`` over the ranks, the same bits on each.  Collective."""
-        ...
-
-    def report_failure(self, text: str) -> None:
-        """Report a failure to ranks that wait for this rank only (in Join)."""
-        ...
-
-
-class OwnedGradient(torch.Tensor):
-    """The average of a parameter's gradients over ranks, of which this rank has ``parts``.
-
-    On a rank that owns the whole parameter it is an ordinary tensor: code may read, save, pickle and copy it.  On other ranks
-    it has no memory.  In-place operations with numbers (``mul_(0.5)``, ``clamp_(-1, 1)``, ``clip_grad_value_``) change the
-    parts of every rank.  ``GradScaler`` may unscale it, and all ranks agree on infinite values.  Norms, sums and the like
-    raise StateError on every rank; see :func:`shardwise.clip_grad_norm_`.
-
-    Attributes:
-        parts: this rank's elements.
-        fresh: the gradient of a later backward, which is not averaged and added yet; None if there is none.
-        is_whole: this rank owns the whole parameter.
-        is_spent: a step in backward has used the gradient, which may only be read now.
-        is_sent: its average is being computed.
-        owner_ref: weak reference to the optimizer that averaged it.
-    """
-
-    parts: tuple[torch.Tensor, ...]
-    fresh: torch.Tensor | None
-    is_whole: bool
-    is_spent: bool
-    is_sent: bool
-    owner_ref: Callable[[], GradientOwner | None]
-
-    @property
-    def owner(self) -> GradientOwner:
-        """The optimizer that averaged it.  Raises: StateError if that was deleted."""
-        owner = self.owner_ref()
-        if owner is None:
-            raise StateError("the optimizer that averaged this gradient is gone; keep it as long as its gradients")
-        return owner
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func in _COMPARISONS:
-            args = [_readable(arg) for arg in args]
-        if func is torch.Tensor.is_pinned:
-            return args[0].is_whole and args[0].parts[0].is_pinned()
-        with torch_private.without_torch_function():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        first, others, options = args[0], args[1:], kwargs or {}
-        if func is torch_private.unscale_op():
-            return _unscale(func, first, *others)
-        gradients = list(first) if isinstance(first, list | tuple) else [first]
-        if not any(isinstance(other, torch.Tensor | list | tuple) for other in (*others, *options.values())):
-            if func in torch_private.copying_ops() and isinstance(first, OwnedGradient):
-                return first.changed(lambda part: func(part, **options), options.get("dtype", first.dtype))
-            if func in torch_private.elementwise_ops():
-                parts = _parts(gradients)
-                if isinstance(first, OwnedGradient):
-                    for part in parts:
-                        func(part, *others, **options)
-                elif parts:
-                    func(parts, *others, **options)
-                return first
-        elif torch_private.is_accumulation(func) and isinstance(first, OwnedGradient):
-            first.fresh = others[0] if first.fresh is None else first.fresh + others[0]
-            return first
-        # The error below ends a running backward, and in Join other ranks may wait for messages that it would send.
-        if torch_private.graph_task_id() != -1:
-            for owner in (each.owner_ref() for each in (*gradients, *others) if isinstance(each, OwnedGradient)):
-                if owner is not None:
-                    owner.report_failure(
-                        f"{func} in backward found gradients that were averaged to their owners before"
-                    )
-        refuse(str(func))
-
-    def usable_parts(self) -> tuple[torch.Tensor, ...]:
-        """Return ``parts``.  Raises: StateError if they are not the whole gradient, or a step has used them."""
-        if self.is_spent:
-            raise StateError(
-                "the step that used these gradients was made in backward (overlap_with_ddp=True), so that they cannot be "
-                "clipped or used again; make the optimizer without overlap, or change gradients in the communication hook"
-            )
-        if self.is_sent:
-            raise StateError(
-                f"gradients (here of shape {tuple(self.shape)}) are on their way to their owners, where backward has sent them "
-                "(overlap_grad_reduce=True); call reduce_gradients() before they are read, clipped or stepped on"
-            )
-        if self.fresh is not None:
-            raise StateError(
-                f"a backward ran after gradients (here of shape {tuple(self.shape)}) were averaged to their owners; "
-                "call reduce_gradients() again, which adds it, or zero_grad() before the backward"
-            )
-        return self.parts
-
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> OwnedGradient:
-        """Return a copy of the gradient with ``change`` applied to each part."""
-        if self.fresh is not None:
-            refuse("a copy")
-        found = make_owned(self, [change(part) for part in self.parts], self.is_whole, self.owner_ref, dtype)
-        found.is_spent = self.is_spent
-        return found
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array on the same memory.  Raises: StateError unless this rank owns all of them."""
-        return _readable(self).numpy(force=force)
-
-    def tolist(self) -> Any:
-        """Return the values as lists.  Raises: StateError unless this rank owns all of them."""
-        return _readable(self).tolist()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _readable(self).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedGradient:
-        memo[id(self)] = found = self.changed(torch.Tensor.clone, self.dtype)
-        return found
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        held = "all" if self.is_whole else sum(part.numel() for part in self.parts)
-        return f"OwnedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, elements on this rank: {held})"
-
-
-def make_owned(
-    param: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    is_whole: bool,
-    owner_ref: Callable[[], GradientOwner | None],
-    dtype: torch.dtype,
-) -> OwnedGradient:
-    """Return the averaged gradient of ``param`` with ``parts`` of this rank; if ``is_whole``, one part of its shape."""
-    if is_whole:
-        found = parts[0].as_subclass(OwnedGradient)
-    else:
-        found = torch_private.tensor_without_memory(OwnedGradient, param, dtype)
-    found.parts, found.is_whole, found.owner_ref = tuple(parts), is_whole, owner_ref
-    found.fresh, found.is_spent, found.is_sent = None, False, False
-    return found
-
-
-def refuse(what: str) -> NoReturn:
-    """Raise StateError about operation ``what``."""
-    raise StateError(
-        f"{what}: gradients have been averaged to their owners, so this rank has only a part of them, and the result would "
-        "differ between ranks. To clip by the total norm, or to measure it, call optimizer.clip_grad_norm_(max_norm) "
-        "of the ZeroRedundancyOptimizer or shardwise.clip_grad_norm_(parameters, max_norm), on every rank; "
-        "before a backward that should not accumulate, call zero_grad()"
-    )
-
-
-def _parts(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for gradient in gradients:
-        found.extend(gradient.usable_parts() if isinstance(gradient, OwnedGradient) else [gradient])
-    return found
-
-
-def _unscale(
-    func: Any, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
-) -> None:
-    """Unscale this rank's parts; all ranks agree on whether a value is not finite, so that all or none of them step."""
-    parts = _parts(gradients)
-    if parts:
-        func(parts, found_inf, inverse_scale)
-    owners = {id(g.owner): g.owner for g in gradients if isinstance(g, OwnedGradient)}
-    for owner in owners.values():
-        found_inf.copy_(owner.sum_over_ranks(found_inf.clone(), is_max=True))
-
-
-def _readable(value: Any) -> Any:
-    if not isinstance(value, OwnedGradient):
-        return value
-    if not value.is_whole or value.fresh is not None or value.is_sent:
-        refuse("reading")
-    return value.parts[0]
-
-
-_COMPARISONS = (torch.equal, torch.isclose, torch.allclose, torch.Tensor.equal, torch.Tensor.isclose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +121,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``, and return the norm before.
 
-    It takes DTensors on any meshes, plain parameters (which must have equal gradients on all ranks), and gradients that
-    ``ZeroRedundancyOptimizer.reduce_gradients()`` has averaged to their owners.  If the meshes together span all ranks, or
-    there is one 1-D mesh, or all gradients have owners, the only communication is one all-reduce of one number.
+    It takes DTensors on any meshes and plain parameters (which must have equal gradients on all ranks).  If the meshes
+    together span all ranks, or there is one 1-D mesh, the only communication is one all-reduce of one number.
 
     Args:
         parameters: parameters whose ``.grad`` counts; those without a gradient are skipped.
@@ -340,28 +144,15 @@ def clip_grad_norm_(
     limit = Limit(max_norm, norm_type, error_if_nonfinite)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with clipping(params, clip_grad_norm_, max_norm, norm_type, error_if_nonfinite):
-        gradients = [param.grad for param in params if param.grad is not None]
-        parts = [part_of(gradient) for gradient in gradients if not isinstance(gradient, OwnedGradient)]
-        return clip_parts(parts, [gradient for gradient in gradients if isinstance(gradient, OwnedGradient)], limit)
+        return clip_parts([part_of(param.grad) for param in params if param.grad is not None], limit)
 
 
-def clip_parts(parts: Sequence[Part], owned: Sequence[OwnedGradient], limit: Limit) -> torch.Tensor:
-    """Do the same as :func:`clip_grad_norm_` for parts of gradients and for gradients with owners."""
-    tensors = [part.local for part in parts] + [part for gradient in owned for part in gradient.usable_parts()]
-    if not parts and not owned:
+def clip_parts(parts: Sequence[Part], limit: Limit) -> torch.Tensor:
+    """Do the same as :func:`clip_grad_norm_` for parts of gradients."""
+    if not parts:
         return torch.tensor(0.0, device=torch.get_default_device())
-    power = _power_over_ranks(parts, limit, (parts[0].local if parts else owned[0]).device)
-    for owner, gradients in _by_owner(owned):
-        mine = limit.power([part for g in gradients for part in g.usable_parts()], power.device)
-        power = limit.plus(power, owner.sum_over_ranks(mine, limit.is_max))
-    return limit.hold(power, tensors, [gradient.dtype for gradient in (*(part.local for part in parts), *owned)])
-
-
-def _by_owner(owned: Iterable[OwnedGradient]) -> list[tuple[GradientOwner, list[OwnedGradient]]]:
-    found: dict[int, tuple[GradientOwner, list[OwnedGradient]]] = {}
-    for gradient in owned:
-        found.setdefault(id(gradient.owner), (gradient.owner, []))[1].append(gradient)
-    return list(found.values())
+    tensors = [part.local for part in parts]
+    return limit.hold(_power_over_ranks(parts, limit, tensors[0].device), tensors, [each.dtype for each in tensors])
 
 
 def part_of(gradient: torch.Tensor) -> Part:

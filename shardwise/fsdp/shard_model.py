@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -15,10 +15,11 @@ from shardwise import torch_private
 from shardwise.arguments import explains_arguments, ids_of_ignored
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.api import check_modules, default_mesh, describe_units, fully_shard
+from shardwise.fsdp.api import check_modules, default_mesh, describe_units, fully_shard, replicate
 from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
 from shardwise.fsdp.mesh import DataParallelMeshDims
 from shardwise.fsdp.module import FSDPModule
+from shardwise.fsdp.placements import Placements, row_of
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, precision_from
 from shardwise.fsdp.roots import attachment_of
 from shardwise.observe import say
@@ -127,6 +128,7 @@ def _structure(module: nn.Module) -> Hashable:
 def shard_model(
     model: nn.Module,
     *,
+    strategy: str | Placements | None = None,
     min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -156,6 +158,9 @@ def shard_model(
 
     Args:
         model: the root module; only parameters of inner units may be sharded already.
+        strategy: "zero3", "zero2", "hsdp" or "hfsdp": how parameters, gradients and optimizer state are placed on ``mesh``, see
+            :class:`Placements`.  "ddp": :func:`replicate` of the whole model; "zero1": the same with plain parameters, which
+            ``ZeroRedundancyOptimizer`` takes.  None: "zero3" on a 1-D mesh, "hsdp" on a 2-D one.
         min_unit_bytes: bytes of a unit's unsharded parameters, in the dtypes in which they are stored, without
             ``ignored_params``; a tied parameter counts in its first block.  0 never merges.  With the default, 1.5 MiB, larger
             units were not faster: for 64 blocks of 0.2 MB (two CPU ranks) eight in a unit were best, while blocks of 12.6 MB
@@ -178,6 +183,17 @@ def shard_model(
         >>> print(describe_units(model))  # doctest: +SKIP
     """
     _check(model, min_unit_bytes)
+    row = None if strategy is None else row_of(strategy)
+    if row is not None and "sharded" not in row.optimizer:
+        given = reshard_after_forward, shard_placement_fn, dp_mesh_dims
+        if any(each is not None for each in given) or sync_module_states:
+            raise ConfigError(
+                f"shard_model: strategy {row.strategy!r} shards no parameter, so that it takes no reshard_after_forward, "
+                "shard_placement_fn, dp_mesh_dims or sync_module_states; leave them out"
+            )
+        plain = {"device_mesh": mesh or default_mesh(("replicate",))} if row.strategy == "zero1" else {"mesh": mesh}
+        options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression, **plain}
+        return replicate(model, mp_policy=mp_policy, offload_policy=offload_policy, **options)
     mesh = mesh if mesh is not None else default_mesh()
     name = type(model).__name__
 
@@ -186,6 +202,7 @@ def shard_model(
         api(
             module,
             mesh=mesh,
+            placements=row,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=shard_placement_fn,
             mp_policy=mp_policy,

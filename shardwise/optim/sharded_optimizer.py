@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.errors import ArgumentTypeError, ConfigError
-from shardwise.fsdp.clip import Limit, OwnedGradient, Part, clip_parts, part_of
+from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of
 from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
@@ -396,7 +396,6 @@ class ShardedOptimizer(Optimizer):
         """
         limit = Limit(max_norm, norm_type, error_if_nonfinite)
         parts: list[Part] = []
-        owned: list[OwnedGradient] = []
         for name, param in self.named_params.items():
             if is_sharded_tensor(param):
                 group = torch_private.process_group_of(param)
@@ -406,11 +405,9 @@ class ShardedOptimizer(Optimizer):
                 parts += [Part(g.detach(), group, group.size()) for g in gradients if g is not None] or [
                     Part(local_of(self._slices[name][0]).detach()[:0], group, group.size())
                 ]
-            elif isinstance(param.grad, OwnedGradient):
-                owned.append(param.grad)
             elif param.grad is not None:
                 parts.append(part_of(param.grad))
-        return clip_parts(parts, owned, limit)
+        return clip_parts(parts, limit)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters: ``{"params": {name: tensor, ...}, "lr": ...}``, or pairs of name and tensor.

@@ -19,7 +19,17 @@ from shardwise.formatting import format_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, compress_paths
 from shardwise.planner.dry_run import DryRun, Loss, TensorSplit, default_loss, dry_run
 from shardwise.planner.hardware import Hardware, read_hardware
-from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, SEND_RECV, SHARED, TIERS, UNIT_STRATEGIES, Profile, Setting
+from shardwise.planner.profile import (
+    ONE_UNIT,
+    OPTIMIZERS,
+    SEND_RECV,
+    SHARDING,
+    SHARED,
+    TIERS,
+    UNIT_STRATEGIES,
+    Profile,
+    Setting,
+)
 from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankStep, RankTime, draw_memory, step_of
 from shardwise.planner.rank_units import rank_units, steps_of, unit_paths
 
@@ -38,7 +48,7 @@ def _imports(setting: Setting, tensor_plan: Mapping[str, ParallelStyle]) -> Iter
     yield "import torch"
     if setting.strategy in UNIT_STRATEGIES:
         yield "from torch.distributed.device_mesh import init_device_mesh"
-    elif setting.strategy != "gradients":
+    else:
         yield "from torch.nn.parallel import DistributedDataParallel"
     if setting.tensor > 1:
         if any(_style(each) != f"{type(each).__name__}()" for each in tensor_plan.values()):
@@ -47,8 +57,8 @@ def _imports(setting: Setting, tensor_plan: Mapping[str, ParallelStyle]) -> Iter
         yield f"from torch.distributed.tensor.parallel import {', '.join([*kinds, 'parallelize_module'])}"
     if setting.recompute:
         yield "from torch.utils.checkpoint import checkpoint"
-    names = {"full": "shard_model", "hybrid": "shard_model", "replicate": "replicate"}
-    wanted = {names.get(setting.strategy, "ZeroRedundancyOptimizer" if setting.strategy != "none" else "")} - {""}
+    names = {"replicate": {"replicate"}, "optimizer": {"ZeroRedundancyOptimizer"}, "none": set[str]()}
+    wanted = set(names.get(setting.strategy, {"shard_model"}))
     if setting.strategy == "full" and setting.min_unit_bytes >= ONE_UNIT:
         wanted = {"fully_shard"}
     if setting.strategy in UNIT_STRATEGIES and setting.precision == "bf16":
@@ -92,9 +102,6 @@ def _body(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[
             yield f"optimizer = torch.optim.AdamW({groups}, lr=3e-4, fused=True)"
         else:
             yield "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)"
-    elif setting.strategy == "gradients":
-        yield 'optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, partition="even", lr=3e-4)'
-        yield "# after the last backward of a step: optimizer.reduce_gradients(), then optimizer.step()"
     else:
         yield "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)"
         if setting.strategy == "none":
@@ -109,7 +116,7 @@ def _body(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[
 
 def _mesh(setting: Setting, device: str) -> Iterator[str]:
     axes = {"replicate": setting.replicas, "shard": setting.num_shards} if setting.strategy == "hybrid" else {}
-    axes = axes or {"shard" if setting.strategy == "full" else "replicate": setting.ranks}
+    axes = axes or {"shard" if setting.strategy in SHARDING else "replicate": setting.ranks}
     axes |= {"tp": setting.tensor} if setting.tensor > 1 else {}
     yield f'mesh = init_device_mesh("{device}", {tuple(axes.values())}, mesh_dim_names={_quoted(axes)})'
 
@@ -142,7 +149,7 @@ def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
         '"replicate", "shard"'
         if setting.strategy == "hybrid"
         else '"shard"'
-        if setting.strategy == "full"
+        if setting.strategy in SHARDING
         else '"replicate"'
     )
     options = [f"mesh=mesh[{data}]" if setting.tensor > 1 else "mesh=mesh"]
@@ -152,13 +159,15 @@ def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
         options.append("offload_policy=CPUOffloadPolicy()")
     if setting.compression is not None:
         options.append(f"compression={setting.compression!r}")
+    if setting.strategy == "gradients":
+        options.insert(0, 'strategy="zero2"')
     if setting.strategy == "replicate":
         yield f"options = dict({', '.join(options)})"
         for parent in dict.fromkeys(path.rpartition(".")[0] for path in profile.blocks[1:]):
             yield f'for block in model.get_submodule("{parent}").children():'
             yield "    replicate(block, **options)"
         yield "replicate(model, **options)"
-    elif setting.min_unit_bytes >= ONE_UNIT:
+    elif setting.strategy == "full" and setting.min_unit_bytes >= ONE_UNIT:
         yield f"fully_shard(model, {', '.join(options)})"
     else:
         yield f"shard_model(model, min_unit_bytes={setting.min_unit_bytes}, {', '.join(options)})"
@@ -384,12 +393,12 @@ class Search:
         for strategy in choices.strategies:
             if tensor > 1 and strategy not in UNIT_STRATEGIES:
                 continue
-            if choices.optimizer == "muon" and strategy not in ("full", "hybrid"):
+            if choices.optimizer == "muon" and strategy not in SHARDING:
                 self.left_out.append(f"{strategy}: whole matrices are planned for the strategies that shard parameters")
                 continue
             policy = choices.compression
             if policy is not None and (
-                strategy not in UNIT_STRATEGIES or (policy.gather is not None and strategy != "full")
+                strategy not in UNIT_STRATEGIES or (policy.gather is not None and strategy not in SHARDING - {"hybrid"})
             ):
                 self.left_out.append(
                     f"{strategy}: it takes no CompressionPolicy" + " that gathers" * (strategy in UNIT_STRATEGIES)
@@ -402,7 +411,7 @@ class Search:
                 precision=choices.precision,
                 accumulate=choices.accumulate,
                 state_bytes=OPTIMIZERS[choices.optimizer],
-                matrices=choices.optimizer == "muon" and strategy in ("full", "hybrid"),
+                matrices=choices.optimizer == "muon" and strategy in SHARDING,
             )
             if strategy == "hybrid":
                 for replicas in self._replicas(base.ranks, tensor):

@@ -23,8 +23,9 @@ STRATEGIES = (
     "none",
 )  # as ``shardwise train --shard`` names them
 UNIT_STRATEGIES = frozenset(
-    {"full", "hybrid", "replicate"}
+    {"full", "hybrid", "replicate", "gradients"}
 )  # their parameters are sharded in units; the others replicate parameters, under DDP or alone
+SHARDING = UNIT_STRATEGIES - {"replicate"}  # between steps every rank has a part of each parameter
 SHARED, SEND_RECV, TIERS = "shared memory", "send/recv", "shared memory, send/recv between hosts"
 ROUTES = ("collective", SHARED, SEND_RECV, TIERS)
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
@@ -94,7 +95,7 @@ class Setting:
     @property
     def num_shards(self) -> int:
         """Ranks over which a parameter is sharded."""
-        return self.ranks // self.replicas if self.strategy in ("full", "hybrid") else 1
+        return self.ranks // self.replicas if self.strategy in SHARDING else 1
 
     @property
     def num_replicas(self) -> int:

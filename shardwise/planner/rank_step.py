@@ -35,7 +35,6 @@ from shardwise.planner.rank_units import (
     RankUnit,
     Steps,
     exchanges_of,
-    messages,
     optimizer_transfers,
 )
 
@@ -170,8 +169,6 @@ def _walk(memory: _Memory, clock: _Clock, profile: Profile, steps: Steps) -> flo
                 param = profile.params[mark.param]
                 is_cast = profile.precision == "bf16" and param.is_floating
                 memory.gradient_comes(passage, param.numel * (2 if is_cast else param.itemsize))
-            elif setting.strategy == "gradients" and left == setting.accumulate - 1:
-                memory.held["full gradients"] += profile.params[mark.param].num_bytes
             for call in passage.calls if has_units else ():
                 call = Call(Op.HOLD, call.unit) if call.op is Op.REDUCE and left else call
                 memory.call(call)
@@ -249,8 +246,7 @@ class _Memory:
         owners = setting.ranks if setting.strategy != "none" else 1
         self.held["parameters"] = profile.buffer_bytes + sum(param.num_bytes for param in profile.params)
         self.held["optimizer"] = -(-sum(param.numel for param in trainable) // owners) * setting.state_bytes
-        if setting.strategy != "gradients":  # DDP's buckets
-            self.held["gradients"] = sum(param.num_bytes for param in trainable)
+        self.held["gradients"] = sum(param.num_bytes for param in trainable)  # DDP's buckets
 
     @property
     def is_on_host(self) -> bool:
@@ -409,43 +405,12 @@ class _Memory:
     def update(self, profile: Profile) -> None:
         """Count the step of the optimizer, and free the gradients."""
         setting = self.setting
-        if setting.strategy == "gradients":
-            self.held["activations"] = 0
-            self._reduce_to_owners(profile)
         self.event = UPDATE
         self.note(UPDATE, 0)
         for place, staged in self.exchanges.moments() if setting.matrices and setting.num_shards > 1 else ():
             self.note_with("staging", staged, place)
         if setting.strategy in UNIT_STRATEGIES:
             self.held["gradients"] = sum(of.kept for of in self.units)  # zero_grad
-
-    def _reduce_to_owners(self, profile: Profile) -> None:
-        """Send gradients to their owners, message by message; every rank owns a part of each."""
-        ranks, before = self.setting.ranks, len(self.moments)
-        before_it: tuple[int, int, int] | None = None
-        for message in messages([param for param in profile.params if param.is_trainable], ranks):
-            mine = -(-message // ranks)
-            this = (mine, self.pool.acquire(message), self.pool.acquire(mine * ranks))
-            self.held["staging"] += sum(this[1:])
-            self.note("reduce gradients to owners")
-            self.held["full gradients"] -= message
-            if before_it is not None:
-                self._arrive(before_it)
-            before_it = this
-        if before_it is not None:
-            self._arrive(before_it)
-        idle = KINDS.index("idle buffers")
-        for number, moment in enumerate(self.moments[:before]):  # from the second step on, the pool has this size
-            held = (*moment.held[:idle], moment.held[idle] + self.pool.idle, *moment.held[idle + 1 :])
-            self.moments[number] = replace(moment, held=held)
-
-    def _arrive(self, message: tuple[int, int, int]) -> None:
-        mine, *sizes = message
-        self.held["gradients"] += mine
-        self.note("reduce gradients to owners")
-        for size in sizes:
-            self.pool.take_back(size)
-            self.held["staging"] -= size
 
 
 @dataclass(slots=True)
@@ -558,15 +523,11 @@ class _Clock:
         self.block(unit.facts.name or "(root)", moved, seconds)
 
     def end_without_units(self, profile: Profile, compute: float) -> None:
-        """Count DDP's reduction during the last backward or ZeRO-2's after it, and ZeRO's broadcasts of parameters."""
+        """Count DDP's reduction during the last backward, and ZeRO-1's broadcasts of parameters."""
         setting, is_near = self.setting, self.is_near(self.setting.ranks)
         num_bytes = sum(param.num_bytes for param in profile.params if param.is_trainable)
-        if setting.strategy == "gradients":
-            self.wait("gradients", self.launch("gradients", num_bytes, setting.ranks, is_near))
-        else:
-            hidden = compute / setting.accumulate * 2 / 3 if self.hardware.overlaps else 0.0
-            end = self.launch("gradients", 2 * num_bytes, setting.ranks, is_near)
-            self.wait("gradients", end - hidden)
+        hidden = compute / setting.accumulate * 2 / 3 if self.hardware.overlaps else 0.0
+        self.wait("gradients", self.launch("gradients", 2 * num_bytes, setting.ranks, is_near) - hidden)
         if setting.strategy != "none":
             self.wait("parameters", self.launch("parameters", num_bytes, setting.ranks, is_near))
 

@@ -14,7 +14,7 @@ import torch
 from shardwise.collectives.codec import BlockCode, CodedSection, takes
 from shardwise.collectives.host.send_recv import is_worth_messages
 from shardwise.collectives.owned import exchanged_bytes
-from shardwise.layout import Bucket, ChunkShard, align, assign_owners, build_bucket, by_size, runs_of
+from shardwise.layout import Bucket, ChunkShard, align, assign_owners, build_bucket, by_size
 from shardwise.observe import Call
 from shardwise.optim.slices import step_cost
 from shardwise.plan.grouping import compress_paths, group_blocks
@@ -53,7 +53,7 @@ class Transfer:
     """One call of an optimizer.
 
     Attributes:
-        what: as traces name it: "reduction" and "all-gather" of ZeRO, "exchange" of whole matrices.
+        what: as traces name it: "all-gather" of ZeRO-1, "exchange" of whole matrices.
         num_bytes: of the send buffer, this rank's own part included.
     """
 
@@ -93,23 +93,12 @@ class Exchanges:
 def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, ...]:
     """Return the calls of one step of the optimizer of ``setting``, without DDP's own all-reduces."""
     trainable = [param for param in profile.params if param.is_trainable]
-    if setting.ranks > 1 and setting.strategy in ("gradients", "optimizer"):
-        sizes = messages(trainable, setting.ranks) if setting.strategy == "gradients" else ()
-        everything = Transfer("all-gather", sum(param.num_bytes for param in trainable))
-        return (*[Transfer("reduction", size) for size in sizes], everything)
+    if setting.ranks > 1 and setting.strategy == "optimizer":
+        return (Transfer("all-gather", sum(param.num_bytes for param in trainable)),)
     if not setting.matrices or setting.num_shards == 1:
         return ()
     found = exchanges_of(profile, setting)
     return (Transfer("exchange", found.gather_out), Transfer("exchange", found.scatter_out))
-
-
-def messages(params: Sequence[ParamFacts], ranks: int) -> Iterator[int]:
-    """Yield the bytes of each message that sends gradients of ``params`` to their owners: run by run, the last one first."""
-    for run in reversed(runs_of([param.numel for param in params], ranks)):
-        sizes = Counter[str]()
-        for param in params[run.start : run.stop]:
-            sizes[param.dtype] += param.num_bytes
-        yield from sizes.values()
 
 
 def exchanges_of(profile: Profile, setting: Setting) -> Exchanges:
@@ -238,7 +227,7 @@ class _Sizes:
         trainable = [param for param in params if param.is_trainable]
         facts, gathered = self._gathered(params)
         reduced = self._reduced(trainable)
-        keeps = ROOT in blocks or setting.strategy == "replicate"
+        keeps = ROOT in blocks or setting.strategy in ("replicate", "gradients")
         policy = UnitPolicy(reshard_after_forward=not keeps)
         gradients = [param.numel * self._full_itemsize(param) for param in trainable]
         kept_bytes = sum(param.num_bytes for param in params)

@@ -19,7 +19,9 @@ T = TypeVar("T")
 NUM_BYTES = 256  # the vocabulary without a tokenizer
 DTYPES = ("fp32", "bf16")
 SHARDS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")
-ENGINE_SHARDS = frozenset({"full", "hybrid", "replicate"})  # those of our own engine, which support offload and --tp
+ENGINE_SHARDS = frozenset(
+    {"full", "hybrid", "replicate", "gradients"}
+)  # those of our own engine, which support offload and --tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +156,15 @@ def _check_together(config: TrainConfig) -> None:
         _check_experts(config)
     if config.offload and config.shard not in ENGINE_SHARDS:
         raise ConfigError(
-            f"--offload does not go with --shard {config.shard}: only the engine behind --shard full, hybrid and "
-            f"replicate moves parameters between host and device. Say --no-offload, or use one of those."
+            f"--offload does not go with --shard {config.shard}: only the engine behind --shard full, hybrid, "
+            f"gradients and replicate moves parameters between host and device. Say --no-offload, or use one of those."
         )
     if config.tp == 1:
         return
     if config.shard not in ENGINE_SHARDS:
         raise ConfigError(
-            f"--tp {config.tp} does not go with --shard {config.shard}: its optimizer and DDP take no tensors that "
-            f"are split over a second mesh axis. Use --shard full, hybrid or replicate, or --tp 1."
+            f"--tp {config.tp} does not go with --shard {config.shard}: DDP takes no tensors that are split "
+            f"over a second mesh axis. Use --shard full, hybrid, gradients or replicate, or --tp 1."
         )
     if config.model.heads % config.tp:
         raise ConfigError(
@@ -176,7 +178,7 @@ def _check_experts(config: TrainConfig) -> None:
     if config.shard not in ENGINE_SHARDS:
         other, reason = (
             f"--shard {config.shard}",
-            "only --shard full, hybrid and replicate let ranks run different experts",
+            "only --shard full, hybrid, gradients and replicate let ranks run different experts",
         )
     elif config.tp > 1:
         other, reason = f"--tp {config.tp}", "it splits one MLP per block"

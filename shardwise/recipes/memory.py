@@ -21,7 +21,6 @@ from shardwise import Trace, describe_units, torch_private, trace
 from shardwise.collectives.host.local_peers import foreign_ranges
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
-from shardwise.fsdp.clip import OwnedGradient
 from shardwise.planner.advice import step_under
 from shardwise.planner.dry_run import TensorSplit, dry_run, hook_blocks
 from shardwise.planner.hardware import HARDWARE, cublas_bytes
@@ -171,13 +170,8 @@ def fold_held(fold: Callable[[Iterable[int]], int], held: Sequence[HeldBytes]) -
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the local parts; a shared tensor counts once."""
     distinct = {id(tensor): tensor for tensor in tensors}
-    return sum(part.numel() * part.element_size() for tensor in distinct.values() for part in _parts(tensor))
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    if isinstance(tensor, OwnedGradient):
-        return tensor.parts
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in distinct.values()]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
@@ -443,12 +437,12 @@ def least_bytes(config: TrainConfig, num_ranks: int, vocabulary: int = NUM_BYTES
 
 def _shards(config: TrainConfig, num_ranks: int) -> tuple[int, int]:
     """Return over how many ranks optimizer state (and an engine's parameters) and gradients are divided, at most."""
-    if config.shard in ("full", "hybrid"):
+    if config.shard in ("full", "hybrid", "gradients"):
         shards = num_ranks // (config.replicas if config.shard == "hybrid" else 1)
         return shards, shards
     if config.shard == "replicate":
         return config.tp, config.tp
-    return (1 if config.shard == "none" else num_ranks), (num_ranks if config.shard == "gradients" else 1)
+    return (1 if config.shard == "none" else num_ranks), 1
 
 
 def _kept_of_token(config: TrainConfig) -> int:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -30,6 +31,7 @@ from shardwise import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Placements,
     ZeroRedundancyOptimizer,
     clip_grad_norm_,
     fully_shard,
@@ -41,6 +43,7 @@ from shardwise.checkpoint import CheckpointError, load
 from shardwise.collectives.routes import check_transport
 from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.errors import ConfigError
+from shardwise.fsdp.placements import STRATEGIES as PLACEMENTS
 from shardwise.fsdp.shard_model import families_of
 from shardwise.plan.grouping import repeated_blocks
 from shardwise.recipes.config import TrainConfig
@@ -334,15 +337,14 @@ class ShardingStrategy:
     """How a model is trained under one value of ``--shard``.
 
     ``wrap`` gets the model on its device (heads split, parts compiled) and the data-parallel mesh; ``sync(model, on)``
-    says whether this microbatch's backward reduces gradients; ``reduce`` is called after the last backward of a step;
-    ``clip`` returns the norm before; ``precision`` is entered around forward; ``plain`` gives the module itself.
+    says whether this microbatch's backward reduces gradients; ``clip`` returns the norm before; ``precision`` is entered
+    around forward; ``plain`` gives the module itself.
     """
 
     summary: str
     wrap: Callable[[nn.Module, TrainConfig, DeviceMesh], nn.Module]
     build_optimizer: Callable[[nn.Module, TrainConfig], Optimizer]
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
-    reduce: Callable[[Optimizer], None]
     clip: Callable[[nn.Module, Optimizer, float], Tensor]
     precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
     plain: Callable[[nn.Module], nn.Module]
@@ -387,11 +389,14 @@ def _engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
     return {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
 
 
-def _shard_fully(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+def _shard_fully(
+    model: nn.Module, config: TrainConfig, mesh: DeviceMesh, placements: Placements | None = None
+) -> nn.Module:
     options = _engine_options(config, mesh)
     for expert in experts_of(model):
-        fully_shard(expert, **options)
-    return _with_options(shard_model(model, min_unit_bytes=config.min_unit_bytes, **options), config)
+        fully_shard(expert, placements=placements, **options)
+    sharded = shard_model(model, strategy=placements, min_unit_bytes=config.min_unit_bytes, **options)
+    return _with_options(sharded, config)
 
 
 def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
@@ -419,17 +424,11 @@ def _autocast(config: TrainConfig, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, torch.bfloat16) if config.dtype == "bf16" else nullcontext()
 
 
-def reduce_to_owners(optimizer: Optimizer) -> None:
-    """Average the gradients of a ZeroRedundancyOptimizer to their owners."""
-    cast(ZeroRedundancyOptimizer, optimizer).reduce_gradients()
-
-
 _FULL = ShardingStrategy(
     summary="fully_shard: parameters, gradients and optimizer state sharded over all ranks",
     wrap=_shard_fully,
     build_optimizer=build_adamw,
     sync=lambda model, on: policy(model, sync=on),
-    reduce=lambda optimizer: None,
     clip=lambda model, optimizer, max_norm: clip_grad_norm_(model.parameters(), max_norm),
     precision=lambda config, device: nullcontext(),
     plain=lambda model: model,
@@ -439,20 +438,9 @@ _NONE = ShardingStrategy(
     wrap=_wrap_ddp,
     build_optimizer=build_adamw,
     sync=_ddp_sync,
-    reduce=lambda optimizer: None,
     clip=lambda model, optimizer, max_norm: clip_grad_norm_(model.parameters(), max_norm),
     precision=_autocast,
     plain=lambda model: cast(DistributedDataParallel, model).module,
-)
-_GRADIENTS = ShardingStrategy(
-    summary="ZeRO-2: gradients (after backward) and optimizer state sharded, parameters whole",
-    wrap=lambda model, config, mesh: model,
-    build_optimizer=build_zero_adamw,
-    sync=lambda model, on: nullcontext(),
-    reduce=reduce_to_owners,
-    clip=lambda model, optimizer, max_norm: cast(ZeroRedundancyOptimizer, optimizer).clip_grad_norm_(max_norm),
-    precision=_autocast,
-    plain=lambda model: model,
 )
 STRATEGIES: Mapping[str, ShardingStrategy] = MappingProxyType(
     {
@@ -461,7 +449,11 @@ STRATEGIES: Mapping[str, ShardingStrategy] = MappingProxyType(
             _FULL, summary="fully_shard within --replicas groups of ranks, whole copies between them (HSDP)"
         ),
         "replicate": replace(_FULL, summary="our engine with everything on every rank", wrap=_replicate),
-        "gradients": _GRADIENTS,
+        "gradients": replace(
+            _FULL,
+            summary="ZeRO-2: gradients and optimizer state sharded, parameters gathered once per forward and backward",
+            wrap=partial(_shard_fully, placements=PLACEMENTS["zero2"]),
+        ),
         "optimizer": replace(
             _NONE, summary="ZeRO-1: DDP with only the optimizer state sharded", build_optimizer=build_zero_adamw
         ),

@@ -318,7 +318,6 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter, *, measure: bool)
                 part = next_byte_loss(trainer.model, tokens, targets) / config.accumulate
             part.backward()
         loss += part.detach()
-    strategy.reduce(trainer.optimizer)
     norm = strategy.clip(trainer.model, trainer.optimizer, config.clip or math.inf)
     trainer.optimizer.step()
     held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.clip import OwnedGradient
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.roots import Attachment, attachment_of
 from shardwise.fsdp.unit import Unit
@@ -167,19 +166,14 @@ def save_gradients(saved: Saved, holders: Sequence[torch.Tensor]) -> None:
     parts: list[torch.Tensor] = []
     for holder in holders:
         gradient = holder.grad
-        if isinstance(gradient, OwnedGradient):
-            found[id(holder)] = gradient, gradient.fresh
-            parts += gradient.parts
-        elif gradient is not None:
+        if gradient is not None:
             found[id(holder)] = gradient, torch_private.local_of(gradient)
             parts.append(found[id(holder)][1])
 
     def restore() -> None:
         for holder in holders:
             gradient, inside = found.get(id(holder), (None, None))
-            if isinstance(gradient, OwnedGradient):
-                gradient.fresh = inside
-            elif gradient is not None and torch_private.local_of(gradient) is not inside:
+            if gradient is not None and torch_private.local_of(gradient) is not inside:
                 torch_private.set_local(gradient, inside)
             if holder.grad is not gradient:
                 holder.grad = gradient

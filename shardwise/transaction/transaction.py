@@ -686,11 +686,6 @@ def _optimized(optimizer: Optimizer) -> Optimized:
                 "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket, so that no "
                 "state before its step exists that could be restored; make it without overlap to use transactions"
             )
-        if optimizer.overlap_grad_reduce or optimizer.overlap_param_gather:
-            raise ConfigError(
-                "an optimizer made with overlap_grad_reduce=True or overlap_param_gather=True has gradients and parameters "
-                "in flight after backward and step(), which cannot be restored; make it without them to use transactions"
-            )
         shares = zero_backend(optimizer)
         return Optimized(optimizer, optimizer.optim, shares.mark, shares.renew)
     if isinstance(optimizer, ShardedOptimizer):

@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool
-from shardwise.collectives.owned import (
-    BroadcastHandle,
-    launch_broadcasts,
-    ranks_that_are,
-    receive_tensor,
-    send_tensor,
-    sum_of,
-)
+from shardwise.collectives.owned import launch_broadcasts, ranks_that_are, receive_tensor, send_tensor
 from shardwise.consistency.agreement import GroupAgreement
-from shardwise.errors import DesyncError, StateError
+from shardwise.errors import DesyncError
 from shardwise.layout import OwnedSlice
 from shardwise.optim.slices import as_they_are
-from shardwise.zero.gradients import (
-    Averaging,
-    AveragingContext,
-    EarlySends,
-    KnownGradients,
-    attached,
-    check_same_params,
-)
+from shardwise.zero.compare import are_same, check_same_params
 from shardwise.zero.partition import (
-    Layout,
     LocalOptimizer,
     RankPartition,
     addresses_of,
     describe_params,
     elements_of,
     flat_view,
+    gradient_for,
     make_layout,
     moving_of,
-    trainable_of,
+    with_gradients,
 )
 from shardwise.zero.state_dict import Consolidated, consolidate
 
@@ -125,195 +107,47 @@ def _receive(
     return received
 
 
-# ---- Parameters whose new values are in flight: a reader waits for the values first.
-# Until they arrive, a parameter has a temporary class whose ``__torch_function__`` waits, restores the original class,
-# and proceeds. So every access through torch's functions gets the new values, in modules, ``state_dict()`` and user
-# code. Views and arrays on the same memory that were made before do not wait.
-
-
-class Arrivals:
-    """Values in flight to parameters of one optimizer, in runs."""
-
-    def __init__(self) -> None:
-        self._runs: dict[int, _Run] = {}  # id of a parameter -> its run; runs keep parameters alive, so ids stay valid
-        self._classes: dict[type, type] = {}
-
-    @property
-    def are_all_here(self) -> bool:
-        """True if no values are in flight."""
-        return not self._runs
-
-    def expect(self, params: Sequence[torch.Tensor], pending: Sequence[BroadcastHandle]) -> None:
-        """Make readers of any of ``params`` wait for ``pending`` first."""
-        if not pending:
-            return
-        run = _Run(params, pending)
-        for param in params:
-            self._runs[id(param)] = run
-        try:
-            for param in params:
-                param.__class__ = self._class_for(type(param))
-        except TypeError:  # the class cannot be replaced for a while
-            self._receive(run)
-
-    def wait(self) -> None:
-        """Wait for all values in flight.  Raises: DesyncError if the owner or another rank did not take part."""
-        while self._runs:
-            self._receive(next(iter(self._runs.values())))
-
-    def wait_for(self, values: object) -> None:
-        """Wait for the parameters among the leaves of ``values``; for all parameters if there are none."""
-        runs = [run for leaf in torch_private.leaves_of(values) if (run := self._runs.get(id(leaf))) is not None]
-        for run in runs:
-            if not run.has_arrived:
-                self._receive(run)
-        if not runs:
-            self.wait()
-
-    def _receive(self, run: _Run) -> None:
-        for pending in run.pending:
-            pending.wait()
-        run.has_arrived = True
-        for param, kind in zip(run.params, run.kinds, strict=True):
-            self._runs.pop(id(param), None)
-            param.__class__ = kind
-
-    def _class_for(self, kind: type) -> type:
-        if kind not in self._classes:
-            self._classes[kind] = _awaited_class(kind, self)
-        return self._classes[kind]
-
-
-class _Run:
-    """Broadcasts of the new values of ``params``; ``kinds``: the original classes of these."""
-
-    __slots__ = ("has_arrived", "kinds", "params", "pending")
-
-    def __init__(self, params: Sequence[torch.Tensor], pending: Sequence[BroadcastHandle]) -> None:
-        self.params, self.pending, self.kinds = params, pending, [type(param) for param in params]
-        self.has_arrived = False
-
-
-def _awaited_class(kind: Any, arrivals: Arrivals) -> type:
-    class Awaited(kind):
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            del types
-            if func in _READ_NO_VALUES:
-                with torch_private.without_torch_function():
-                    return func(*args, **(kwargs or {}))
-            arrivals.wait_for((args, kwargs))
-            return func(*args, **(kwargs or {}))
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            arrivals.wait_for(self)
-            return copy.deepcopy(self, memo)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            arrivals.wait_for(self)
-            return self.__reduce_ex__(protocol)
-
-    Awaited.__name__, Awaited.__qualname__, Awaited.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    return Awaited
-
-
-def _accessors(*names: str) -> set[Any]:
-    found = {getattr(torch.Tensor, name) for name in names}
-    return {each for accessor in found for each in (accessor.__get__, accessor.__set__)}
-
-
-# Loops access these between a step and the next forward, to drop gradients or check for them; they read no values.
-_READ_NO_VALUES = _accessors("grad", "requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout")
-
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Overlapped:
-    """What overlaps computation: the reduction of gradients in backward, the broadcast of parameters in the next forward."""
-
-    reduces: bool = False
-    gathers: bool = False
 
 
 class ZeroBackend:
     """Make the steps of a rank's partition.  All methods are collective, except the properties and ``end_join``.
 
-    It also owns the gradients that :meth:`reduce` has averaged.
-
     Attributes:
         local: the partition and its optimizer; replaced when a group is added.
         agreement: where ranks agree and report failures.
-        arrivals: parameters whose new values are in flight.
-        sends: sends gradients during backward; None if they are sent after it.
-        known: what ranks have agreed on about each other's gradients.
+        layout: the broadcasts, and where parameters were when they were planned.
         num_steps: steps so far.
         has_state: a step or a load has created state, on this rank or on others.
         consolidated: the state of the last consolidation; None once it is outdated.
         is_joining: inside ``Join``, where ranks without inputs take part in steps.
     """
 
-    def __init__(
-        self, local: LocalOptimizer, agreement: GroupAgreement, packs: bool, overlap: Overlapped = Overlapped()
-    ) -> None:
+    def __init__(self, local: LocalOptimizer, agreement: GroupAgreement) -> None:
         self.local, self.agreement = local, agreement
-        self.arrivals = Arrivals()
-        self.sends = (
-            EarlySends(weakref.WeakMethod(self._open_averaging)) if overlap.reduces and agreement.size > 1 else None
-        )
-        self._arrives_late = overlap.gathers and agreement.size > 1
-        self._averaging: Averaging | None = None
-        self.known = KnownGradients()
         self.num_steps = 0
         self.has_state = self.is_joining = False
         self._has_compared = False  # whether parameters were compared with other ranks'
+        self._knows_gradients = False  # whether gradients like those of the last step were equal on all ranks
         self.consolidated: Consolidated | None = None
-        self._packs = packs
-        self._layout: Layout | None = None
-        self._staging: dict[torch.device, BufferPool] = {}
+        self.layout = make_layout(self.rank_partition)
 
     @property
     def rank_partition(self) -> RankPartition:
         """This rank's partition."""
         return self.local.rank_partition
 
-    @property
-    def layout(self) -> Layout:
-        """The broadcasts, and where parameters were when they were planned."""
-        assert self._layout is not None
-        return self._layout
-
-    def staging(self, device: torch.device) -> BufferPool:
-        """Return the pool for message buffers on ``device``; on CPU it keeps them for the next step."""
-        return self._staging.setdefault(device, BufferPool(device))
-
-    def sum_over_ranks(self, value: torch.Tensor, is_max: bool = False) -> torch.Tensor:
-        """Return the sum (or maximum) of ``value`` over the ranks, bitwise equal on all.  Collective."""
-        return sum_of(value, self.agreement.group, is_max)
-
-    def report_failure(self, text: str) -> None:
-        """In Join, report a failure to ranks without inputs, which wait for this one; outside, all ranks get the same error."""
-        if self.is_joining:
-            self.agreement.report_failure(f"rank {self.agreement.name}: {text}")
-
     # ---- what changes between steps ----
 
     def lay_out(self) -> None:
         """Plan the broadcasts for the current parameters."""
-        packed = self._layout.packed if self._layout is not None else frozenset[int]()
-        self._layout = None  # drop its views of parameters first: make_layout counts references
-        self._layout = make_layout(self.rank_partition, self._packs, packed)
-        if self.sends is not None:
-            self.sends.listen(self.rank_partition)
+        self.layout = make_layout(self.rank_partition)
         self.consolidated = None
 
     def adopt_last_group(self) -> None:
         """Adopt the param group that users have added."""
-        self.arrivals.wait()
-        self.drop_averaging()
         self.local = self.local.with_last_group()
-        self.known.is_compared = False
+        self._knows_gradients = False
         self.lay_out()
 
     def refresh(self) -> None:
@@ -321,18 +155,15 @@ class ZeroBackend:
 
         Raises: StateError if the parameters of param groups have changed.
         """
-        self.arrivals.wait()
         layout, params = self.layout, self.rank_partition.params
         moving = moving_of(params)
-        if moving != layout.moving or trainable_of(params) != layout.trainable:
+        if moving != layout.moving:
             facts = [f"parameter {i} {'changes' if moves else 'stays'} in a step" for i, moves in enumerate(moving)]
             self.agreement.agree("a step after requires_grad changed", [*describe_params(self.local.groups), *facts])
             logger.info("the trainable parameters changed; laying out the broadcasts again")
-            self.known.is_compared = False
-            del layout
+            self._knows_gradients = False
             self.lay_out()
         elif addresses_of(params) != layout.addresses:
-            del layout
             self.lay_out()
         if not self._has_compared and self.agreement.size > 1 and not torch_private.are_threads():
             check_same_params(self.rank_partition, moving, self.agreement, f"step() number {self.num_steps + 1}")
@@ -342,12 +173,20 @@ class ZeroBackend:
     def begin_join(self) -> None:
         """Start to send gradients to ranks whose inputs are exhausted."""
         self.is_joining = self.agreement.size > 1
-        if self.sends is not None:
-            self.sends.expect(())
 
     def end_join(self) -> None:
         """Stop that: all ranks have inputs again."""
         self.is_joining = False
+
+    def check_gradients(self, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> None:
+        """Check, unless known, that ranks have the same gradients; options as for :func:`are_same`.
+
+        Raises: DesyncError on every rank if they differ between ranks.
+        """
+        if self.agreement.size > 1 and not self._knows_gradients:
+            self._knows_gradients = are_same(
+                self.rank_partition, self.agreement, what, has_inputs=has_inputs, only_warn=only_warn
+            )
 
     # ---- the step ----
 
@@ -366,7 +205,7 @@ class ZeroBackend:
         loss: Any = None
         try:
             if closure is None:
-                self.known.check(self.rank_partition, self.agreement, what, has_inputs=is_active)
+                self.check_gradients(what, has_inputs=is_active)
             loss = self._update(closure, kwargs, received)
         except DesyncError:  # all ranks raise it
             raise
@@ -381,28 +220,12 @@ class ZeroBackend:
                 raise error
         finally:
             del error
-        self._send_params(what)
+        # Broadcasts do not bump version counters; bump them so that a stale backward raises on every rank.
+        torch.autograd.graph.increment_version(list(self.rank_partition.params))
+        for pending in launch_broadcasts(self.layout.broadcasts, self.agreement, what):
+            pending.wait()
         self.mark_stepped()
         return loss
-
-    def _send_params(self, what: str) -> None:
-        rank_partition, layout = self.rank_partition, self.layout
-        # Broadcasts do not bump version counters; bump them so that a stale backward raises on every rank.
-        torch.autograd.graph.increment_version(list(rank_partition.params))
-        if not self._arrives_late:
-            for pending in launch_broadcasts(layout.broadcasts, self.agreement, what):
-                pending.wait()
-            return
-        for run in rank_partition.runs:
-            self.expect(run, launch_broadcasts(layout.broadcasts_of(run), self.agreement, what))
-
-    def expect(self, indices: Sequence[int], pending: Sequence[BroadcastHandle]) -> None:
-        """Wait for ``pending``, which brings new values of these parameters: now, or when they are read."""
-        if self._arrives_late:
-            self.arrivals.expect([self.rank_partition.params[index] for index in indices], pending)
-            return
-        for each in pending:
-            each.wait()
 
     def mark_stepped(self) -> None:
         """Count a step, after which consolidated state is outdated."""
@@ -421,9 +244,7 @@ class ZeroBackend:
     def renew(self) -> None:
         """Forget what is known of other ranks, after all have restored the state before a step."""
         self.agreement.renew()
-        self.known = KnownGradients()
-        self._averaging = None
-        self._staging.clear()
+        self._knows_gradients = False
 
     def _update(
         self,
@@ -439,51 +260,11 @@ class ZeroBackend:
             def closure_then_attach() -> float:
                 attachment.close()
                 result = closure()
-                what = f"the closure of step {self.num_steps + 1}"
-                self.known.check(self.rank_partition, self.agreement, what, only_warn=True)
+                self.check_gradients(f"the closure of step {self.num_steps + 1}", only_warn=True)
                 attachment.enter_context(attached(self.rank_partition, received))
                 return result
 
             return self.local.step(closure_then_attach, kwargs)
-
-    # ---- gradients and state ----
-
-    def reduce(self) -> None:
-        """Average the gradients, each on its owner only, and free all others.
-
-        Raises: DesyncError on all ranks if they have gradients of different parameters; StateError in ``Join``.
-        """
-        what = f"reduce_gradients() for step {self.num_steps + 1}"
-        if self.is_joining:
-            raise StateError(
-                f"{what}: ranks that have run out of inputs in Join do not take part; wrap the model in "
-                "DistributedDataParallel, or do without Join"
-            )
-        averaging, self._averaging = self._open_averaging(), None
-        presence = averaging.presence()
-        try:
-            self.known.agree_on_presence(averaging, presence)
-            averaging.end()
-        finally:
-            if self.sends is not None:
-                self.sends.expect(())
-        if self.sends is not None:
-            self.sends.expect(presence)
-        self.known.is_compared = False
-
-    def _open_averaging(self) -> Averaging:
-        if self._averaging is None:
-            context = AveragingContext(self.rank_partition, self.agreement, self.staging, weakref.ref(self))
-            self._averaging = Averaging(context, f"reduce_gradients() for step {self.num_steps + 1}")
-        return self._averaging
-
-    def drop_averaging(self) -> None:
-        """Discard what backward has sent since the last averaging."""
-        averaging, self._averaging = self._averaging, None
-        if averaging is not None:
-            averaging.receive_all()
-        if self.sends is not None:
-            self.sends.expect_again()
 
     def consolidate(self, to: int) -> None:
         """Stream the full state to group rank ``to``, unless it is there already."""
@@ -493,3 +274,19 @@ class ZeroBackend:
         if self.consolidated is None or self.consolidated.to != to:
             self.local.push_options()
             self.consolidated = consolidate(self.local, self.agreement, to)
+
+
+def attached(
+    rank_partition: RankPartition, received: Mapping[OwnedSlice, torch.Tensor] | None
+) -> AbstractContextManager[None]:
+    """Return a context in which the local optimizer's tensors have their gradients; those that are parameters have them.
+
+    ``received``: gradients from another rank, instead of this rank's.
+    """
+    slices = rank_partition.local_slices
+    if received is not None:
+        return with_gradients((local, received.get(local.owned_slice)) for local in slices)
+    views = (local for local in slices if not local.is_param)
+    return with_gradients(
+        (local, None if local.param.grad is None else gradient_for(local, local.param.grad)) for local in views
+    )

@@ -7,8 +7,7 @@ defects of that class.  Design: docs/design/004-zero.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +19,15 @@ from shardwise.collectives.owned import broadcast_object as _broadcast_object
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.agreement import open_agreement
 from shardwise.errors import StateError
-from shardwise.fsdp.clip import Limit, OwnedGradient
+from shardwise.fsdp.clip import clip_grad_norm_
 from shardwise.observe import note
 from shardwise.optim.slices import after_load, after_state_dict, before_load, before_state_dict
 from shardwise.optim.state_dict import BlankState, Checkpoint, HeldState, refuse_other_state
-from shardwise.zero.backend import Overlapped, ZeroBackend, ZeroJoinHook
-from shardwise.zero.gradients import clip_gradients
+from shardwise.zero.backend import ZeroBackend, ZeroJoinHook
 from shardwise.zero.partition import (
     Partition,
     agree_on,
     check_dense,
-    check_overlap,
     check_partition,
     checked_optimizer_class,
     checked_params,
@@ -53,19 +50,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params: parameters or parameter groups, the same on all ranks.
         optimizer_class: the class of the local optimizer, e.g. ``torch.optim.AdamW``.
         process_group: the ranks that share the state (default: all).
-        parameters_as_bucket_view: keep parameters in flat buffers, so that they are sent without packing.
+        parameters_as_bucket_view: accepted, as torch has it; parameters are sent from where they lie, small ones packed.
         overlap_with_ddp: the step happens in DDP's backward; register a hook made by
             :func:`~shardwise.zero.overlap.hook_with_zero_step`.
         partition: "whole" gives each tensor one owner; "even" gives each rank the same number of elements, for
             optimizers that treat every element separately (checked at construction).
         mixed_dtypes: allow several dense dtypes.
-        overlap_grad_reduce: for loops without DDP: from the second step on, backward sends gradients to their owners as
-            it computes them; :meth:`reduce_gradients` waits for those in flight.  Run backwards whose gradients a later
-            one adds to under :meth:`no_sync`.
-        overlap_param_gather: :meth:`step` returns while updated parameters are in flight; an access through torch's
-            functions waits for the parameter.  Aliases of its memory that were made before (``.data``, a stored state
-            dict, arrays) have the new values once the parameter has been accessed; ``torch.compile`` needs
-            :meth:`wait_for_params` before every forward.
         **defaults: arguments of ``optimizer_class``.
 
     Attributes:
@@ -95,8 +85,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         partition: Partition = "whole",
         mixed_dtypes: bool = False,
-        overlap_grad_reduce: bool = False,
-        overlap_param_gather: bool = False,
         **defaults: Any,
     ) -> None:
         Joinable.__init__(self)
@@ -108,28 +96,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.overlap_with_ddp = overlap_with_ddp
         self.partition: Partition = partition
         self._mixed_dtypes = mixed_dtypes
-        self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self._groups: list[dict[str, Any]] = []
         note("init", "ZeroRedundancyOptimizer")
 
         def build() -> list[str]:
             checked = checked_params(params)
             check_dense(flatten_groups(checked), mixed_dtypes)
-            check_overlap(overlap_with_ddp, overlap_grad_reduce)
             plain = checked_optimizer_class(optimizer_class, overlap_with_ddp)
             check_partition(partition, plain, checked, defaults)
             Optimizer.__init__(self, checked, defaults)
             rank_partition = make_rank_partition(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(rank_partition, self._groups, lambda groups: plain(groups, **defaults))
             self.defaults = local.optim.defaults  # schedulers read the optimizer's options there
-            overlapped = Overlapped(overlap_grad_reduce, overlap_param_gather)
-            self._backend = ZeroBackend(local, self._agreement, parameters_as_bucket_view, overlapped)
-            kind = f"partition={partition!r}, {optimizer_class.__name__}, {overlapped}"
-            return [kind, *describe_params(self._groups)]
+            self._backend = ZeroBackend(local, self._agreement)
+            return [f"partition={partition!r}, {optimizer_class.__name__}", *describe_params(self._groups)]
 
         agree_on(self._agreement, "ZeroRedundancyOptimizer(...)", build)
         watch_device(self._groups[0]["params"][0].device)
-        self._backend.lay_out()
         self.initialized = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -154,8 +137,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:  # pyright: ignore
         """Update this rank's partition, then send every rank's partition to all.  Collective.
 
-        Gradients must be equal on all ranks (DDP) or reduced with :meth:`reduce_gradients`.  ``closure`` and ``kwargs``
-        go to the local optimizer, whose result is returned.  With ``overlap_with_ddp`` it only warns.
+        Gradients must be equal on all ranks, as DDP makes them.  ``closure`` and ``kwargs`` go to the local optimizer,
+        whose result is returned.  With ``overlap_with_ddp`` it only warns.
         Raises: DesyncError if another rank failed or did not take part, with its rank.
         """
         if self.overlap_with_ddp:
@@ -164,61 +147,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         return self._backend.step(closure, kwargs)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of all parameters, and of this rank's slices, to None or to zero."""
-        self._backend.drop_averaging()
-        for param in self._backend.rank_partition.params:
-            if isinstance(param.grad, OwnedGradient):
-                param.grad = None if set_to_none else torch.zeros_like(param, requires_grad=False)
-        super().zero_grad(set_to_none)
-
-    def reduce_gradients(self) -> None:
-        """Average the gradients, each on its owner only, and free all others (ZeRO-2); then call :meth:`step`.
-
-        For loops without DDP: sends half the bytes of an all-reduce.  Collective: the same parameters must have
-        gradients on all ranks.  Afterwards ``.grad`` is an :class:`~shardwise.fsdp.clip.OwnedGradient` on every rank; a
-        further backward and call add to it, until :meth:`zero_grad`.  It does nothing on one rank.  With
-        ``overlap_grad_reduce`` most of it has happened in backward.
-        Raises: DesyncError on all ranks if they have gradients of different parameters; StateError in ``Join``.
-        """
-        if self.world_size > 1:
-            self._backend.reduce()
-
-    @contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
-        """Keep the gradients of backwards in this context on their rank; a later backward adds to them and sends the sum.
-
-        Without ``overlap_grad_reduce`` this is always so.  A gradient that arrives after its parameter's was sent is
-        sent too, and added: the result is right, but it costs twice the bytes, and all ranks must do it.
-        """
-        sends = self._backend.sends
-        was = sends is not None and sends.is_paused
-        try:
-            if sends is not None:
-                sends.is_paused = True
-            yield
-        finally:
-            if sends is not None:
-                sends.is_paused = was
-
-    def wait_for_params(self) -> None:
-        """With ``overlap_param_gather``, return once all parameters have their new values; without it, they have after a step.
-
-        Raises: DesyncError if another rank failed or did not take part in the step.
-        """
-        self._backend.arrivals.wait()
-
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; return the norm before scaling.
 
-        Gradients may be DDP's, equal on all ranks, or averaged to owners by :meth:`reduce_gradients`.  Collective, of
-        one number; each rank reads only its own elements.  The norm is a 0-dim tensor, float32 or wider, bitwise equal
-        on all ranks.  Arguments are those of ``torch.nn.utils.clip_grad_norm_``.
+        Gradients must be equal on all ranks, as DDP makes them.  Arguments are those of ``torch.nn.utils.clip_grad_norm_``.
 
-        Raises: DesyncError if gradients are neither; RuntimeError, before anything is scaled, if ``error_if_nonfinite``
-        and the norm is nan or infinite; StateError with ``overlap_with_ddp``, whose step is in backward.
+        Raises: DesyncError if gradients differ between ranks; RuntimeError, before anything is scaled, if
+        ``error_if_nonfinite`` and the norm is nan or infinite; StateError with ``overlap_with_ddp``, whose step is in
+        backward.
         """
         if self.overlap_with_ddp:
             raise StateError(
@@ -226,12 +164,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "overlap to clip, or clip in the communication hook"
             )
         backend = self._backend
-        backend.known.check(
-            backend.rank_partition, self._agreement, f"clip_grad_norm_() before step {backend.num_steps + 1}"
-        )
-        # In Join some ranks are absent, but the others have all gradients.
-        owner = None if backend.is_joining else backend
-        return clip_gradients(backend.rank_partition, owner, Limit(max_norm, norm_type, error_if_nonfinite))
+        backend.check_gradients(f"clip_grad_norm_() before step {backend.num_steps + 1}")
+        return clip_grad_norm_(backend.rank_partition.params, max_norm, norm_type, error_if_nonfinite)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Send the full state to group rank ``to``, tensor by tensor, for :meth:`state_dict` there.  Collective.

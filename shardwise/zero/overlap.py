@@ -5,7 +5,7 @@ broadcasts from callbacks of the backend's threads, in an order that differs bet
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,19 +15,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.collectives.owned import BroadcastHandle, Owned, ReduceHandle, launch_broadcasts, reduce_to_owners
+from shardwise.collectives.owned import Broadcast, BroadcastHandle, launch_broadcasts
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
 from shardwise.zero.backend import ZeroBackend
-from shardwise.zero.gradients import mark_spent
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
-from shardwise.zero.partition import LocalSlice, elements_of, gradient_for, is_dense
+from shardwise.zero.partition import gradient_for, is_dense
 
 # No ``from __future__ import annotations``: DDP compares the hook's annotations with the types themselves.
 
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
-Reduce = Literal["all", "owner"]
 Warmup = Literal["update", "skip"]
 
 
@@ -36,7 +34,7 @@ class Overlap:
     """The configuration of a hook.
 
     Attributes:
-        hook: reduces a bucket's gradients, unless ``reduce`` is "owner".
+        hook: reduces a bucket's gradients.
         ddp: a weak reference, because DDP's reducer references the hook.
         index_of: the index of each parameter in the partition.
         strides: of the parameters when DDP laid out its buckets.
@@ -45,7 +43,6 @@ class Overlap:
     hook: DDPHook
     ddp: weakref.ref[DistributedDataParallel]
     backend: ZeroBackend
-    reduce: Reduce
     warmup: Warmup
     is_interleaved: bool
     index_of: dict[torch.Tensor, int] = field(default_factory=dict[torch.Tensor, int])
@@ -58,7 +55,7 @@ class _Bucket:
 
     indices: list[int]
     gradients: list[torch.Tensor]
-    reduced: Future[torch.Tensor] | ReduceHandle
+    reduced: Future[torch.Tensor]
     buffer: torch.Tensor
 
 
@@ -70,22 +67,7 @@ class _Backward:
     has_step: bool = True
     has_unused: bool = False
     buckets: list[_Bucket] = field(default_factory=list[_Bucket])
-    broadcasts: list[tuple[list[int], list[BroadcastHandle]]] = field(
-        default_factory=list[tuple[list[int], list[BroadcastHandle]]]
-    )
-
-
-def make_hook(overlap: Overlap) -> DDPHook:
-    """Return the hook to register with DDP."""
-    running = _Backward()
-    _adopt_params(overlap)
-
-    def zero_step_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        if bucket.index() == 0:
-            _begin(overlap, running)
-        return _on_bucket(overlap, running, state, bucket)
-
-    return zero_step_hook
+    broadcasts: list[BroadcastHandle] = field(default_factory=list[BroadcastHandle])
 
 
 def _adopt_params(overlap: Overlap) -> None:
@@ -97,7 +79,7 @@ def _adopt_params(overlap: Overlap) -> None:
 
 def _begin(overlap: Overlap, running: _Backward) -> None:
     # a backward that raised left them
-    for pending in (each for _, launched in running.broadcasts for each in launched):
+    for pending in running.broadcasts:
         pending.wait()
     running.buckets, running.broadcasts = [], []
     ddp = overlap.ddp()
@@ -134,7 +116,10 @@ def _check_memory_order(overlap: Overlap) -> None:
 def _on_bucket(overlap: Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     if not running.has_step:
         return overlap.hook(state, bucket)
-    future = _launch(overlap, running, state, bucket)
+    indices = [overlap.index_of.get(param, -1) for param in bucket.parameters()]
+    gradients = _gradient_views(bucket)
+    future = overlap.hook(state, bucket)
+    running.buckets.append(_Bucket(indices, gradients, future, bucket.buffer()))
     if overlap.is_interleaved and not running.has_unused and len(running.buckets) > 1:
         _step_bucket(overlap, running, running.buckets.pop(0))
     if bucket.is_last():
@@ -143,28 +128,6 @@ def _on_bucket(overlap: Overlap, running: _Backward, state: object, bucket: dist
         else:
             call_after_backward(lambda: _finish(overlap, running))
     return future
-
-
-def _launch(overlap: Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    gradients = _gradient_views(bucket)
-    indices = [overlap.index_of.get(param, -1) for param in bucket.parameters()]
-    if overlap.reduce == "all":
-        future = overlap.hook(state, bucket)
-        running.buckets.append(_Bucket(indices, gradients, future, bucket.buffer()))
-        return future
-    backend = overlap.backend
-    place = dict(zip(indices, gradients, strict=True))
-    owned: list[Owned] = []
-    for owned_slice in backend.rank_partition.slices_of(indices):
-        gradient = elements_of(
-            owned_slice, backend.rank_partition.params[owned_slice.tensor], place[owned_slice.tensor]
-        )
-        owned.append(Owned(owned_slice.owner, gradient))
-    reduced = reduce_to_owners(owned, backend.agreement, _what(backend), backend.staging(bucket.buffer().device))
-    running.buckets.append(_Bucket(indices, gradients, reduced, bucket.buffer()))
-    done: Future[torch.Tensor] = Future()
-    done.set_result(bucket.buffer())
-    return done
 
 
 def _gradient_views(bucket: dist.GradBucket) -> list[torch.Tensor]:
@@ -181,45 +144,37 @@ def _gradient_views(bucket: dist.GradBucket) -> list[torch.Tensor]:
 
 def _finish(overlap: Overlap, running: _Backward) -> None:
     """Step the remaining buckets.  Runs after the last node of backward and before DDP assigns the gradients."""
-    if running.has_unused and graph_task_id() != -1 and overlap.reduce == "all":
+    if running.has_unused and graph_task_id() != -1:
         running.buckets = []
         call_after_backward(lambda: _step_from_gradients(overlap, running))
         return
     while running.buckets:
         _step_bucket(overlap, running, running.buckets.pop(0))
     _end(overlap, running)
-    if overlap.reduce == "owner" and graph_task_id() != -1:
-        call_after_backward(lambda: mark_spent(overlap.backend.rank_partition, weakref.ref(overlap.backend)))
 
 
 def _end(overlap: Overlap, running: _Backward) -> None:
-    for indices, pending in running.broadcasts:
-        overlap.backend.expect(indices, pending)
+    for pending in running.broadcasts:
+        pending.wait()
     running.broadcasts = []
     overlap.backend.mark_stepped()
 
 
 def _step_bucket(overlap: Overlap, running: _Backward, bucket: _Bucket) -> None:
+    gradients = _gradients_of(bucket, _wait_future(overlap.backend, bucket.reduced))
+    known = {index: gradient for index, gradient in gradients.items() if index >= 0}
+    _step(overlap, running, known, overlap.backend.layout.broadcasts_of(tuple(known)))
+
+
+def _step(
+    overlap: Overlap, running: _Backward, gradients: dict[int, torch.Tensor], broadcasts: Sequence[Broadcast]
+) -> None:
+    """Update this rank's slices of the parameters that have ``gradients``, by index, and launch ``broadcasts``."""
     backend = overlap.backend
-    known = [index for index in bucket.indices if index >= 0]
-    if isinstance(bucket.reduced, ReduceHandle):
-        mine = backend.rank_partition.local_slices_of(known)
-        parts = bucket.reduced.wait().split(bucket.reduced.sizes)
-        pairs = [
-            (local, part.as_strided(local.tensor.shape, local.tensor.stride()))
-            for local, part in zip(mine, parts, strict=True)
-        ]
-        _write_full_averages(bucket, pairs)
-    else:
-        place = _gradients_of(bucket, _wait_future(backend, bucket.reduced))
-        pairs = [
-            (local, gradient_for(local, place[local.owned_slice.tensor]))
-            for local in backend.rank_partition.local_slices_of(known)
-        ]
-    if pairs:
-        backend.local.step_slices(pairs)
-    launched = launch_broadcasts(backend.layout.broadcasts_of(known), backend.agreement, _what(backend))
-    running.broadcasts.append((known, launched))
+    slices = backend.rank_partition.local_slices_of(gradients)
+    if slices:
+        backend.local.step_slices([(each, gradient_for(each, gradients[each.owned_slice.tensor])) for each in slices])
+    running.broadcasts += launch_broadcasts(broadcasts, backend.agreement, _what(backend))
 
 
 def _wait_future(backend: ZeroBackend, future: Future[torch.Tensor]) -> torch.Tensor:
@@ -243,25 +198,11 @@ def _gradients_of(bucket: _Bucket, reduced: torch.Tensor) -> dict[int, torch.Ten
     return dict(zip(bucket.indices, views, strict=True))
 
 
-def _write_full_averages(bucket: _Bucket, pairs: list[tuple[LocalSlice, torch.Tensor]]) -> None:
-    """Write averages of full parameters into the bucket, from which DDP sets ``.grad``."""
-    place = dict(zip(bucket.indices, bucket.gradients, strict=True))
-    for local, gradient in pairs:
-        if local.is_param:
-            place[local.owned_slice.tensor].copy_(gradient)
-
-
 def _step_from_gradients(overlap: Overlap, running: _Backward) -> None:
     """Step on ``.grad`` as DDP has set it: parameters that no rank used have none and must not change."""
-    backend = overlap.backend
-    pairs = [
-        (local, gradient_for(local, local.param.grad))
-        for local in backend.rank_partition.local_slices
-        if local.param.grad is not None
-    ]
-    backend.local.step_slices(pairs)
-    launched = launch_broadcasts(backend.layout.broadcasts, backend.agreement, _what(backend))
-    running.broadcasts.append((list(range(len(backend.rank_partition.params))), launched))
+    params = overlap.backend.rank_partition.params
+    found = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
+    _step(overlap, running, found, overlap.backend.layout.broadcasts)
     _end(overlap, running)
 
 
@@ -279,7 +220,6 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
     *,
-    reduce: Reduce = "all",
     warmup: Warmup = "update",
 ) -> DDPHook:
     """Return a hook that steps at the end of backward, bucket by bucket, while later buckets are still reduced.
@@ -290,8 +230,6 @@ def hook_with_zero_step(
         zero: made with ``overlap_with_ddp=True``.
         shard_buckets: ignored; torch has this argument.  Owners come from ``zero``'s partition, which is balanced over
             the whole model, so several ranks always update parts of a bucket.
-        reduce: "owner" sends gradients to their owners only and frees the others' (ZeRO-2): two thirds of the bytes per
-            step.  ``hook`` is not used then and must be ``allreduce_hook`` or None.
         warmup: "skip" skips the step in the first two (static graph: three) iterations, as torch does; "update" steps.
 
     Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients.
@@ -299,7 +237,7 @@ def hook_with_zero_step(
     Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))  # doctest: +SKIP
     """
-    return _make(hook, ddp, zero, reduce, warmup, is_interleaved=False)
+    return _make(hook, ddp, zero, warmup, is_interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -308,7 +246,6 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
     *,
-    reduce: Reduce = "all",
     warmup: Warmup = "update",
 ) -> DDPHook:
     """Return a hook that updates a bucket's parameters in backward, as soon as the next bucket is ready.
@@ -317,34 +254,27 @@ def hook_with_zero_step_interleaved(
     parameter after its gradient is complete (autograd raises if a saved one has changed).  With
     ``find_unused_parameters`` it steps at the end of backward, when the used parameters are known.
     """
-    return _make(hook, ddp, zero, reduce, warmup, is_interleaved=True)
+    return _make(hook, ddp, zero, warmup, is_interleaved=True)
 
 
 def _make(
     hook: DDPHook | None,
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
-    reduce: Reduce,
     warmup: Warmup,
     is_interleaved: bool,
 ) -> DDPHook:
     if not zero.overlap_with_ddp:
         raise ConfigError("the hook needs ZeroRedundancyOptimizer(..., overlap_with_ddp=True)")
-    if reduce not in ("all", "owner") or warmup not in ("update", "skip"):
-        raise ConfigError(f"found reduce={reduce!r} and warmup={warmup!r}, expected 'all'|'owner' and 'update'|'skip'")
-    if reduce == "owner" and hook not in (None, allreduce_hook):
-        raise ConfigError("reduce='owner' reduces by itself: pass hook=None or allreduce_hook")
-    if reduce == "owner" and ddp.find_unused_parameters and not ddp.static_graph:
-        raise ConfigError(
-            "reduce='owner' cannot tell unused parameters from zero gradients: use reduce='all' or a DDP without "
-            "find_unused_parameters"
-        )
-    backend = zero_backend(zero)
-    known = set(backend.rank_partition.params)
-    unknown = sum(param.requires_grad and param not in known for param in ddp.parameters())
-    if unknown and reduce == "owner":
-        raise ConfigError(
-            f"{unknown} parameters of the module are not in the ZeroRedundancyOptimizer, so no rank owns their "
-            "gradients: pass them to it or use reduce='all'"
-        )
-    return make_hook(Overlap(hook or allreduce_hook, weakref.ref(ddp), backend, reduce, warmup, is_interleaved))
+    if warmup not in ("update", "skip"):
+        raise ConfigError(f"found warmup={warmup!r}, expected 'update' or 'skip'")
+    overlap = Overlap(hook or allreduce_hook, weakref.ref(ddp), zero_backend(zero), warmup, is_interleaved)
+    running = _Backward()
+    _adopt_params(overlap)
+
+    def zero_step_hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        if bucket.index() == 0:
+            _begin(overlap, running)
+        return _on_bucket(overlap, running, state, bucket)
+
+    return zero_step_hook

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.arguments import Extent, find_shared
-from shardwise.collectives.buffer_pool import are_neighbours, is_own, suballocate
-from shardwise.collectives.owned import Broadcast, BufferOffset, Owned, plan_broadcasts
+from shardwise.collectives.owned import Broadcast, Owned, plan_broadcasts
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ArgumentTypeError, ConfigError, LayoutError
 from shardwise.layout import OwnedSlice, add_loads, even_slices, runs_of, whole_slices
@@ -35,9 +34,7 @@ def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
     Raises: TypeError for a tensor, something not iterable or mixed element types; ConfigError (a ValueError) for no
     parameters or a group without "params".
     """
-    if isinstance(params, torch.Tensor):
-        raise ArgumentTypeError(f"`params` argument should be an iterable of Tensors, but got {torch.typename(params)}")
-    if not isinstance(params, Iterable):
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise ArgumentTypeError(
             f"`params` argument should be an iterable of Tensors or dicts, but got {torch.typename(params)}"
         )
@@ -62,13 +59,7 @@ def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
 
 def flatten_groups(params: Sequence[torch.Tensor] | Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
     """Return all tensors in the result of :func:`checked_params`, in order."""
-    found: list[torch.Tensor] = []
-    for item in params:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        else:
-            found.extend(item["params"])
-    return found
+    return [each for item in params for each in ([item] if isinstance(item, torch.Tensor) else item["params"])]
 
 
 def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
@@ -106,18 +97,6 @@ def check_dense(tensors: Sequence[torch.Tensor], mixed_dtypes: bool) -> None:
         )
 
 
-def check_overlap(overlap_with_ddp: bool, overlap_grad_reduce: bool) -> None:
-    """Check that at most one of the two reduces gradients.
-
-    Raises: ConfigError if both do.
-    """
-    if overlap_with_ddp and overlap_grad_reduce:
-        raise ConfigError(
-            "overlap_grad_reduce=True is for loops without DDP, and with overlap_with_ddp=True DDP's buckets reduce the "
-            "gradients: pass one of them. hook_with_zero_step(..., reduce='owner') sends gradients to their owners in DDP"
-        )
-
-
 def _not_plain_text(index: int, tensor: torch.Tensor) -> str:
     kind = f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a ShardedTensor"
     cause = (
@@ -128,7 +107,7 @@ def _not_plain_text(index: int, tensor: torch.Tensor) -> str:
     return (
         f"parameter {index} of shape {tuple(tensor.shape)} is {kind}: {cause}. Use the plain optimizer on it, or "
         "shardwise.ShardedOptimizer(dict(model.named_parameters()), ...); ZeroRedundancyOptimizer is for models whose "
-        "parameters are plain tensors, under DistributedDataParallel or with reduce_gradients()"
+        "parameters are plain tensors, under DistributedDataParallel"
     )
 
 
@@ -268,17 +247,6 @@ def partition_groups(
     return tuple(found)
 
 
-def runs_of_groups(groups: Sequence[Mapping[str, Any]], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of parameters that are sent together, in group order; no run spans two groups."""
-    runs: list[tuple[int, ...]] = []
-    offset = 0
-    for group in groups:
-        numels = [tensor.numel() for tensor in group["params"]]
-        runs += [tuple(offset + index for index in run) for run in runs_of(numels, num_ranks) if len(run)]
-        offset += len(numels)
-    return tuple(runs)
-
-
 def make_local(owned_slice: OwnedSlice, param: torch.Tensor, kind: Partition) -> LocalSlice:
     """Return the slice with the tensor that the local optimizer updates."""
     if kind == "whole":
@@ -351,88 +319,14 @@ def with_gradients(gradients: Iterable[tuple[LocalSlice, torch.Tensor | None]]) 
             tensor.grad = gradient
 
 
-def owned_views(
-    slices: Iterable[OwnedSlice],
-    params: Sequence[torch.Tensor],
-    places: Mapping[int, BufferOffset] | None = None,
-    moving: Sequence[bool] | None = None,
-) -> list[Owned]:
-    """Return 1-D views of the moving slices (default: trainable ones), sorted so that neighbours of one owner are adjacent.
-
-    ``places``: the places that :func:`pack_params` planned for parameters; None if they lie alike on all ranks.
-    """
-    moving = [param.requires_grad for param in params] if moving is None else moving
+def owned_views(slices: Iterable[OwnedSlice], params: Sequence[torch.Tensor], moving: Sequence[bool]) -> list[Owned]:
+    """Return 1-D views of the moving slices, sorted by owner, dtype and device."""
     found = [
-        Owned(owned_slice.owner, view_of(owned_slice, params[owned_slice.tensor]).view(-1), _place(owned_slice, places))
+        Owned(owned_slice.owner, view_of(owned_slice, params[owned_slice.tensor]).view(-1))
         for owned_slice in slices
         if moving[owned_slice.tensor]
     ]
     return sorted(found, key=lambda item: (item.owner, str(item.tensor.dtype), str(item.tensor.device)))
-
-
-def _place(owned_slice: OwnedSlice, places: Mapping[int, BufferOffset] | None) -> BufferOffset | None:
-    if places is None:
-        return None
-    place = places.get(owned_slice.tensor, BufferOffset(-1 - owned_slice.tensor, 0))  # not packed: adjacent to nothing
-    return BufferOffset(place.buffer, place.offset + owned_slice.start)
-
-
-def pack_params(
-    slices_of_groups: Sequence[Sequence[OwnedSlice]],
-    params: Sequence[torch.Tensor],
-    kind: Partition,
-    moving: Sequence[bool] | None = None,
-    packed: Container[int] = (),
-) -> dict[int, BufferOffset]:
-    """Move parameters into contiguous buffers, so that a rank's slices are neighbours; return the planned place of each.
-
-    One buffer per owner (whole) or group (even), dtype and device.  A parameter whose memory is referenced elsewhere
-    (an alias, a state dict, another process) is not moved; the planned places are the same on every rank all the same.
-    ``moving``: which parameters to lay out (default: trainable ones).  ``packed``: those in buffers of an earlier call;
-    the ones of them that no longer move get their own memory, so that they do not keep an earlier buffer alive.
-    """
-    moving = [param.requires_grad for param in params] if moving is None else moving
-    buffers: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    for number, slices in enumerate(slices_of_groups):
-        for owned_slice in slices:
-            param = params[owned_slice.tensor]
-            if not moving[owned_slice.tensor]:
-                if owned_slice.tensor in packed and not is_referenced(param):
-                    param.data = param.detach().clone()
-                continue
-            key = (owned_slice.owner if kind == "whole" else number, param.dtype, param.device)
-            members = buffers.setdefault(key, [])
-            if owned_slice.tensor not in members[-1:]:  # slices of one tensor are consecutive
-                members.append(owned_slice.tensor)
-    places: dict[int, BufferOffset] = {}
-    for number, members in enumerate(buffers.values()):
-        offset = 0
-        for index in members:
-            places[index] = BufferOffset(number, offset)
-            offset += params[index].numel()
-        _pack([params[index] for index in members])
-    return places
-
-
-def is_referenced(param: torch.Tensor) -> bool:
-    """Return True if the memory of ``param`` is referenced elsewhere, so that it must not move."""
-    storage = param.untyped_storage()
-    return torch_private.storage_use_count(storage) > 1 or (param.device.type == "cpu" and storage.is_shared())
-
-
-def _pack(members: Sequence[torch.Tensor]) -> None:
-    for param in members:
-        flat_view(param.detach())  # raises for memory with gaps before anything is moved
-    movable = [param for param in members if not is_referenced(param)]
-    if are_neighbours([flat_view(param.detach()) for param in movable]) and all(is_own(param) for param in movable):
-        return
-    buffer = movable[0].new_empty(sum(param.numel() for param in movable), requires_grad=False)
-    offset = 0
-    for param in movable:
-        place = suballocate(buffer, offset, param.shape, param.stride())
-        place.copy_(param.detach())
-        param.data = place
-        offset += param.numel()
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
@@ -447,7 +341,6 @@ class RankPartition:
     Attributes:
         params: in group order; ``OwnedSlice.tensor`` is an index into them.
         by_param: the slices of each parameter.
-        runs: indices of parameters that are sent together, in order.
     """
 
     params: tuple[torch.Tensor, ...]
@@ -458,7 +351,6 @@ class RankPartition:
     local_slices: tuple[LocalSlice, ...]
     by_param: tuple[tuple[OwnedSlice, ...], ...]
     local_by_param: tuple[tuple[LocalSlice, ...], ...]
-    runs: tuple[tuple[int, ...], ...]
 
     @property
     def slices(self) -> list[OwnedSlice]:
@@ -508,7 +400,6 @@ def make_rank_partition(
         tuple(local_slices),
         tuple(map(tuple, by_param)),
         tuple(map(tuple, local_by_param)),
-        runs_of_groups(groups, num_ranks),
     )
 
 
@@ -517,18 +408,13 @@ class Layout:
     """Where the parameters of a partition lie, and which of them are sent; valid until a parameter changes.
 
     Attributes:
-        trainable: which parameters require gradients.
-        moving: which ones a step may change: trainable ones, and frozen ones that still have a gradient.
-        packed: those in our flat buffers.
+        moving: which parameters a step may change: trainable ones, and frozen ones that still have a gradient.
         broadcasts: of all parameters; the same calls on every rank, wherever a rank's parameters lie.
     """
 
     rank_partition: RankPartition
-    trainable: tuple[bool, ...]
     moving: tuple[bool, ...]
     addresses: tuple[int, ...]
-    places: Mapping[int, Any]
-    packed: frozenset[int]
     broadcasts: tuple[Broadcast, ...]
     by_indices: dict[tuple[int, ...], tuple[Broadcast, ...]] = field(default_factory=dict)
 
@@ -536,15 +422,9 @@ class Layout:
         """Return the broadcasts of these parameters; they are planned once."""
         key = tuple(indices)
         if key not in self.by_indices:
-            self.by_indices[key] = _plan(
-                self.rank_partition, self.rank_partition.slices_of(key), self.moving, self.places
-            )
+            slices = self.rank_partition.slices_of(key)
+            self.by_indices[key] = plan_broadcasts(owned_views(slices, self.rank_partition.params, self.moving))
         return self.by_indices[key]
-
-
-def trainable_of(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
-    """Return which parameters require gradients."""
-    return tuple(param.requires_grad for param in params)
 
 
 def moving_of(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
@@ -557,33 +437,15 @@ def addresses_of(params: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple(param.data_ptr() for param in params)
 
 
-def make_layout(rank_partition: RankPartition, packs: bool, packed: frozenset[int] = frozenset()) -> Layout:
-    """Plan the broadcasts for the current parameters, and point the slices' views at their memory.
-
-    ``packs``: move parameters into flat buffers, so that a rank's slices are neighbours.  ``packed``: those that an
-    earlier layout has moved; that layout must be deleted first, since its views would count as references to the
-    memory.
-    """
+def make_layout(rank_partition: RankPartition) -> Layout:
+    """Plan the broadcasts for the current parameters, and point the slices' views at their memory."""
     params = rank_partition.params
     moving = moving_of(params)
-    places: Mapping[int, Any] = {}
-    if packs:
-        for local in rank_partition.local_slices:
-            if not local.is_param:
-                local.tensor.data = local.param.new_empty(local.tensor.shape)
-        places = pack_params(rank_partition.slices_of_groups, params, rank_partition.partition, moving, packed)
     for local in rank_partition.local_slices:
         if not local.is_param:
             local.tensor.data = view_of(local.owned_slice, local.param)
-    broadcasts = _plan(rank_partition, rank_partition.slices, moving, places) if rank_partition.num_ranks > 1 else ()
-    trainable, addresses = trainable_of(params), addresses_of(params)
-    return Layout(rank_partition, trainable, moving, addresses, places, packed | frozenset(places), broadcasts)
-
-
-def _plan(
-    rank_partition: RankPartition, slices: Iterable[OwnedSlice], moving: Sequence[bool], places: Mapping[int, Any]
-) -> tuple[Broadcast, ...]:
-    return plan_broadcasts(owned_views(slices, rank_partition.params, places, moving))
+    owned = owned_views(rank_partition.slices, params, moving) if rank_partition.num_ranks > 1 else []
+    return Layout(rank_partition, moving, addresses_of(params), plan_broadcasts(owned))
 
 
 # ---- The optimizer that a rank runs over its partition, and the param groups that users see.

@@ -128,7 +128,7 @@ def load_rank_partition(
     ConfigError if the groups do not match.
     """
     groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
-    _check_groups([len(group["params"]) for group in groups], local.groups)
+    _check_groups(groups, local.groups)
     _check_class(local, state_dict["state"], groups, keys)
     states: list[StateOfParam | None] = []
     for own in local.rank_partition.local_slices:
@@ -138,16 +138,12 @@ def load_rank_partition(
     local.pull_options()
 
 
-def _check_groups(sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> None:
-    expected = [len(group["params"]) for group in groups]
-    if len(sizes) != len(expected):
+def _check_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    found, expected = ([len(group["params"]) for group in each] for each in (saved, groups))
+    if found != expected:
         raise ConfigError(
-            f"loaded state dict has a different number of parameter groups: {len(sizes)}, expected {len(expected)}"
-        )
-    if list(sizes) != expected:
-        raise ConfigError(
-            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: found "
-            f"{list(sizes)} parameters, expected {expected}"
+            "loaded state dict has a different number of parameter groups, or contains a parameter group that doesn't match "
+            f"the size of optimizer's group: found {found} parameters, expected {expected}"
         )
 
 

@@ -51,12 +51,10 @@ def places_of(program: Program, num_ranks: int) -> tuple[str, ...]:
         "backward",
         "optimizer step",
     ]
-    if program.door in ("fully_shard", "whole_matrix") or (program.door == "hsdp" and num_ranks > 2):
+    if program.door in ("fully_shard", "whole_matrix", "zero2") or (program.door == "hsdp" and num_ranks > 2):
         found += ["all-gather", "reduction"]
     elif program.door in ("hsdp", "replicate"):
         found += ["reduction"]
-    elif program.door == "zero2":
-        found += ["all-gather", "reduction", "consolidation"]
     elif program.door == "zero1":
         found += ["all-gather", "consolidation"]
     if program.door == "whole_matrix":
@@ -107,9 +105,9 @@ def faulty(program: Program, num_ranks: int, name: str, place: str, *, rank: int
     kind, error = FAULTS[name]
     step = _STEP_OF.get(place, 3)
     call = 2 if place in ("forward", "backward", "all-gather", "reduction", "init") else 1
-    if place == "init" and program.door in ("zero1", "zero2"):
+    if place == "init" and program.door == "zero1":
         call = 1
-    if program.door in ("zero1", "zero2") and place in ("all-gather", "reduction"):
+    if program.door == "zero1" and place in ("all-gather", "reduction"):
         call = 1
     if place == "reduction" and (program.door == "replicate" or (program.door == "hsdp" and num_ranks == 2)):
         call = 1  # units of which nothing is cut share an all-reduce

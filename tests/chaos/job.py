@@ -91,7 +91,7 @@ class Job:
         fault, left_out = self.fault, 0
         if fault is not None and fault.kind == "raise" and self.program.transacts == "skip":
             # ZeRO sends parameters once its inner optimizer has stepped, with which a step ends for faults.
-            left_out = (fault.step or 0) - (fault.at == "all-gather" and self.program.door in ("zero1", "zero2"))
+            left_out = (fault.step or 0) - (fault.at == "all-gather" and self.program.door == "zero1")
         return replace(self.program, transacts="", left_out_step=left_out)
 
     @property

@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam, Optimizer
 from chaos.program import Program
 from shardwise import (
     FSDPModule,
+    Placements,
     ShardedOptimizer,
     ZeroRedundancyOptimizer,
     fully_shard,
@@ -83,8 +84,6 @@ def build(program: Program) -> Parts:
     if door == "zero1":
         wrapped = DistributedDataParallel(net)
         return Parts(wrapped, net, ZeroRedundancyOptimizer(wrapped.parameters(), Adam, lr=0.05))
-    if door == "zero2":
-        return Parts(net, net, ZeroRedundancyOptimizer(net.parameters(), Adam, lr=0.05))
     if door == "replicate":
         for block in net.blocks:
             replicate(block)
@@ -94,9 +93,10 @@ def build(program: Program) -> Parts:
     mesh = None
     if door == "hsdp" and not program.mesh_is_flat:
         mesh = _two_axes(num_ranks)
+    placements = Placements(("replicated",), ("sharded",), ("sharded",)) if door == "zero2" else None
     for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+        fully_shard(block, mesh=mesh, placements=placements)
+    fully_shard(net, mesh=mesh, placements=placements)
     if door == "whole_matrix":
         return Parts(net, net, ShardedOptimizer(dict(net.named_parameters()), torch.optim.Muon, lr=0.05))
     return Parts(net, net, SGD(net.parameters(), lr=0.05, momentum=0.9))
@@ -179,8 +179,6 @@ def _step(program: Program, parts: Parts, step: int) -> None:
                     parts.model(inputs)
                 continue
             cast(torch.Tensor, parts.model(inputs).square().mean()).backward()
-    if program.door == "zero2":
-        cast(ZeroRedundancyOptimizer, parts.optimizer).reduce_gradients()
     if step != program.skipped_step:
         parts.optimizer.step()
     parts.optimizer.zero_grad()

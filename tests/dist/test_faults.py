@@ -30,7 +30,7 @@ OF_DOOR = {
     "hsdp": ("reduction",),
     "replicate": ("reduction",),
     "zero1": ("all-gather", "consolidation"),
-    "zero2": ("all-gather", "reduction", "consolidation"),
+    "zero2": ("all-gather", "reduction"),
     "whole_matrix": ("all-gather", "reduction", "exchange"),
 }
 

@@ -81,17 +81,16 @@ def test_nobody_waits_for_the_timeout_of_the_group_when_a_rank_raises_in_an_exch
 
 
 def test_who_is_told_of_a_call_that_it_did_not_make_hears_which_rank_made_it(pool: WorkerPool) -> None:
-    texts = pool.run(one_consolidates_and_the_other_reduces, num_ranks=2, group_timeout_s=2)
+    texts = pool.run(one_consolidates_and_the_other_steps, num_ranks=2, group_timeout_s=2)
     assert re.search(r"rank(\(s\))? 1 (made a call alone|of 2 did not take part|was in)", texts[0])
 
 
-def one_consolidates_and_the_other_reduces() -> str:
+def one_consolidates_and_the_other_steps() -> str:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
     for _ in range(2):
         model(torch.ones(2, 8)).square().sum().backward()
-        optimizer.reduce_gradients()
         optimizer.step()
         optimizer.zero_grad()
     model(torch.ones(2, 8)).square().sum().backward()
@@ -99,5 +98,5 @@ def one_consolidates_and_the_other_reduces() -> str:
         if dist.get_rank() == 1:
             optimizer.consolidate_state_dict(to=0)
         else:
-            optimizer.reduce_gradients()
+            optimizer.step()
     return str(caught.value)

@@ -106,12 +106,19 @@ CASES: dict[str, Case] = {
     "hybrid": Case({"shard": "hybrid", "accumulate": 2, "offload": True, "recompute": True}, (0.5, 0.5, 0.5)),
     "replicate": Case({"shard": "replicate", "accumulate": 2, "recompute": True}, (0.0, 0.0, 0.0)),
     "replicate-tp": Case({"shard": "replicate", "tp": 2, "offload": True}, (SPLIT / 2,) * 3),
-    "gradients": Case({"shard": "gradients", "accumulate": 2, "recompute": True}, (0.0, 0.75, 0.75)),
+    "gradients": Case({"shard": "gradients", "accumulate": 2, "recompute": True}, (0.75, 0.75, 0.75)),
     "optimizer": Case({"shard": "optimizer", "accumulate": 2}, (0.0, 0.0, 0.75)),
     "none": Case({"shard": "none", "recompute": True}, (0.0, 0.0, 0.0)),
 }
 EACH, MERGED = ["(root)", "blocks.0", "blocks.1"], ["(root)", "blocks.0-1"]
-UNITS = {"full": EACH, "full-tp": MERGED, "hybrid": MERGED, "replicate": EACH, "replicate-tp": EACH}
+UNITS = {
+    "full": EACH,
+    "full-tp": MERGED,
+    "hybrid": MERGED,
+    "gradients": MERGED,
+    "replicate": EACH,
+    "replicate-tp": EACH,
+}
 BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer compilations
     "full-tp": {"shard": "gradients", "recompute": True, **COMPILE},
     "hybrid": {"shard": "optimizer", **TRACE},

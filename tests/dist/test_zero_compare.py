@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import on_ranks
+from helpers.zero_models import average_gradients
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -74,13 +75,13 @@ def test_a_step_without_averaging_is_refused() -> None:
             "on rank 0",
             "on rank 1",
             "DistributedDataParallel",
-            "reduce_gradients()",
+            "average the gradients",
         )
         assert [fact for fact in facts if fact not in text] == [], text
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
         zero.zero_grad()
         _backward(model)
-        zero.reduce_gradients()
+        average_gradients(model)
         zero.step()  # as the message says
 
 
@@ -118,7 +119,7 @@ def test_hooks_of_ddp_give_the_same_bits() -> None:
             for step in range(4):
                 zero.zero_grad()
                 _backward(ddp, step)
-                zero_backend(zero).known.is_compared = False
+                zero_backend(zero)._knows_gradients = False
                 zero.step()
         assert len(seen.whats) == 4
         assert seen.warnings == []
@@ -139,7 +140,7 @@ def test_nothing_is_known_before_there_are_gradients() -> None:
 
 @on_ranks(2, 4)
 def test_gradients_are_compared_again_after_a_change() -> None:
-    """When the parameters change, which of them train, or who averages."""
+    """When the parameters change, or which of them train."""
 
     def add_group(zero: ZeroRedundancyOptimizer, model: torch.nn.Module) -> None:
         zero.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
@@ -147,12 +148,7 @@ def test_gradients_are_compared_again_after_a_change() -> None:
     def freeze(zero: ZeroRedundancyOptimizer, model: torch.nn.Module) -> None:
         model[0].weight.requires_grad_(False)
 
-    def reduce(zero: ZeroRedundancyOptimizer, model: torch.nn.Module) -> None:
-        _backward(model)
-        zero.reduce_gradients()
-        zero.step()
-
-    for change in (add_group, freeze, reduce):
+    for change in (add_group, freeze):
         model = _model()
         zero = _zero(model)
         _backward(model, rank=0)
@@ -249,7 +245,7 @@ def test_other_dtypes_and_orders() -> None:
         with _Gathers() as seen:
             zero.step()
         assert len(seen.whats) == 1
-        zero_backend(zero).known.is_compared = False
+        zero_backend(zero)._knows_gradients = False
         param.grad = values * (1 + dist.get_rank())
         with pytest.raises(DesyncError, match="gradients differ"):
             zero.step()
@@ -283,7 +279,7 @@ def test_closures_may_average() -> None:
         def closure(zero: ZeroRedundancyOptimizer = zero, model: torch.nn.Module = model) -> None:
             zero.zero_grad()
             _backward(model)
-            zero.reduce_gradients()
+            average_gradients(model)
 
         def plain_closure(sgd: torch.optim.Optimizer = sgd, plain: torch.nn.Module = plain) -> None:
             sgd.zero_grad()

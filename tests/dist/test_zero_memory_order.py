@@ -112,20 +112,6 @@ def test_memory_order_changes_nothing_with_hooks_that_reduce_to_all() -> None:
 
 
 @on_ranks(2, 4)
-def test_memory_order_changes_nothing_with_hooks_that_reduce_to_owners() -> None:
-    expected = _summed_in_rank_order()
-    for bucket_view, static_graph, make_hook, partition in HOOK_CASES if dist.get_world_size() == 2 else HOOK_CASES[:3]:
-        ddp_options = {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph}
-        ddp = _ddp(**ddp_options)
-        zero = ZeroRedundancyOptimizer(
-            ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, partition=partition, **OPTIONS
-        )
-        ddp.register_comm_hook(None, make_hook(None, ddp, zero, reduce="owner"))
-        found = _train(ddp, _nothing, _nothing)
-        assert_equal(found, expected, (make_hook.__name__, partition, ddp_options))
-
-
-@on_ranks(2, 4)
 def test_a_hook_may_return_new_memory() -> None:
     def to_new_memory(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return allreduce_hook(state, bucket).then(lambda done: done.value().clone())
@@ -152,18 +138,6 @@ def test_memory_order_changes_nothing_in_steps_after_backward() -> None:
         strides = [p.stride() for p in ddp.parameters()]
         assert_equal(_train(ddp, _nothing, zero.step), expected, (partition, bucket_view, views))
         assert [p.stride() for p in ddp.parameters()] == strides
-
-
-@on_ranks(2, 4)
-def test_memory_order_changes_nothing_without_ddp() -> None:
-    expected = _summed_in_rank_order()
-    for partition, bucket_view in product(PARTITIONS, (False, True)):
-        model = Net()
-        zero = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, partition=partition, parameters_as_bucket_view=bucket_view, **OPTIONS
-        )
-        found = _train(model, zero.reduce_gradients, zero.step)
-        assert_equal(found, expected, (partition, bucket_view))
 
 
 @on_ranks(2, 4)

@@ -51,7 +51,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             twice=0.1,
             extras=table(set=8, eval=1, switch=1, hook=1),
             meshes=table(flat=3, hybrid=1),
-            doors=table(fully_shard=6, shard_model=0.5, replicate=1, replicate_older=1, zero1=0.5, zero2=0.5),
+            doors=table(fully_shard=6, shard_model=0.5, replicate=1, replicate_older=1, zero1=1),
         ),
         "checkpointing": replace(
             _BASE,
@@ -104,7 +104,6 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
         ),
         "zero": replace(
             _BASE,
-            overlaps=0.7,
             microbatches=3,
             hold=0.6,
             gap=0.15,
@@ -116,7 +115,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             num_contenders=4,
             extras=table(rate=2, eval=3, change=1, take=1, save=1, load=1),
             kinds=table(Mlp=6, Oddments=1, Conv=2, Lookup=1, Tally=1),
-            doors=table(zero1=3, zero2=5, zero_alone=1),
+            doors=table(zero1=8, zero_alone=1),
         ),
         "doors": replace(
             _BASE,
@@ -138,7 +137,6 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
                 replicate=1,
                 replicate_older=1,
                 zero1=3,
-                zero2=3,
                 zero_alone=1,
                 overlap=3,
                 interleaved=3,
@@ -157,7 +155,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             real_optims=table(
                 adamw=3, adam=1, foreach=1, fused=1, adagrad=1, rmsprop=1, small_sgd=2, adafactor=2, blocks=1
             ),
-            doors=table(fully_shard=5, shard_model=1, replicate=1, replicate_older=1, zero1=3, zero2=3),
+            doors=table(fully_shard=5, shard_model=1, replicate=1, replicate_older=1, zero1=6),
         ),
         "meshes": replace(
             _BASE,
@@ -238,7 +236,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             extras=table(add_group=3, option=4, rate=2, eval=0.5, take=0.5),
             real_kinds=table(),
             real_optims=table(small_sgd=3, adamw=2, rmsprop=1, fused_sgd=1, foreach=1),
-            doors=table(fully_shard=4, shard_model=1, replicate=1, replicate_older=1, zero1=3, zero2=3),
+            doors=table(fully_shard=4, shard_model=1, replicate=1, replicate_older=1, zero1=6),
         ),
         "joins": replace(
             _BASE,
@@ -357,7 +355,7 @@ AREAS: Mapping[str, Weights] = MappingProxyType(
             kinds=table(Mlp=6, Oddments=1, Conv=1, Lookup=1, Follower=1),
             real_kinds=table(Lstm=1),
             steps=2,
-            doors=table(fully_shard=4, shard_model=1, replicate=1, replicate_older=0.5, zero1=2, zero2=2),
+            doors=table(fully_shard=4, shard_model=1, replicate=1, replicate_older=0.5, zero1=4),
             real_optims=table(adamw=3, adam=1, small_sgd=2, adafactor=1),
         ),
     }

@@ -114,7 +114,6 @@ class Settings:
             state dict whose tensors replace those on meta); "" for none.
         apart: ranks begin with different values: "named" (nothing is done about it) or "synced" by the API; "" for none.
         bounded: steps are plain and all is recomputed: no more units are full at once than a part that is recomputed needs.
-        overlap_grads, overlap_params: of ZeRO without DDP, and of ZeRO: messages beside backward, and beside the next forward.
         compiled: blocks that are units are compiled whole after they were sharded, by this backend; "" for none.
     """
 
@@ -135,8 +134,6 @@ class Settings:
     compiled: str = ""
     hooks: tuple[tuple[float, ...], ...] = ()
     own: tuple[Own, ...] = ()
-    overlap_grads: bool = False
-    overlap_params: bool = False
     ignored: tuple[int, ...] = ()
     meta: str = ""
     bounded: bool = False

@@ -114,8 +114,6 @@ def _draw_beside(random: Random, weights: Weights) -> dict[str, Any]:
         )
     if weights.own:
         found["own"] = tuple(_draw_own(random, weights.own) for _ in range(random.randint(2, 4)))
-    if weights.overlaps:
-        found |= {name: random.random() < weights.overlaps for name in ("overlap_grads", "overlap_params")}
     if weights.bounded:
         found["bounded"] = True
     if weights.ignored and random.random() < weights.ignored:
@@ -295,7 +293,7 @@ class _Program:
 def _with_restart(random: Random, actions: list[do.Action], max_ranks: int) -> list[do.Action]:
     ends = [number + 1 for number, action in enumerate(actions) if isinstance(action, do.ZeroGrad)] or [len(actions)]
     place = random.choice(ends)
-    door = random.choice(("", "", "fully_shard", "replicate", "zero1", "zero2", "ddp"))
+    door = random.choice(("", "", "fully_shard", "replicate", "zero1", "ddp"))
     update = random.choice(("", "sharded")) if door in ("fully_shard", "replicate") else ""
     restart = do.Restart(random.randint(1, max_ranks), random.choice(("full", "dcp")), door, update)
     more: list[do.Action] = [do.Forward(), do.Backward(), do.Step(), do.ZeroGrad()]

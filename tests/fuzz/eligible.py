@@ -14,7 +14,7 @@ from fuzz.optims import OPTIMIZERS
 ENGINE_DOORS = ("fully_shard", "shard_model", "replicate", "replicate_older", "within_replicate", "torch_fully_shard")
 SHARDING_DOORS = ("fully_shard", "shard_model", "torch_fully_shard")
 OVERLAP_DOORS = ("overlap", "interleaved")
-DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero2", "zero_alone", "torch_zero", *OVERLAP_DOORS)
+DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero_alone", "torch_zero", *OVERLAP_DOORS)
 _HOLDING = ("requires_gradient_sync", "requires_all_reduce", "is_last_backward")
 TRANSPORTS = ("auto", "gloo", "collective")
 
@@ -28,12 +28,8 @@ OURS: tuple[Contender, ...] = (
     Contender("replicate", update="sharded"),
     Contender("replicate_older"),
     Contender("within_replicate"),
-    *(Contender(door, update=update) for door in ("zero1", "zero2", "zero_alone") for update in ("whole", "even")),
-    *(
-        Contender(door, update=update)
-        for door in OVERLAP_DOORS
-        for update in ("whole", "even", "whole-owner", "even-owner")
-    ),
+    *(Contender(door, update=update) for door in ("zero1", "zero_alone") for update in ("whole", "even")),
+    *(Contender(door, update=update) for door in OVERLAP_DOORS for update in ("whole", "even")),
 )
 
 
@@ -237,7 +233,7 @@ def _means_the_same(case: Case, contender: Contender) -> bool:
         return False
     return (
         _suits_owners(case.actions)
-        if contender.door in ("zero2", "zero_alone")
+        if contender.door == "zero_alone"
         else _suits_ddp(case, contender.door in OVERLAP_DOORS)
     )
 

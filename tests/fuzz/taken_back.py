@@ -32,8 +32,6 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.optim.state_dict import copy_options
 from shardwise.torch_private import parameters_of
 from shardwise.zero import backend, overlap, partition
-from shardwise.zero import backend as join
-from shardwise.zero import gradients as zero_gradients
 from shardwise.zero.backend import ZeroBackend
 from shardwise.zero.partition import LocalOptimizer
 
@@ -41,11 +39,10 @@ from shardwise.zero.partition import LocalOptimizer
 _IN_BUCKET = cast(Any, flat_buffer)
 _IN_BUILD = cast(Any, build)
 _IN_COPYING = cast(Any, copying)
-_IN_JOIN = cast(Any, join)
+_IN_BACKEND_OF_ZERO = cast(Any, backend)
 _IN_OVERLAP = cast(Any, overlap)
 _IN_BACKENDS = cast(Any, backends)
 _IN_CHECKS = cast(Any, partition)
-_IN_ZERO_GRADIENTS = cast(Any, zero_gradients)
 _IN_API_MODULE = cast(Any, api_module)
 
 
@@ -131,7 +128,7 @@ def _send_nothing() -> None:
 
 
 def _take_what_nobody_averaged() -> None:
-    _IN_ZERO_GRADIENTS.are_same = lambda *_, **__: True
+    _IN_BACKEND_OF_ZERO.are_same = lambda *_, **__: True
 
 
 def _cut_blocks() -> None:
@@ -189,8 +186,10 @@ def _lose_options() -> None:
 
 
 def _receive_row_major() -> None:
-    receive = _IN_JOIN._receive
-    _IN_JOIN._receive = lambda *args: {piece: tensor.contiguous() for piece, tensor in receive(*args).items()}
+    receive = _IN_BACKEND_OF_ZERO._receive
+    _IN_BACKEND_OF_ZERO._receive = lambda *args: {
+        piece: tensor.contiguous() for piece, tensor in receive(*args).items()
+    }
 
 
 def _begin_apart() -> None:

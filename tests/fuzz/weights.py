@@ -39,7 +39,7 @@ class Weights:
         ignored: that parameters are ignored.  meta: relative weights of ways from the meta device.
         bounded: that units are counted.  apart: relative weights of what is done about ranks that begin with other values.
         offload, columns, bucket_view, sync_buffers; compiled: relative weights of backends.
-        hooks: that users have registered hooks on gradients.  overlaps: of each of ZeRO's two overlaps.
+        hooks: that users have registered hooks on gradients.
         own: of each thing that a unit may have for itself.
         turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
     Attributes, of contenders:
@@ -100,14 +100,11 @@ class Weights:
     bucket_view: float = 0.3
     turns: float = 0.0
     hooks: float = 0.0
-    overlaps: float = 0.0
     own: float = 0.0
     sync_buffers: float = 0.0
     compiled: Table = field(default_factory=table)
     doors: Table = field(
-        default_factory=lambda: table(
-            fully_shard=6, shard_model=1, replicate=1, replicate_older=1, zero1=0.5, zero2=0.5
-        )
+        default_factory=lambda: table(fully_shard=6, shard_model=1, replicate=1, replicate_older=1, zero1=1)
     )
     num_contenders: int = 3
     ranks: Table = field(default_factory=lambda: table(one=0.5, two=6, three=1, four=2))

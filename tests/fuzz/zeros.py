@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
@@ -23,26 +22,23 @@ from fuzz.phases import Play, Seat
 from fuzz.record import Record
 from fuzz.sides import Side
 
-ALONE = ("zero2", "zero_alone")  # without DDP
+ALONE = "zero_alone"  # without DDP
 HOOKS = {"overlap": shardwise.hook_with_zero_step, "interleaved": shardwise.hook_with_zero_step_interleaved}
 
 
 class ZeroSide(Side):
     """A rank whose parameters are whole.
 
-    Doors: "ddp" (plain DDP), "zero1", "torch_zero" (DDP and a sharded optimizer), "zero2" (no DDP, gradients reduced to
-    their owners before the step), "zero_alone" (nobody averages them), "overlap", "interleaved" (the step happens in DDP's
-    backward).
+    Doors: "ddp" (plain DDP), "zero1", "torch_zero" (DDP and a sharded optimizer), "zero_alone" (no DDP, nobody
+    averages gradients), "overlap", "interleaved" (the step happens in DDP's backward).
     """
 
     def __init__(self, play: Play, seat: Seat, contender: Contender, device: str) -> None:
         super().__init__(play, seat, device)
         self.contender = contender
         self.net = self.model = self.hooked(self.begin(play.build()).to(device))
-        self._is_reduced = False
-        self.held = ExitStack()  # no_sync(), while gradients are held back
         self._hooked: DistributedDataParallel | None = None
-        if contender.door not in ALONE:
+        if contender.door != ALONE:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # newer names of the same arguments
                 self.model = DistributedDataParallel(
@@ -51,7 +47,7 @@ class ZeroSide(Side):
                     broadcast_buffers=self.settings.sync_buffers,
                     gradient_as_bucket_view=self.settings.bucket_view,
                 )
-        hides_grads = contender.door in (*ALONE, *HOOKS)
+        hides_grads = contender.door in (ALONE, *HOOKS)
         self.hidden = frozenset({"state", "grad"} if hides_grads else {"state"})  # each rank knows its own share alone
         self.remake_optimizer()
 
@@ -71,15 +67,11 @@ class ZeroSide(Side):
             overlap_with_ddp=door in HOOKS,
             partition="even" if self.contender.update.startswith("even") else "whole",
             mixed_dtypes=is_mixed,
-            overlap_grad_reduce=self.settings.overlap_grads and door == "zero2",
-            overlap_param_gather=self.settings.overlap_params and door not in HOOKS,
             **kind.options,
         )
         if door in HOOKS:
             assert isinstance(self.model, DistributedDataParallel)
-            reduce = "owner" if self.contender.update.endswith("owner") else "all"
-            hook = HOOKS[door](allreduce_hook, self.model, zero, reduce=reduce)
-            self.model.register_comm_hook(None, hook)
+            self.model.register_comm_hook(None, HOOKS[door](allreduce_hook, self.model, zero))
         return zero
 
     # ---- what a program does ----
@@ -87,20 +79,7 @@ class ZeroSide(Side):
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         if self.contender.door in HOOKS:
             return None
-        if closure is not None:
-
-            def reduced() -> Tensor:
-                self._is_reduced = False
-                loss = closure()
-                self._reduce()
-                return loss
-
-            result = super().step(reduced)
-            self._is_reduced = False
-            return result
-        self._reduce()
-        self._is_reduced = False
-        return super().step()
+        return super().step(closure)
 
     def join_loop(self, first: int, counts: tuple[int, ...]) -> None:
         joinables: list[Any] = [self.model]
@@ -108,22 +87,6 @@ class ZeroSide(Side):
             joinables.append(self.optimizer)
         with Join(joinables):
             super().join_loop(first, counts)
-
-    def _reduce(self) -> None:
-        if self.contender.door == "zero2" and not self._is_reduced:
-            assert isinstance(self.optimizer, shardwise.ZeroRedundancyOptimizer)
-            self.optimizer.reduce_gradients()
-            self._is_reduced = True
-
-    def clip(self, how: str, bound: float) -> Tensor:
-        self._reduce()
-        return super().clip(how, bound)
-
-    def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> Tensor:
-        if self.contender.door == "zero2" and hasattr(self.optimizer, "clip_grad_norm_"):
-            optimizer: Any = self.optimizer
-            return optimizer.clip_grad_norm_(bound, norm_type)
-        return super().clip_norm(params, bound, norm_type)
 
     def unit(self, path: str) -> Any:
         return WholeUnit(self)
@@ -163,10 +126,6 @@ class WholeUnit:
         self._side = side
 
     def set_requires_gradient_sync(self, value: bool) -> None:
-        """Hold gradients back by ``no_sync``; without DDP and overlap they are held until the step anyway."""
-        side = self._side
-        if isinstance(side.model, DistributedDataParallel):
-            side.model.require_backward_grad_sync = value
-        side.held.close()
-        if not value and side.contender.door == "zero2":
-            side.held.enter_context(cast(Any, side.optimizer).no_sync())
+        """Hold gradients back by ``no_sync``; without DDP they are held until the step anyway."""
+        if isinstance(self._side.model, DistributedDataParallel):
+            self._side.model.require_backward_grad_sync = value

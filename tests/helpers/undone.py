@@ -67,12 +67,12 @@ class Program:
         found = {name: local_of(param).detach().clone() for name, param in self.net.named_parameters()}
         found |= {f"buffer {name}": buffer.clone() for name, buffer in self.net.named_buffers()}
         for name, param in self.net.named_parameters():
-            if param.grad is not None and self.api != "zero2":
+            if param.grad is not None:
                 found[f"gradient {name}"] = local_of(param.grad).detach().clone()
         backend = getattr(self.optimizer, "backend", None)
         inner = self.optimizer
         if backend is not None:
-            inner = backend.local.optim if self.api.startswith("zero") else backend.optimizer
+            inner = backend.local.optim if self.api == "zero1" else backend.optimizer
         for number, state in enumerate(inner.state.values()):
             for key, value in state.items():
                 found[f"state {number} {key}"] = local_of(torch.as_tensor(value)).detach().clone()
@@ -87,14 +87,12 @@ def build(api: str, transport: str) -> Program:
     if api == "zero1":
         model = DistributedDataParallel(net)
         return Program(api, model, net, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05))
-    if api == "zero2":
-        return Program(api, net, net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.05))
     if api == "replicate":
         for block in net.blocks:
             replicate(block)
         replicate(net)
-    elif api == "shard_model":
-        shard_model(net, min_unit_bytes=1)
+    elif api in ("shard_model", "zero2"):
+        shard_model(net, min_unit_bytes=1, strategy="zero2" if api == "zero2" else None)
     else:
         size = dist.get_world_size()
         names = ("replicate", "shard") if api == "hsdp" else ("shard",)
@@ -131,9 +129,7 @@ def one_step(program: Program, batch: torch.Tensor, microbatches: int, tx: Any) 
         faults.reach("data")
         loss = program.model(batch).square().mean()
         loss.backward()
-    if program.api == "zero2":
-        program.optimizer.reduce_gradients()  # type: ignore[attr-defined]
-    elif program.api != "zero1":
+    if program.api != "zero1":
         clip_grad_norm_(program.net.parameters(), 1.0)
     try:
         faults.reach("reject")

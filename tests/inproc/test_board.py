@@ -42,8 +42,8 @@ def test_a_rank_that_was_elsewhere_is_named_with_its_place(
     monkeypatch.setattr(agreement, "GRACE_S", 0.1)
     first, second, last = make_exchange()
     second.post("stuck", "step() number 3")
-    last.post("stuck", "reduce_gradients() for step 3")
+    last.post("stuck", "consolidate_state_dict(to=0)")
     found = GroupAgreement(group, first, has_peers=True).explain(
         "step() number 3", RuntimeError("Timed out waiting 20000ms")
     )
-    assert str(found).startswith("step() number 3: rank 9 was in reduce_gradients() for step 3 (timeout 20 s).")
+    assert str(found).startswith("step() number 3: rank 9 was in consolidate_state_dict(to=0) (timeout 20 s).")

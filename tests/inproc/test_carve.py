@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from shardwise.collectives.buffer_pool import are_neighbours, is_own, join, suballocate
+from shardwise.collectives.buffer_pool import are_neighbours, is_own, join_from, suballocate
 from shardwise.torch_private import storage_use_count
 
 
@@ -54,7 +54,7 @@ def test_neighbours_can_be_joined_and_keep_the_allocation_alive() -> None:
     storage = flat.untyped_storage()
     parts = [suballocate(flat, 2, (2, 2)), suballocate(flat, 6, (0,)), suballocate(flat, 6, (3,))]
     del flat
-    whole = join(parts)
+    whole = join_from(parts[0], 7, tuple(parts))
     assert is_own(whole)
     whole.mul_(10)
     assert parts[2].tolist() == [60.0, 70.0, 80.0]

@@ -125,7 +125,7 @@ def test_a_split_that_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             Choices(**choices)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="takes no tensors that are split"):
-        Setting(strategy="gradients", ranks=2, tensor=2)
+        Setting(strategy="optimizer", ranks=2, tensor=2)
     with pytest.raises(ConfigError, match="tensor_plan names mlp.up, which 0 .Block. has not"):
         dry_run(blocks(), [torch.empty(4, WIDTH)], split=TensorSplit(2, {"mlp.up": ColwiseParallel()}))
 

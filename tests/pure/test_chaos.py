@@ -55,7 +55,6 @@ def test_other_numbers_on_every_rank_are_wrong_unless_the_divergence_is_each_ran
     other = (Ending(0, "cc", seconds=1.0), Ending(0, "dd", seconds=1.0))
     assert "with other numbers" in wrong(LATE, *other)
     assert "with other numbers" in wrong(diverging(PROGRAM, 2, "order"), *other)
-    assert wrong(diverging(replace(PROGRAM, door="zero2"), 2, "one microbatch fewer"), *other) == ""
 
 
 def test_a_rank_that_was_to_be_killed_and_lives_is_wrong() -> None:

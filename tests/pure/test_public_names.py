@@ -41,6 +41,7 @@ FOR_USERS = {
         shared update_elements_per_s usable""",
     "Loaded": "missing num_bytes_read path skipped step unexpected",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
+    "Placements": "gradient held moves optimizer parameter sent strategy",
     "Plan": """batch best candidates changes code found hardware memory model num_parameters picture ranks table
     tensor_plan to_json why""",
     "RandomState": "load_state_dict state_dict",
@@ -57,9 +58,9 @@ FOR_USERS = {
     "UnshardHandle": "wait",
     "Wire": "bytes_per_s latency_s",
     "use_in": "replaced",
-    "ZeroRedundancyOptimizer": f"""{_OPTIMIZER} consolidate_state_dict defaults initialized join_device join_hook
-        join_process_group no_sync optim overlap_grad_reduce overlap_param_gather overlap_with_ddp parameters_as_bucket_view
-        partition process_group rank reduce_gradients sharded wait_for_params world_size""",
+    "ZeroRedundancyOptimizer": f"""{_OPTIMIZER.removesuffix(" zero_grad")} consolidate_state_dict defaults initialized join_device join_hook
+        join_process_group optim overlap_with_ddp parameters_as_bucket_view partition process_group rank sharded
+        world_size""",
 }
 CLASSES = {
     name: found

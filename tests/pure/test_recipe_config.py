@@ -93,10 +93,10 @@ def test_presets_are_valid() -> None:
         ({"experts": 4, "compile": True}, "--compile does not go with --experts 4"),
         *(
             ({"experts": 4, "shard": each}, f"--shard {each} does not go with --experts 4")
-            for each in ("none", "optimizer", "gradients")
+            for each in ("none", "optimizer")
         ),
-        *(({"tp": 2, "shard": shard}, f"--tp 2 .* --shard {shard}") for shard in ("none", "optimizer", "gradients")),
-        *(({"offload": True, "shard": shard}, f"--offload .* {shard}") for shard in ("none", "optimizer", "gradients")),
+        *(({"tp": 2, "shard": shard}, f"--tp 2 .* --shard {shard}") for shard in ("none", "optimizer")),
+        *(({"offload": True, "shard": shard}, f"--offload .* {shard}") for shard in ("none", "optimizer")),
     ],
 )
 def test_a_value_that_cannot_be_trained_with_is_named(changes: dict[str, object], words: str) -> None:

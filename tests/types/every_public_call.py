@@ -189,9 +189,6 @@ def trains(model: Net, data: Tensor) -> None:
         print(float(norm), float(optimizer.clip_grad_norm_(1.0)))
     optimizer.load_state_dict(optimizer.state_dict())
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    with zero.no_sync():
-        zero.reduce_gradients()
-    zero.wait_for_params()
     zero.clip_grad_norm_(1.0)
     zero.step()
     zero.zero_grad()
