@@ -58,9 +58,9 @@ FOR_USERS = {
     "UnshardHandle": "wait",
     "Wire": "bytes_per_s latency_s",
     "use_in": "replaced",
-    "ZeroRedundancyOptimizer": f"""{_OPTIMIZER.removesuffix(" zero_grad")} consolidate_state_dict defaults initialized join_device join_hook
-        join_process_group optim overlap_with_ddp parameters_as_bucket_view partition process_group rank sharded
-        world_size""",
+    "ZeroRedundancyOptimizer": f"""{_OPTIMIZER.removesuffix(" zero_grad")} consolidate_state_dict defaults initialized
+        join_device join_hook join_process_group optim overlap_with_ddp parameters_as_bucket_view partition process_group rank
+        sharded world_size""",
 }
 CLASSES = {
     name: found
