@@ -35,6 +35,7 @@ from shardwise import (
     LayoutError,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Placements,
     Plan,
     RankError,
     RejectedStep,
@@ -119,6 +120,9 @@ def shards() -> FSDPModule:
     sharded = fully_shard(model, mesh=mesh, shard_placement_fn=place, ignored_params=set(), dp_mesh_dims=None)
     register_fsdp_forward_method(model, "embed")
     together: FSDPModule = shard_model(Net(), min_unit_bytes=0, mesh=mesh, reshard_after_forward=2)
+    row = Placements(("replicated",), ("sharded",), ("sharded",))
+    print(row.strategy, row.held("gradient", (2,)), row.sent(0, (2,)), fully_shard(Net(), placements=row))
+    print(shard_model(Net(), strategy="zero2"))
     init_parameters(together)
     init_parameters(together, lambda net: net.apply(print), device="cpu")
     share_comm_ctx([sharded, together])
