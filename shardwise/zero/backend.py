@@ -27,6 +27,7 @@ from shardwise.zero.partition import (
     gradient_for,
     make_layout,
     moving_of,
+    trainable_of,
     with_gradients,
 )
 from shardwise.zero.state_dict import Consolidated, consolidate
@@ -157,7 +158,7 @@ class ZeroBackend:
         """
         layout, params = self.layout, self.rank_partition.params
         moving = moving_of(params)
-        if moving != layout.moving:
+        if moving != layout.moving or trainable_of(params) != layout.trainable:
             facts = [f"parameter {i} {'changes' if moves else 'stays'} in a step" for i, moves in enumerate(moving)]
             self.agreement.agree("a step after requires_grad changed", [*describe_params(self.local.groups), *facts])
             logger.info("the trainable parameters changed; laying out the broadcasts again")

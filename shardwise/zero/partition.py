@@ -408,11 +408,13 @@ class Layout:
     """Where the parameters of a partition lie, and which of them are sent; valid until a parameter changes.
 
     Attributes:
-        moving: which parameters a step may change: trainable ones, and frozen ones that still have a gradient.
+        trainable: which parameters require gradients.
+        moving: which ones a step may change: trainable ones, and frozen ones that still have a gradient.
         broadcasts: of all parameters; the same calls on every rank, wherever a rank's parameters lie.
     """
 
     rank_partition: RankPartition
+    trainable: tuple[bool, ...]
     moving: tuple[bool, ...]
     addresses: tuple[int, ...]
     broadcasts: tuple[Broadcast, ...]
@@ -425,6 +427,11 @@ class Layout:
             slices = self.rank_partition.slices_of(key)
             self.by_indices[key] = plan_broadcasts(owned_views(slices, self.rank_partition.params, self.moving))
         return self.by_indices[key]
+
+
+def trainable_of(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
+    """Return which parameters require gradients."""
+    return tuple(param.requires_grad for param in params)
 
 
 def moving_of(params: Iterable[torch.Tensor]) -> tuple[bool, ...]:
@@ -445,7 +452,7 @@ def make_layout(rank_partition: RankPartition) -> Layout:
         if not local.is_param:
             local.tensor.data = view_of(local.owned_slice, local.param)
     owned = owned_views(rank_partition.slices, params, moving) if rank_partition.num_ranks > 1 else []
-    return Layout(rank_partition, moving, addresses_of(params), plan_broadcasts(owned))
+    return Layout(rank_partition, trainable_of(params), moving, addresses_of(params), plan_broadcasts(owned))
 
 
 # ---- The optimizer that a rank runs over its partition, and the param groups that users see.
