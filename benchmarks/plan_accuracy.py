@@ -88,7 +88,7 @@ class Case:
         return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
 
-FULL = Setting(strategy="full", ranks=2)
+FULL = Setting(strategy="zero3", ranks=2)
 CASES = (
     Case("full", FULL),
     Case("full, one unit", replace(FULL, min_unit_bytes=ONE_UNIT)),
@@ -101,27 +101,27 @@ CASES = (
     Case("full, uneven", FULL, model="uneven"),
     Case("full, tied", FULL, model="tied"),
     Case("full, 4 ranks", replace(FULL, ranks=4), batch=2),
-    Case("hybrid 2x2", Setting(strategy="hybrid", ranks=4, replicas=2), batch=2),
+    Case("hybrid 2x2", Setting(strategy="hsdp", ranks=4, replicas=2), batch=2),
     Case("full, shared memory", replace(FULL, transport=SHARED), transport="auto"),
     Case("full, shared memory, bf16", replace(FULL, transport=SHARED, precision="bf16"), transport="auto"),
     Case(
         "hybrid 2x2, shared memory",
-        Setting(strategy="hybrid", ranks=4, replicas=2, transport=SHARED, near_replicas=True),
+        Setting(strategy="hsdp", ranks=4, replicas=2, transport=SHARED, near_replicas=True),
         batch=2,
         transport="auto",
     ),
     Case("full, send/recv", replace(FULL, transport=SEND_RECV), transport="gloo"),
     Case("full, send/recv, bf16", replace(FULL, transport=SEND_RECV, precision="bf16"), transport="gloo"),
     Case("full 2, tp 2", replace(FULL, tensor=2), batch=2),
-    Case("replicate", Setting(strategy="replicate", ranks=2)),
+    Case("replicate", Setting(strategy="ddp", ranks=2)),
     Case(
         "replicate, shared memory",
-        Setting(strategy="replicate", ranks=2, transport=SHARED, near_replicas=True),
+        Setting(strategy="ddp", ranks=2, transport=SHARED, near_replicas=True),
         transport="auto",
     ),
-    Case("replicate, bf16", Setting(strategy="replicate", ranks=2, precision="bf16")),
-    Case("ZeRO-2", Setting(strategy="gradients", ranks=2)),
-    Case("ZeRO-1 under DDP", Setting(strategy="optimizer", ranks=2)),
+    Case("replicate, bf16", Setting(strategy="ddp", ranks=2, precision="bf16")),
+    Case("ZeRO-2", Setting(strategy="zero2", ranks=2)),
+    Case("ZeRO-1 under DDP", Setting(strategy="zero1", ranks=2)),
     Case("DDP, bf16, recompute", Setting(strategy="none", ranks=2, precision="bf16", recompute=True)),
 )
 
@@ -142,8 +142,8 @@ class Job:
 
     def __init__(self, case: Case) -> None:
         setting = case.setting
-        sizes = (setting.replicas, setting.num_shards) if setting.strategy == "hybrid" else (setting.ranks,)
-        names = ("replicate", "shard") if setting.strategy == "hybrid" else ("dp",)
+        sizes = (setting.replicas, setting.num_shards) if setting.strategy == "hsdp" else (setting.ranks,)
+        names = ("replicate", "shard") if setting.strategy == "hsdp" else ("dp",)
         mesh = init_device_mesh("cpu", (*sizes, setting.tensor), mesh_dim_names=(*names, "tp"))
         split, mesh = mesh["tp"], mesh[names if len(names) > 1 else names[0]]
         self.config, self.strategy, self.accumulate = case.config, STRATEGIES[setting.strategy], setting.accumulate

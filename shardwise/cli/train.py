@@ -247,13 +247,13 @@ _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of Train
     ("compile", "compile the attention and MLP of every block with torch.compile", {}),
     (
         "min_unit_bytes",
-        "merge neighbouring blocks until a unit has this many bytes of parameters, with --shard full and hybrid; "
+        "merge neighbouring blocks until a unit has this many bytes of parameters, with --shard zero3, zero2 and hsdp; "
         f"512k, 1.5M (powers of 1024); 0: never (default: {format_size(TrainConfig().min_unit_bytes)})",
         {"type": read_num_bytes, "metavar": "SIZE"},
     ),
     (
         "transport",
-        "how CPU ranks exchange tensors, with --shard full and hybrid: auto = shared memory within a host, gloo = "
+        "how CPU ranks exchange tensors, with --shard zero3, zero2 and hsdp: auto = shared memory within a host, gloo = "
         "messages, collective = gloo's collectives",
         {"choices": TRANSPORTS},
     ),
@@ -268,7 +268,7 @@ _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of Train
     ("text_column", "of JSONL, Parquet and datasets: the text", {"metavar": "NAME"}),
     ("tokenizer", "a tokenizer.json of the tokenizers package (default: bytes)", {}),
     ("init", "begin with these safetensors weights, a file or a folder (default: random)", {}),
-    ("replicas", "whole copies of the model, with --shard hybrid", {}),
+    ("replicas", "whole copies of the model, with --shard hsdp", {}),
     ("tp", "ranks that share the heads and columns of every block (tensor parallelism)", {}),
     ("steps", "optimizer steps in all", {}),
     ("batch", "sequences per step, of all ranks together", {}),

@@ -57,9 +57,9 @@ def _imports(setting: Setting, tensor_plan: Mapping[str, ParallelStyle]) -> Iter
         yield f"from torch.distributed.tensor.parallel import {', '.join([*kinds, 'parallelize_module'])}"
     if setting.recompute:
         yield "from torch.utils.checkpoint import checkpoint"
-    names = {"replicate": {"replicate"}, "optimizer": {"ZeroRedundancyOptimizer"}, "none": set[str]()}
+    names = {"ddp": {"replicate"}, "zero1": {"ZeroRedundancyOptimizer"}, "none": set[str]()}
     wanted = set(names.get(setting.strategy, {"shard_model"}))
-    if setting.strategy == "full" and setting.min_unit_bytes >= ONE_UNIT:
+    if setting.strategy == "zero3" and setting.min_unit_bytes >= ONE_UNIT:
         wanted = {"fully_shard"}
     if setting.strategy in UNIT_STRATEGIES and setting.precision == "bf16":
         wanted.add("MixedPrecisionPolicy")
@@ -115,7 +115,7 @@ def _body(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[
 
 
 def _mesh(setting: Setting, device: str) -> Iterator[str]:
-    axes = {"replicate": setting.replicas, "shard": setting.num_shards} if setting.strategy == "hybrid" else {}
+    axes = {"replicate": setting.replicas, "shard": setting.num_shards} if setting.strategy == "hsdp" else {}
     axes = axes or {"shard" if setting.strategy in SHARDING else "replicate": setting.ranks}
     axes |= {"tp": setting.tensor} if setting.tensor > 1 else {}
     yield f'mesh = init_device_mesh("{device}", {tuple(axes.values())}, mesh_dim_names={_quoted(axes)})'
@@ -147,7 +147,7 @@ def _style(style: ParallelStyle) -> str:
 def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
     data = (
         '"replicate", "shard"'
-        if setting.strategy == "hybrid"
+        if setting.strategy == "hsdp"
         else '"shard"'
         if setting.strategy in SHARDING
         else '"replicate"'
@@ -159,15 +159,15 @@ def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
         options.append("offload_policy=CPUOffloadPolicy()")
     if setting.compression is not None:
         options.append(f"compression={setting.compression!r}")
-    if setting.strategy == "gradients":
+    if setting.strategy == "zero2":
         options.insert(0, 'strategy="zero2"')
-    if setting.strategy == "replicate":
+    if setting.strategy == "ddp":
         yield f"options = dict({', '.join(options)})"
         for parent in dict.fromkeys(path.rpartition(".")[0] for path in profile.blocks[1:]):
             yield f'for block in model.get_submodule("{parent}").children():'
             yield "    replicate(block, **options)"
         yield "replicate(model, **options)"
-    elif setting.strategy == "full" and setting.min_unit_bytes >= ONE_UNIT:
+    elif setting.strategy == "zero3" and setting.min_unit_bytes >= ONE_UNIT:
         yield f"fully_shard(model, {', '.join(options)})"
     else:
         yield f"shard_model(model, min_unit_bytes={setting.min_unit_bytes}, {', '.join(options)})"
@@ -200,7 +200,7 @@ class Choices:
         compression: the compression of parameters and gradients, for the strategies that take such a policy.
     """
 
-    strategies: tuple[str, ...] = ("full", "hybrid", "replicate", "gradients", "optimizer")
+    strategies: tuple[str, ...] = ("zero3", "hsdp", "ddp", "zero2", "zero1")
     unit_bytes: tuple[int, ...] = (DEFAULT_MIN_UNIT_BYTES, 64 << 20, 512 << 20, ONE_UNIT)
     recompute: tuple[bool, ...] = (False, True)
     offload: tuple[bool, ...] = (False, True)
@@ -398,7 +398,7 @@ class Search:
                 continue
             policy = choices.compression
             if policy is not None and (
-                strategy not in UNIT_STRATEGIES or (policy.gather is not None and strategy not in SHARDING - {"hybrid"})
+                strategy not in UNIT_STRATEGIES or (policy.gather is not None and strategy not in SHARDING - {"hsdp"})
             ):
                 self.left_out.append(
                     f"{strategy}: it takes no CompressionPolicy" + " that gathers" * (strategy in UNIT_STRATEGIES)
@@ -413,13 +413,13 @@ class Search:
                 state_bytes=OPTIMIZERS[choices.optimizer],
                 matrices=choices.optimizer == "muon" and strategy in SHARDING,
             )
-            if strategy == "hybrid":
+            if strategy == "hsdp":
                 for replicas in self._replicas(base.ranks, tensor):
                     yield replace(base, strategy=strategy, replicas=replicas)
                 continue
             profile = self.profile_of(base.computes_in, choices.recompute[0], tensor)
             seen: set[tuple[tuple[str, ...], ...]] = set()
-            for unit_bytes in choices.unit_bytes if strategy == "full" else choices.unit_bytes[:1]:
+            for unit_bytes in choices.unit_bytes if strategy == "zero3" else choices.unit_bytes[:1]:
                 setting = replace(base, strategy=strategy, min_unit_bytes=unit_bytes)
                 paths = tuple(unit_paths(profile, setting))
                 if paths not in seen:
@@ -470,7 +470,7 @@ class Search:
 
     def _split(self, settings: list[Setting]) -> Iterator[Change]:
         """Yield tensor parallelism, over the fewest ranks of a host with which something fits."""
-        able = [each for each in settings if each.strategy == "full"]
+        able = [each for each in settings if each.strategy == "zero3"]
         tensor = max(self.choices.tensor) * 2
         while self.choices.tensor_plan and able and tensor <= min(self.hardware.ranks_per_host, self.ranks):
             if self.ranks % tensor == 0:
@@ -495,7 +495,7 @@ class Search:
                 return
 
     def _more_ranks(self, settings: list[Setting]) -> Iterator[Change]:
-        ranks, sharded = self.ranks, [each for each in settings if each.strategy == "full"]
+        ranks, sharded = self.ranks, [each for each in settings if each.strategy == "zero3"]
         while sharded and ranks * 2 <= _MOST_RANKS:
             ranks *= 2
             best = self._fastest([self._evaluate(replace(s, ranks=ranks // s.tensor)) for s in sharded])

@@ -14,18 +14,10 @@ from shardwise.plan.schedule import StepEvent
 
 # ---- One way to train a model: the API, the mesh, the sizes of units, and the structure of a step.
 
-STRATEGIES = (
-    "full",
-    "hybrid",
-    "replicate",
-    "gradients",
-    "optimizer",
-    "none",
-)  # as ``shardwise train --shard`` names them
-UNIT_STRATEGIES = frozenset(
-    {"full", "hybrid", "replicate", "gradients"}
-)  # their parameters are sharded in units; the others replicate parameters, under DDP or alone
-SHARDING = UNIT_STRATEGIES - {"replicate"}  # between steps every rank has a part of each parameter
+# As ``shard_model`` and ``shardwise train --shard`` name them; "none": torch's DDP.
+STRATEGIES = ("zero3", "hsdp", "ddp", "zero2", "zero1", "none")
+UNIT_STRATEGIES = frozenset({"zero3", "hsdp", "ddp", "zero2"})  # of our engine; the others are under torch's DDP
+SHARDING = UNIT_STRATEGIES - {"ddp"}  # between steps every rank has a part of each parameter
 SHARED, SEND_RECV, TIERS = "shared memory", "send/recv", "shared memory, send/recv between hosts"
 ROUTES = ("collective", SHARED, SEND_RECV, TIERS)
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
@@ -44,7 +36,7 @@ class Setting:
     Attributes:
         strategy: one of ``STRATEGIES``.
         ranks: data-parallel ranks.  tensor: ranks that split every block and form one data-parallel rank; only for APIs
-            with units.  replicas: with "hybrid", the number of groups that each have a full copy.
+            with units.  replicas: with "hsdp", the number of groups that each have a full copy.
         min_unit_bytes: smaller blocks are merged; ``ONE_UNIT``: all parameters are one unit.
         precision: "fp32" or "bf16" (computed in bf16, gradients reduced and stored in fp32).
         recompute: repeated blocks are recomputed in backward.
@@ -60,7 +52,7 @@ class Setting:
         compression: the compression of parameters and gradients, of the APIs with units.
     """
 
-    strategy: str = "full"
+    strategy: str = "zero3"
     ranks: int = 1
     replicas: int = 1
     min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES
@@ -112,7 +104,7 @@ class Setting:
     @property
     def label(self) -> str:
         """The setting in few words."""
-        words = [self.strategy if self.strategy != "hybrid" else f"hybrid {self.replicas}x{self.num_shards}"]
+        words = [self.strategy if self.strategy != "hsdp" else f"hsdp {self.replicas}x{self.num_shards}"]
         if self.strategy in UNIT_STRATEGIES:
             words.append(
                 "one unit" if self.min_unit_bytes >= ONE_UNIT else f"units >= {self.min_unit_bytes / 2**20:g} MiB"

@@ -278,7 +278,7 @@ class _Memory:
             held["staging"] += NUM_INBOXES * (setting.hosts - 1) * sections
         if setting.near_replicas:  # the largest chunk that replicas sum: of a unit, or of a bucket
             sizes = [unit.section_bytes for unit in units]
-            shared = min(sum(sizes), FULL_BYTES_ON_HOST) if setting.strategy == "replicate" else 0
+            shared = min(sum(sizes), FULL_BYTES_ON_HOST) if setting.strategy == "ddp" else 0
             held["staging"] += sums_bytes(sum_slot_bytes(max(shared, *sizes)))
 
     def note(self, place: str, activations: int = -1) -> None:

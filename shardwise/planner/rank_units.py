@@ -93,7 +93,7 @@ class Exchanges:
 def optimizer_transfers(profile: Profile, setting: Setting) -> tuple[Transfer, ...]:
     """Return the calls of one step of the optimizer of ``setting``, without DDP's own all-reduces."""
     trainable = [param for param in profile.params if param.is_trainable]
-    if setting.ranks > 1 and setting.strategy == "optimizer":
+    if setting.ranks > 1 and setting.strategy == "zero1":
         return (Transfer("all-gather", sum(param.num_bytes for param in trainable)),)
     if not setting.matrices or setting.num_shards == 1:
         return ()
@@ -204,7 +204,7 @@ def unit_paths(profile: Profile, setting: Setting) -> list[tuple[str, ...]]:
     """Return the paths of the blocks of each unit but the root's."""
     if setting.min_unit_bytes >= ONE_UNIT:
         return []
-    merged = setting.min_unit_bytes if setting.strategy != "replicate" else 0
+    merged = setting.min_unit_bytes if setting.strategy != "ddp" else 0
     return [paths for children in profile.families for paths in group_blocks(children, merged)]
 
 
@@ -227,7 +227,7 @@ class _Sizes:
         trainable = [param for param in params if param.is_trainable]
         facts, gathered = self._gathered(params)
         reduced = self._reduced(trainable)
-        keeps = ROOT in blocks or setting.strategy in ("replicate", "gradients")
+        keeps = ROOT in blocks or setting.strategy in ("ddp", "zero2")
         policy = UnitPolicy(reshard_after_forward=not keeps)
         gradients = [param.numel * self._full_itemsize(param) for param in trainable]
         kept_bytes = sum(param.num_bytes for param in params)

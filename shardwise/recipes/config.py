@@ -18,10 +18,9 @@ from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 T = TypeVar("T")
 NUM_BYTES = 256  # the vocabulary without a tokenizer
 DTYPES = ("fp32", "bf16")
-SHARDS = ("full", "hybrid", "replicate", "gradients", "optimizer", "none")
-ENGINE_SHARDS = frozenset(
-    {"full", "hybrid", "replicate", "gradients"}
-)  # those of our own engine, which support offload and --tp
+SHARDS = ("zero3", "hsdp", "ddp", "zero2", "zero1", "none")
+_FORMER_SHARDS = {"full": "zero3", "hybrid": "hsdp", "replicate": "ddp", "gradients": "zero2", "optimizer": "zero1"}
+ENGINE_SHARDS = frozenset({"zero3", "hsdp", "ddp", "zero2"})  # those of our own engine, which support offload and --tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class TrainConfig:
     """Everything that decides what a run computes; saved as config.json.  ``batch`` counts sequences of all ranks."""
 
     model: ModelShape = field(default_factory=lambda: PRESETS["tiny"])
-    shard: str = "full"
+    shard: str = "zero3"
     min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES
     replicas: int = 2
     tp: int = 1
@@ -156,15 +155,15 @@ def _check_together(config: TrainConfig) -> None:
         _check_experts(config)
     if config.offload and config.shard not in ENGINE_SHARDS:
         raise ConfigError(
-            f"--offload does not go with --shard {config.shard}: only the engine behind --shard full, hybrid, "
-            f"gradients and replicate moves parameters between host and device. Say --no-offload, or use one of those."
+            f"--offload does not go with --shard {config.shard}: only the engine behind --shard zero3, hsdp, "
+            f"zero2 and ddp moves parameters between host and device. Say --no-offload, or use one of those."
         )
     if config.tp == 1:
         return
     if config.shard not in ENGINE_SHARDS:
         raise ConfigError(
             f"--tp {config.tp} does not go with --shard {config.shard}: DDP takes no tensors that are split "
-            f"over a second mesh axis. Use --shard full, hybrid, gradients or replicate, or --tp 1."
+            f"over a second mesh axis. Use --shard zero3, hsdp, zero2 or ddp, or --tp 1."
         )
     if config.model.heads % config.tp:
         raise ConfigError(
@@ -178,7 +177,7 @@ def _check_experts(config: TrainConfig) -> None:
     if config.shard not in ENGINE_SHARDS:
         other, reason = (
             f"--shard {config.shard}",
-            "only --shard full, hybrid, gradients and replicate let ranks run different experts",
+            "only --shard zero3, hsdp, zero2 and ddp let ranks run different experts",
         )
     elif config.tp > 1:
         other, reason = f"--tp {config.tp}", "it splits one MLP per block"
@@ -193,18 +192,18 @@ def _check_experts(config: TrainConfig) -> None:
 def data_ranks(config: TrainConfig, num_ranks: int) -> int:
     """Return the number of parts of the batch for ``num_ranks`` ranks: the ranks of a tensor-parallel group share one part.
 
-    Raises: ConfigError if ``num_ranks`` cannot be laid out for --tp and --shard hybrid.
+    Raises: ConfigError if ``num_ranks`` cannot be laid out for --tp and --shard hsdp.
     """
     if num_ranks % config.tp:
         raise ConfigError(
             f"--tp {config.tp} does not divide the number of ranks, {num_ranks}. Start a multiple of {config.tp} ranks."
         )
     parts = num_ranks // config.tp
-    if config.shard == "hybrid" and (parts % config.replicas or parts <= config.replicas or config.replicas == 1):
+    if config.shard == "hsdp" and (parts % config.replicas or parts <= config.replicas or config.replicas == 1):
         raise ConfigError(
-            f"--shard hybrid cannot lay {parts} data-parallel rank(s) out as --replicas {config.replicas} copies of "
+            f"--shard hsdp cannot lay {parts} data-parallel rank(s) out as --replicas {config.replicas} copies of "
             f"two or more shards each. Start an even number of ranks above 2 (--nproc 4), choose another divisor with "
-            f"--replicas, or use --shard full (one copy) or replicate (no shards)."
+            f"--replicas, or use --shard zero3 (one copy) or ddp (no shards)."
         )
     return parts
 
@@ -263,7 +262,8 @@ def config_from_json(values: Mapping[str, object]) -> TrainConfig:
     if not isinstance(shape, dict):
         raise ConfigError("config.json: 'model' is not a table of layers, width, heads, context.")
     model = typed(ModelShape, cast(dict[str, object], shape), "config.json: model")
-    return typed(TrainConfig, {**values, "model": model}, "config.json")
+    shard = _FORMER_SHARDS.get(str(values.get("shard")), values.get("shard", SHARDS[0]))
+    return typed(TrainConfig, {**values, "model": model, "shard": shard}, "config.json")
 
 
 def typed(kind: type[T], values: Mapping[str, object], what: str) -> T:

@@ -323,8 +323,8 @@ def setting_of(config: TrainConfig, num_ranks: int, route: str = "") -> Setting:
     return Setting(
         strategy=config.shard,
         ranks=num_ranks // config.tp,
-        replicas=config.replicas if config.shard == "hybrid" else 1,
-        min_unit_bytes=config.min_unit_bytes if config.shard != "replicate" else 0,
+        replicas=config.replicas if config.shard == "hsdp" else 1,
+        min_unit_bytes=config.min_unit_bytes if config.shard != "ddp" else 0,
         precision=config.dtype,
         recompute=config.recompute,
         offload=config.offload,
@@ -437,10 +437,10 @@ def least_bytes(config: TrainConfig, num_ranks: int, vocabulary: int = NUM_BYTES
 
 def _shards(config: TrainConfig, num_ranks: int) -> tuple[int, int]:
     """Return over how many ranks optimizer state (and an engine's parameters) and gradients are divided, at most."""
-    if config.shard in ("full", "hybrid", "gradients"):
-        shards = num_ranks // (config.replicas if config.shard == "hybrid" else 1)
+    if config.shard in ("zero3", "hsdp", "zero2"):
+        shards = num_ranks // (config.replicas if config.shard == "hsdp" else 1)
         return shards, shards
-    if config.shard == "replicate":
+    if config.shard == "ddp":
         return config.tp, config.tp
     return (1 if config.shard == "none" else num_ranks), 1
 
@@ -466,7 +466,7 @@ def check_memory(config: TrainConfig, num_ranks: int, limit: MemoryLimit, vocabu
         raise ConfigError(
             f"{_sizes(config.model)}: {count_gpt_parameters(config.model, vocabulary):,} parameters with their gradients and "
             f"AdamW's state take at least {format_bytes(least.state)} on each of {num_ranks} rank(s) with --shard "
-            f"{config.shard}, and {limit.place}. Use a smaller one of these, more ranks with --shard full, or more memory."
+            f"{config.shard}, and {limit.place}. Use a smaller one of these, more ranks with --shard zero3, or more memory."
         )
     state = least.state - least.gradients if host_bytes is None else 0
     needed = state + least.num_sequences * least.per_sequence

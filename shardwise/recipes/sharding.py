@@ -256,7 +256,7 @@ def load_init(path: str, plain: nn.Module) -> None:
 class Meshes:
     """The mesh axes of all ranks.
 
-    ``data``: ("dp",), or ("replicate", "shard") for --shard hybrid.  ``tensor``: ("tp",), the innermost axis; None
+    ``data``: ("dp",), or ("replicate", "shard") for --shard hsdp.  ``tensor``: ("tp",), the innermost axis; None
     without tensor parallelism.
     """
 
@@ -267,7 +267,7 @@ class Meshes:
 def build_meshes(config: TrainConfig, ranks: RunRanks) -> Meshes:
     """Lay the ranks out for the options; ``check_ranks`` has checked that they fit.  Collective."""
     num_data = ranks.num_ranks // config.tp
-    if config.shard == "hybrid":
+    if config.shard == "hsdp":
         names, sizes = ("replicate", "shard"), (config.replicas, num_data // config.replicas)
     else:
         names, sizes = ("dp",), (num_data,)
@@ -444,17 +444,17 @@ _NONE = ShardingStrategy(
 )
 STRATEGIES: Mapping[str, ShardingStrategy] = MappingProxyType(
     {
-        "full": _FULL,
-        "hybrid": replace(
+        "zero3": _FULL,
+        "hsdp": replace(
             _FULL, summary="fully_shard within --replicas groups of ranks, whole copies between them (HSDP)"
         ),
-        "replicate": replace(_FULL, summary="our engine with everything on every rank", wrap=_replicate),
-        "gradients": replace(
+        "ddp": replace(_FULL, summary="our engine with everything on every rank", wrap=_replicate),
+        "zero2": replace(
             _FULL,
             summary="ZeRO-2: gradients and optimizer state sharded, parameters gathered once per forward and backward",
             wrap=partial(_shard_fully, placements=PLACEMENTS["zero2"]),
         ),
-        "optimizer": replace(
+        "zero1": replace(
             _NONE, summary="ZeRO-1: DDP with only the optimizer state sharded", build_optimizer=build_zero_adamw
         ),
         "none": _NONE,

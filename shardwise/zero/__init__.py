@@ -1,1 +1,1 @@
-"""ZeRO-1 and ZeRO-2: the implementation of ZeroRedundancyOptimizer."""
+"""ZeRO-1: the implementation of ZeroRedundancyOptimizer."""

@@ -43,7 +43,7 @@ def test_planned_bytes_of_coded_tensors_are_those_that_travel() -> None:
     between = CompressionPolicy(reduce="int8", min_bytes=1024, error_feedback=False)
     for policy, sizes, setting in (
         (both, (1, 2), Setting(ranks=2, min_unit_bytes=0, compression=both)),
-        (between, (2, 1), Setting(strategy="hybrid", ranks=2, replicas=2, min_unit_bytes=0, compression=between)),
+        (between, (2, 1), Setting(strategy="hsdp", ranks=2, replicas=2, min_unit_bytes=0, compression=between)),
     ):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         model = nn.Sequential(*[Block(45, 201) for _ in range(3)])

@@ -235,9 +235,9 @@ def test_what_units_call_was_planned_before_any_of_them_was_there() -> None:
         (fully_shard, "gloo", replace(full, transport=SEND_RECV), 16),  # too small for messages
         (fully_shard, "gloo", replace(full, transport=SEND_RECV), 300),
         (fully_shard, "collective", full, 16),
-        (hybrid, "auto", replace(full, strategy="hybrid", replicas=2), 16),
-        (zero2, "auto", replace(full, strategy="gradients", transport=SHARED), 16),
-        (replicate, "auto", replace(full, strategy="replicate"), 16),
+        (hybrid, "auto", replace(full, strategy="hsdp", replicas=2), 16),
+        (zero2, "auto", replace(full, strategy="zero2", transport=SHARED), 16),
+        (replicate, "auto", replace(full, strategy="ddp"), 16),
         (None, "auto", replace(full, transport=SHARED), 16),
     ):
         model = sharded(door or (lambda _: None), width)
@@ -272,7 +272,7 @@ def test_what_optimizers_call_was_planned_before_any_of_them_was_there() -> None
     with shardwise.trace() as trace:
         model(inputs).sum().backward()
         zero.step()
-    assert transfers_in(trace) == list(optimizer_transfers(profile, Setting(strategy="optimizer", ranks=2)))
+    assert transfers_in(trace) == list(optimizer_transfers(profile, Setting(strategy="zero1", ranks=2)))
     for hook in (hook_with_zero_step, hook_with_zero_step_interleaved):
         ddp = nn.parallel.DistributedDataParallel(make(), bucket_cap_mb=1)
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition="even", overlap_with_ddp=True)

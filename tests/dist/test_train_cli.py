@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     run = tmp_path_factory.mktemp("runs") / "whole"
-    words = [*COMMAND, *options(data=text, out=run, nproc=2, shard="full", accumulate=2)]
+    words = [*COMMAND, *options(data=text, out=run, nproc=2, shard="zero3", accumulate=2)]
     return run, run_command(words)
 
 
@@ -69,7 +69,7 @@ def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
 def test_torchrun_continues_the_run_behind_another_api(trained: tuple[Path, Ended], tmp_path: Path) -> None:
     run = copy_cut_back(trained[0], tmp_path / "cut", 15)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = run_command([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "optimizer", "--accumulate", "3"])
+    ended = run_command([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "zero1", "--accumulate", "3"])
     assert ended.code == 0, ended.err
     assert "resuming after step 15, 180 windows into the text" in ended.out
     for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):

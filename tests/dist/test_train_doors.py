@@ -75,7 +75,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(pool: WorkerPool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with --shard full that nothing interrupted."""
+    """A run of two ranks with --shard zero3 that nothing interrupted."""
     run = tmp_path_factory.mktemp("runs") / "base"
     # Fresh processes: DTensor remembers meshes, whose groups ended with the test that made them.
     pool.run(run_jobs, num_ranks=2, fresh=True, jobs=[Job(Start(out=run), dataclasses.replace(BASE, data=str(text)))])
@@ -97,17 +97,17 @@ class Case:
 
 CASES: dict[str, Case] = {
     "full": Case(
-        {"shard": "full", "min_unit_bytes": 0, "accumulate": 2, "offload": True, "recompute": True}, (0.75, 0.75, 0.75)
+        {"shard": "zero3", "min_unit_bytes": 0, "accumulate": 2, "offload": True, "recompute": True}, (0.75, 0.75, 0.75)
     ),
     "full-tp": Case(
-        {"shard": "full", "tp": 2, "accumulate": 2, "offload": True, "recompute": True},
+        {"shard": "zero3", "tp": 2, "accumulate": 2, "offload": True, "recompute": True},
         (1 - SPLIT / 4 - (1 - SPLIT) / 2,) * 3,
     ),
-    "hybrid": Case({"shard": "hybrid", "accumulate": 2, "offload": True, "recompute": True}, (0.5, 0.5, 0.5)),
-    "replicate": Case({"shard": "replicate", "accumulate": 2, "recompute": True}, (0.0, 0.0, 0.0)),
-    "replicate-tp": Case({"shard": "replicate", "tp": 2, "offload": True}, (SPLIT / 2,) * 3),
-    "gradients": Case({"shard": "gradients", "accumulate": 2, "recompute": True}, (0.75, 0.75, 0.75)),
-    "optimizer": Case({"shard": "optimizer", "accumulate": 2}, (0.0, 0.0, 0.75)),
+    "hybrid": Case({"shard": "hsdp", "accumulate": 2, "offload": True, "recompute": True}, (0.5, 0.5, 0.5)),
+    "replicate": Case({"shard": "ddp", "accumulate": 2, "recompute": True}, (0.0, 0.0, 0.0)),
+    "replicate-tp": Case({"shard": "ddp", "tp": 2, "offload": True}, (SPLIT / 2,) * 3),
+    "gradients": Case({"shard": "zero2", "accumulate": 2, "recompute": True}, (0.75, 0.75, 0.75)),
+    "optimizer": Case({"shard": "zero1", "accumulate": 2}, (0.0, 0.0, 0.75)),
     "none": Case({"shard": "none", "recompute": True}, (0.0, 0.0, 0.0)),
 }
 EACH, MERGED = ["(root)", "blocks.0", "blocks.1"], ["(root)", "blocks.0-1"]
@@ -120,12 +120,12 @@ UNITS = {
     "replicate-tp": EACH,
 }
 BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer compilations
-    "full-tp": {"shard": "gradients", "recompute": True, **COMPILE},
-    "hybrid": {"shard": "optimizer", **TRACE},
+    "full-tp": {"shard": "zero2", "recompute": True, **COMPILE},
+    "hybrid": {"shard": "zero1", **TRACE},
     "replicate-tp": {"shard": "none", "recompute": True, **TRACE},
-    "gradients": {"shard": "replicate", "recompute": True, "offload": True, **COMPILE},
-    "optimizer": {"shard": "full", "recompute": True, "offload": True, **COMPILE},
-    "none": {"shard": "full", "tp": 2, "recompute": True, **TRACE},
+    "gradients": {"shard": "ddp", "recompute": True, "offload": True, **COMPILE},
+    "optimizer": {"shard": "zero3", "recompute": True, "offload": True, **COMPILE},
+    "none": {"shard": "zero3", "tp": 2, "recompute": True, **TRACE},
 }
 
 
@@ -181,11 +181,11 @@ def test_a_resume_on_as_many_ranks_gives_the_same_losses_to_the_bit_and_bf16_tra
     config = config_from_json(json.loads((base / "config.json").read_text())["config"])
     bf16 = [
         Job(Start(out=tmp_path / shard), dataclasses.replace(config, dtype="bf16", shard=shard))
-        for shard in ("full", "gradients")
+        for shard in ("zero3", "zero2")
     ]
     pool.run(run_jobs, num_ranks=2, jobs=[_continue(base, tmp_path / "again", CUT), *bf16])
     assert _losses(tmp_path / "again") == _losses(base)
-    for shard in ("full", "gradients"):
+    for shard in ("zero3", "zero2"):
         mine, exact = _losses(tmp_path / shard), _losses(base)
         assert mine != exact
         for key, loss in exact.items():
@@ -211,8 +211,10 @@ def test_experts_train_as_on_one_process_and_go_on_behind_every_api_that_takes_t
     assert _losses(tmp_path / "bf16") == pytest.approx(_losses(both), rel=0.05)
     more: dict[str, object] = {"accumulate": 2, "recompute": True, "min_unit_bytes": 0}
     there = {
-        shard: _continue(both, tmp_path / shard, CUT, shard=shard, transport=transport, **more, offload=shard != "full")
-        for shard, transport in (("full", "collective"), ("hybrid", "gloo"), ("replicate", "auto"))
+        shard: _continue(
+            both, tmp_path / shard, CUT, shard=shard, transport=transport, **more, offload=shard != "zero3"
+        )
+        for shard, transport in (("zero3", "collective"), ("hsdp", "gloo"), ("ddp", "auto"))
     }
     pool.run(run_jobs, num_ranks=4, jobs=list(there.values()))
     for shard in there:

@@ -57,8 +57,8 @@ def _jobs(folder: Path, data: str) -> dict[str, str]:
     config, said = replace(CONFIG, data=data), {}
     said["whole"] = _train(Start(out=folder / "whole"), config)
     said["short"] = _train(Start(out=folder / "short"), replace(config, steps=2))
-    said["resumed"] = _train(Start(resume=folder / "short"), replace(config, shard="gradients"))
-    said["replicated"] = _train(Start(out=folder / "replicated"), replace(config, shard="replicate", compile=False))
+    said["resumed"] = _train(Start(resume=folder / "short"), replace(config, shard="zero2"))
+    said["replicated"] = _train(Start(out=folder / "replicated"), replace(config, shard="ddp", compile=False))
     if dist.get_rank() == 0:
         export_model(folder / "whole" / "checkpoints", folder / "exported")
         tensors = load_file(folder / "exported" / "model.safetensors")

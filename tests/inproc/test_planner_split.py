@@ -86,7 +86,7 @@ def test_nothing_hides_the_collectives_of_a_split_and_shards_are_those_of_its_pa
 
 
 def test_ways_are_compared_by_what_a_step_is_worth() -> None:
-    choices = Choices(strategies=("full",), recompute=(False,), precision="fp32", tensor=(1, 2), tensor_plan=HALVES)
+    choices = Choices(strategies=("zero3",), recompute=(False,), precision="fp32", tensor=(1, 2), tensor_plan=HALVES)
     found = shardwise.plan(blocks, (torch.empty(BATCH, WIDTH),), 8, choices=choices)
     assert {each.setting.tensor for each in found.candidates} == {1, 2}
     values = [each.time.step_s / each.setting.ranks for each in found.candidates]
@@ -96,7 +96,7 @@ def test_ways_are_compared_by_what_a_step_is_worth() -> None:
 @pytest.mark.usefixtures("four_ranks")
 def test_the_code_of_a_split_runs_beside_a_plan_that_leaves_process_groups_alone() -> None:
     group = dist.group.WORLD
-    for strategy in ("full", "replicate"):
+    for strategy in ("zero3", "ddp"):
         choices = Choices(strategies=(strategy,), precision="fp32", tensor=(2,), tensor_plan=HALVES)
         found = shardwise.plan(blocks, (torch.empty(4, WIDTH),), 4, hardware="cpu", choices=choices)
         assert dist.group.WORLD is group
@@ -125,13 +125,13 @@ def test_a_split_that_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             Choices(**choices)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="takes no tensors that are split"):
-        Setting(strategy="optimizer", ranks=2, tensor=2)
+        Setting(strategy="zero1", ranks=2, tensor=2)
     with pytest.raises(ConfigError, match="tensor_plan names mlp.up, which 0 .Block. has not"):
         dry_run(blocks(), [torch.empty(4, WIDTH)], split=TensorSplit(2, {"mlp.up": ColwiseParallel()}))
 
 
 def test_what_fits_nowhere_may_fit_when_it_is_split() -> None:
-    choices = Choices(strategies=("full",), recompute=(True,), offload=(False,), precision="fp32", tensor_plan=HALVES)
+    choices = Choices(strategies=("zero3",), recompute=(True,), offload=(False,), precision="fp32", tensor_plan=HALVES)
     peaks = [
         evaluate(
             profile(tensor, recompute=True), Setting(ranks=8 // tensor, tensor=tensor, recompute=True), GPU
@@ -145,13 +145,13 @@ def test_what_fits_nowhere_may_fit_when_it_is_split() -> None:
 
 
 def test_a_split_that_does_not_divide_the_ranks_is_left_out() -> None:
-    choices = Choices(strategies=("full",), recompute=(False,), precision="fp32", tensor=(1, 3), tensor_plan=HALVES)
+    choices = Choices(strategies=("zero3",), recompute=(False,), precision="fp32", tensor=(1, 3), tensor_plan=HALVES)
     found = shardwise.plan(blocks, (torch.empty(BATCH, WIDTH),), 8, choices=choices)
     assert "left out: tp 3: it does not divide 8 ranks" in found.table()
 
 
 def test_apis_that_no_number_of_ranks_suits_are_no_error_but_have_no_code() -> None:
-    choices = Choices(strategies=("hybrid",), precision="fp32")
+    choices = Choices(strategies=("hsdp",), precision="fp32")
     found = shardwise.plan(blocks, (torch.empty(BATCH, WIDTH),), 1, choices=choices)
     with pytest.raises(ConfigError, match="no way to train was looked at"):
         found.code()

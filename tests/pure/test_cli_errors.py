@@ -56,14 +56,14 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
         (["--nproc", "0"], "--nproc is 0"),
         (["--steps", "0", "--min-unit-bytes", "1M"], "--steps is 0"),
         (["--shard", "none", "--offload"], "--offload does not go with --shard none"),
-        (["--shard", "optimizer", "--tp", "2"], "--tp 2 does not go with --shard optimizer"),
+        (["--shard", "zero1", "--tp", "2"], "--tp 2 does not go with --shard zero1"),
         (["--tp", "4"], "--tp 4 does not divide --heads 6"),
         (["--experts", "4", "--plan"], "--plan does not go with --experts 4"),
         (["--model-from", "a:b", "--top-k", "2"], "--top-k: of shardwise's own GPT"),
         (["--tp", "2", "--nproc", "3"], "--tp 2 does not divide the number of ranks, 3"),
         (["--tp", "2", "--nproc", "4", "--batch", "3"], "not divisible by 2 data-parallel rank(s)"),
-        (["--shard", "hybrid", "--nproc", "2"], "cannot lay 2 data-parallel rank(s) out as --replicas 2"),
-        (["--shard", "hybrid", "--nproc", "9", "--replicas", "2"], "--replicas 2"),
+        (["--shard", "hsdp", "--nproc", "2"], "cannot lay 2 data-parallel rank(s) out as --replicas 2"),
+        (["--shard", "hsdp", "--nproc", "9", "--replicas", "2"], "--replicas 2"),
         (["--data", "no/such/place"], "--data no/such/place does not exist"),
         (["--data", "/dev/null"], "neither a file nor a folder"),
         (["--resume", "no/such/run"], "no such folder"),
@@ -100,9 +100,9 @@ def test_a_printed_size_is_read_back(num_bytes: int) -> None:
 
 @pytest.mark.parametrize("min_unit_bytes", [None, 64 << 20, ONE_UNIT])
 def test_the_command_that_a_plan_prints_can_be_typed(min_unit_bytes: int | None) -> None:
-    words = ["plan", "--preset", "gpt-tiny", "--ranks", "4", "--seq", "128", "--hardware", "cpu", "--shard", "full"]
+    words = ["plan", "--preset", "gpt-tiny", "--ranks", "4", "--seq", "128", "--hardware", "cpu", "--shard", "zero3"]
     arguments = build_parser().parse_args(words)
-    found = plan(lambda: GPT(PRESETS["tiny"]), (1, 128), 4, hardware="cpu", choices=Choices(strategies=("full",)))
+    found = plan(lambda: GPT(PRESETS["tiny"]), (1, 128), 4, hardware="cpu", choices=Choices(strategies=("zero3",)))
     best = found.best
     assert best is not None
     if min_unit_bytes is not None:

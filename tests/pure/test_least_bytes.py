@@ -58,8 +58,8 @@ def test_state_is_that_of_the_api() -> None:
     each = 4 * count_gpt_parameters(SHAPE, NUM_BYTES)
     found = {shard: least_bytes(TrainConfig(model=SHAPE, shard=shard), 4).state for shard in SHARDS}
     assert found == {
-        "full": each, "hybrid": 2 * each, "replicate": 4 * each, "none": 4 * each,
-        "optimizer": 2 * each + each // 2, "gradients": each,
+        "zero3": each, "hsdp": 2 * each, "ddp": 4 * each, "none": 4 * each,
+        "zero1": 2 * each + each // 2, "zero2": each,
     }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def _advice(config: TrainConfig, num_ranks: int, limit: MemoryLimit) -> dict[str
     }
 
 
-@pytest.mark.parametrize(("num_ranks", "shard"), [(1, "none"), (2, "full"), (4, "hybrid"), (3, "gradients")])
+@pytest.mark.parametrize(("num_ranks", "shard"), [(1, "none"), (2, "zero3"), (4, "hsdp"), (3, "zero2")])
 def test_what_is_advised_fits_and_one_more_does_not(num_ranks: int, shard: str) -> None:
     limit = dataclasses.replace(CPU, num_bytes=2_000_000)
     config = TrainConfig(model=SHAPE, shard=shard, batch=1200)

@@ -108,7 +108,7 @@ def test_more_ranks_hold_less_and_replicas_hold_more() -> None:
     profile = a_profile()
     peaks = [held(profile, Setting(ranks=ranks)).peak.total for ranks in (2, 8, 40, 1000)]
     assert peaks == sorted(peaks, reverse=True)
-    whole = held(profile, Setting(strategy="hybrid", ranks=64, replicas=8)).peak.total
+    whole = held(profile, Setting(strategy="hsdp", ranks=64, replicas=8)).peak.total
     assert whole == held(profile, Setting(ranks=8)).peak.total
 
 
@@ -172,14 +172,14 @@ def test_a_thousand_ranks_cost_no_more_planning_than_two() -> None:
     profile = a_profile(2)
     labels = []
     for ranks in (16, 1 << 40):
-        search = Search(lambda *_: profile, ranks, HARDWARE["h100"], Choices(strategies=("full",), recompute=(False,)))
+        search = Search(lambda *_: profile, ranks, HARDWARE["h100"], Choices(strategies=("zero3",), recompute=(False,)))
         labels.append([candidate.setting.label for candidate in search.run().candidates])
     assert sorted(labels[0]) == sorted(labels[1])
 
 
 def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
-    choices = Choices(strategies=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
+    choices = Choices(strategies=("zero3",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
     tight = replace(HARDWARE["h100"], memory_bytes=50 * MB, library_bytes=0, usable=1.0)
     found = Search(lambda _, recompute, __: profiles[recompute], 8, tight, choices).run()
     assert not any(candidate.fits for candidate in found.candidates)
@@ -190,7 +190,7 @@ def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
 
 def test_state_that_is_too_large_needs_more_ranks() -> None:
     profile = a_profile(8, recompute=True)
-    choices = Choices(strategies=("full",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
+    choices = Choices(strategies=("zero3",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
     tight = replace(HARDWARE["h100"], memory_bytes=60 * MB, library_bytes=0, usable=1.0)
     found = Search(lambda *_: profile, 2, tight, choices).run()
     more = next(change for change in found.changes if "ranks in place of 2" in change.words)
@@ -240,7 +240,7 @@ def test_hardware_that_cannot_be_says_what_is_wrong(tmp_path: Path, text: str, m
 
 def test_settings_that_cannot_be_are_refused() -> None:
     for wrong, message in (
-        ({"strategy": "sideways"}, "expected one of full"),
+        ({"strategy": "sideways"}, "expected one of zero3"),
         ({"ranks": 6, "replicas": 4}, "choose a divisor"),
         ({"ranks": 0}, "at least 1"),
     ):
@@ -249,7 +249,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected one of adamw"):
         Choices(optimizer="lion")
     with pytest.warns(DeprecationWarning, match="strategies="):
-        assert Choices(doors=("full",)) == Choices(strategies=("full",))
+        assert Choices(doors=("zero3",)) == Choices(strategies=("zero3",))
     assert isinstance(HARDWARE["cpu"], Hardware)
 
 

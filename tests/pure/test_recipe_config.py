@@ -55,7 +55,7 @@ def test_a_batch_is_accepted_exactly_when_it_divides(batch: int, ranks: int, acc
 def test_hybrid_takes_exactly_the_ranks_that_make_two_or_more_copies_of_two_or_more_shards(
     ranks: int, replicas: int, tp: int
 ) -> None:
-    config = TrainConfig(shard="hybrid", replicas=replicas, tp=tp)
+    config = TrainConfig(shard="hsdp", replicas=replicas, tp=tp)
     shards, rest = divmod(ranks, replicas * tp)
     if rest == 0 and shards >= 2 and replicas >= 2:
         assert data_ranks(config, ranks) == replicas * shards
@@ -93,10 +93,10 @@ def test_presets_are_valid() -> None:
         ({"experts": 4, "compile": True}, "--compile does not go with --experts 4"),
         *(
             ({"experts": 4, "shard": each}, f"--shard {each} does not go with --experts 4")
-            for each in ("none", "optimizer")
+            for each in ("none", "zero1")
         ),
-        *(({"tp": 2, "shard": shard}, f"--tp 2 .* --shard {shard}") for shard in ("none", "optimizer")),
-        *(({"offload": True, "shard": shard}, f"--offload .* {shard}") for shard in ("none", "optimizer")),
+        *(({"tp": 2, "shard": shard}, f"--tp 2 .* --shard {shard}") for shard in ("none", "zero1")),
+        *(({"offload": True, "shard": shard}, f"--offload .* {shard}") for shard in ("none", "zero1")),
     ],
 )
 def test_a_value_that_cannot_be_trained_with_is_named(changes: dict[str, object], words: str) -> None:
@@ -117,6 +117,7 @@ def test_options_of_execution_that_a_config_does_not_know_are_the_defaults() -> 
     assert isinstance(model, dict)
     del model["experts"], model["top_k"]
     assert config_from_json({**values, "model": model}) == TrainConfig(lr=0.5)
+    assert config_from_json({**values, "shard": "gradients"}).shard == "zero2"  # its name until 0.2
     del values["lr"]
     with pytest.raises(ConfigError, match="missing or unknown values: lr"):
         config_from_json(values)

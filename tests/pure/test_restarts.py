@@ -54,7 +54,7 @@ def test_ranks_that_are_left_are_as_many_as_the_options_can_use() -> None:
     assert ranks_for(config, 8, 1, 7) == 8  # too few are left
     assert ranks_for(config, 8, 0, 4) == 8  # none was killed
     assert ranks_for(config, 8, 3, None) == 8
-    hybrid = dataclasses.replace(config, shard="hybrid")
+    hybrid = dataclasses.replace(config, shard="hsdp")
     assert ranks_for(hybrid, 8, 1, 2) == 6
     assert ranks_for(hybrid, 4, 1, 2) == 4  # neither 3 nor 2 can be laid out
 
