@@ -165,6 +165,11 @@ num_nodes_made: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: 
 """Returns how many graph nodes this thread has created."""
 
 
+def node_number(tensor: torch.Tensor) -> int:
+    """Return how many graph nodes this thread had created before that of ``tensor``; -1 for tensors without one."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward ends; it is dropped if that backward raises."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]

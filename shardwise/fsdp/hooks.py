@@ -224,6 +224,8 @@ def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
 _Held = dict[int, tuple[torch.Tensor, torch.autograd.graph.Node | None]]
 _Running = tuple[Pass | None, Conversion | None, list[Any], _Held, int]
 
+_MOST_SIZES = 32  # graphs of other sizes are not searched: modules whose every graph differs would pay in every step
+
 
 class Hooks:
     """The hooks on the modules of one attachment; their state is in the attachment."""
@@ -232,6 +234,8 @@ class Hooks:
         self._attachment = attachment
         self._unit = attachment.unit
         self._running: list[_Running] = []
+        self._sizes: set[int] = set()  # numbers of graph nodes of the forwards after which attributes were searched
+        self._keepers: list[tuple[weakref.ref[nn.Module], str]] = []  # attributes that had a tensor of the graph then
 
     def install(self) -> None:
         """Register the forward hooks on the unit's modules."""
@@ -332,7 +336,12 @@ class Hooks:
                 watched = [returned] if returned.requires_grad else []
             else:
                 watched = self._outputs_in_graph(returned)
-            unit.backward.is_unseen = not watched and torch_private.num_nodes_made() > num_nodes
+            num_made = torch_private.num_nodes_made() - num_nodes
+            if num_made and num_made not in self._sizes and len(self._sizes) < _MOST_SIZES:
+                self._search(module, num_nodes, num_made)
+            if self._keepers:
+                watched += self._kept(watched, num_nodes)
+            unit.backward.is_unseen = not watched and num_made > 0
             if growing:  # what the module has put into its arguments leaves it, too
                 ids = {*map(id, watched)}
                 watched += [
@@ -365,6 +374,26 @@ class Hooks:
             backward.looked_at = found
             if has_nested_backward(tensors_in(output)):
                 engine.expect_nested_backwards()
+
+    def _search(self, module: nn.Module, num_nodes: int, num_made: int) -> None:
+        """Note which attributes of the modules of ``module`` keep tensors of its forward, such as auxiliary losses."""
+        self._sizes.add(num_made)
+        todo = [module]
+        for each in todo:
+            todo += [child for child in each.children() if attachment_of(child) is None]
+            for name, value in each.__dict__.items():
+                place = weakref.ref(each), name
+                if place not in self._keepers and any(
+                    torch_private.node_number(tensor) >= num_nodes for tensor in tensors_in(value)
+                ):
+                    self._keepers.append(place)
+
+    def _kept(self, known: list[torch.Tensor], num_nodes: int) -> list[torch.Tensor]:
+        """Return tensors of this forward, other than ``known``, in attributes: a backward may reach them before the output."""
+        ids = {*map(id, known)}
+        values = [owner.__dict__.get(name) for ref, name in self._keepers if (owner := ref()) is not None]
+        found = {id(each): each for each in tensors_in(values) if torch_private.node_number(each) >= num_nodes}
+        return [each for number, each in found.items() if number not in ids]
 
     def _outputs_in_graph(self, returned: Any) -> list[torch.Tensor]:
         found = tensors_in(returned) or tensors_in(returned, everywhere=True)

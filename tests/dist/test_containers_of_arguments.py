@@ -420,6 +420,48 @@ def test_a_unit_whose_outputs_need_no_gradient_trains_as_on_one_process(returned
     assert not any(unit.is_full for unit in engine_of(model).units)
 
 
+KEPT = ("of a layer behind the output", "output is the input", "output is not used", "hidden", "in a list")
+
+
+class Keeps(nn.Module):
+    """Keeps what the loss uses as an attribute, beside an output that needs a gradient."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.linear, self.router, self.kept = nn.Linear(6, 6), nn.Linear(6, 6), kept
+        self.aux: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        self.aux = h if self.kept == "hidden" else self.router(h).square().mean()
+        if self.kept == "in a list":
+            self.aux = [self.aux, {"of the input": x.mean()}]
+        return x if self.kept == "output is the input" else self.router(h.detach()) if self.kept == "hidden" else h
+
+
+class UsesKept(nn.Module):
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last, self.kept = nn.Linear(6, 6), Keeps(kept), nn.Linear(6, 6), kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.last(self.block(self.first(x)))
+        aux = self.block.aux[0] if self.kept == "in a list" else self.block.aux
+        return aux.square() if self.kept == "output is not used" else x + aux
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@on_ranks(2)
+def test_a_loss_that_a_unit_keeps_as_an_attribute_trains_as_on_one_process(kept: str) -> None:
+    model = UsesKept(kept)
+    for each in (model.block, model.last):
+        fully_shard(each, reshard_after_forward=True)
+    fully_shard(model)
+    assert_trains_alike(model, UsesKept(kept))
+    assert not any(unit.is_full for unit in engine_of(model).units)
+
+
 class Teacher(nn.Module):
     """Builds no graph."""
 

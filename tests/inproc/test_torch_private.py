@@ -703,6 +703,14 @@ def test_nodes_of_graphs_are_counted() -> None:
     assert private.num_nodes_made() - before == 2
 
 
+def test_nodes_of_graphs_have_numbers() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    first, before = leaf * 2, private.num_nodes_made()
+    second = first * 2
+    assert private.node_number(leaf) == -1
+    assert private.node_number(first) < before <= private.node_number(second)
+
+
 def test_tools_of_torch_find_what_is_put_for_them() -> None:
     from torch.distributed import fsdp
 
