@@ -439,7 +439,7 @@ def looks_at_callers(node: ast.AST) -> bool:
 
 def replaces_a_part_of_torch(node: ast.AST) -> bool:
     roots = ("torch", "dist", "nn", "optim", "c10d", "DTensor", "DeviceMesh")
-    aliases = ("propagator", "variable")  # of torch_private.py
+    aliases = ("propagator", "variable", "_random")  # of torch_private.py
     found = [ast.unparse(target) for target in targets_of(node) if isinstance(target, ast.Attribute)]
     return any(each.split(".")[0] in (*roots, *aliases) for each in found)
 
@@ -472,6 +472,7 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "clip_mixed_by": "clip_grad_norm_ of torch refuses mixed gradients; shardwise.clip_grad_norm_ takes them",
         "intercept_redistribute": "full_tensor() in a loss is repaired; it becomes a named error",
         "fake_world": "a plan for any number of ranks beside a group that runs; torch has one world",
+        "draw_per_shard": "DTensor has random numbers per shard for accelerators alone; torch fills the same place for those",
         "watching": "the planner must not count the trial runs by which DTensor finds placements",
     },
     swaps_a_class: {

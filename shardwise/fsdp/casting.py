@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from shardwise.errors import ConfigError
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -129,8 +131,19 @@ class _Copy:
             object.__setattr__(original, name, own(item))
 
 
+def _not_copied(kind: type, why: str) -> ConfigError:
+    return ConfigError(
+        f"a {kind.__qualname__} among a module's arguments or outputs holds tensors that a precision policy casts or "
+        f"that move to the device, and cannot be copied: {why}. Give the class a __copy__, pass its tensors themselves, or set "
+        "cast_forward_inputs=False in mp_policy and cast them where they are used"
+    )
+
+
 def _copied(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-    """Return a copy of ``value`` with other items and attributes, or ``value`` itself if its class does not allow that."""
+    """Return a copy of ``value`` with other items and attributes; None if :func:`copy.copy` returns ``value`` itself.
+
+    Raises: ConfigError if its class does not allow copies.
+    """
     kind: Any = type(value)
     try:
         if isinstance(value, (tuple, frozenset)):
@@ -140,7 +153,7 @@ def _copied(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> An
         else:
             result: Any = MappingProxyType(items) if kind is MappingProxyType else copy.copy(value)
         if result is value:
-            return value
+            return None
         if isinstance(result, dict):
             for key, item in items.items():
                 dict.__setitem__(cast("dict[Any, Any]", result), key, item)
@@ -153,8 +166,8 @@ def _copied(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> An
             object.__setattr__(result, name, item)
         if _is_own_dict(value):
             object.__setattr__(result, "__dict__", result)
-    except Exception:  # the class does not allow copies
-        return value
+    except Exception as error:
+        raise _not_copied(kind, f"{type(error).__name__}: {error}") from error
     return result
 
 
@@ -174,7 +187,7 @@ class Conversion:
     A container in which no tensor has to be replaced stays the same object.  Otherwise the module gets a copy of it, the
     caller's tensors stay in the caller's container, and :meth:`take_back` carries over what the module has put in, taken out,
     or written into a cast tensor of the container.  Lists, tuples, sets, dicts, dataclasses and mappings are containers,
-    subclasses too.  An object that :func:`copy.copy` does not copy is handed on as it is.
+    subclasses too.  Raises: ConfigError for a container that :func:`copy.copy` does not copy.
     """
 
     __slots__ = ("_cast", "_copies", "_device", "_done", "_dtype")
@@ -237,6 +250,8 @@ class Conversion:
         ]
         own = {id(item): old for item, old in pairs if item is not old}
         result = _copied(value, new, dict(_changes(new_attributes, attributes))) if own else value
+        if result is None:
+            raise _not_copied(type(value), "copy.copy() returns the object itself")
         if result is not value:
             self._copies.append(_Copy(value, result, _items(result), _attributes(result), own))
         return result

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 # Every float32 tensor has to be cast, and rounding does not hide what is lost.
 WIDER = MixedPrecisionPolicy(param_dtype=torch.float64)
@@ -335,12 +335,18 @@ def test_other_objects_are_handed_on_as_they_are() -> None:
         iter([torch.ones(2)]),
         nn.Linear(2, 2),
         endless,
-        Uncopied(x=torch.ones(2)),
+        Uncopied(x=torch.ones(2, dtype=torch.float64)),
         types.SimpleNamespace(x=1),
         None,
     )
     got, _ = filled(lambda *others: others, *others)
     assert all(left is right for left, right in zip(got, others, strict=True))
+
+
+@on_ranks(2)
+def test_a_container_that_cannot_be_copied_and_has_tensors_to_cast_is_named() -> None:
+    with pytest.raises(ConfigError, match="a Uncopied among a module's arguments .* TypeError: there is one of these"):
+        filled(lambda box: box, Uncopied(x=torch.ones(2)))
 
 
 @on_ranks(2)
