@@ -332,7 +332,7 @@ BUDGETS = {
     "consistency": 2450,  # 1800
     "planner": 2200,  # 1500
     "optim": 2100,  # 1700
-    "zero": 1110,  # 1100
+    "zero": 1100,
     "cli": 1500,
     "(top)": 1600,  # with testing 1500
     "transaction": 700,

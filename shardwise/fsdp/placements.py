@@ -89,12 +89,12 @@ class Placements:
 _R, _S = "replicated", "sharded"
 _ROWS: Mapping[str, tuple[tuple[Placement, ...], ...]] = MappingProxyType(
     {
-        "ddp": ((_R,), (_R,), (_R,)),
-        "zero1": ((_R,), (_R,), ("owned",)),
-        "zero2": ((_R,), (_S,), (_S,)),
         "zero3": ((_S,), (_S,), (_S,)),
         "hsdp": ((_R, _S), (_R, _S), (_R, _S)),
         "hfsdp": ((_R, _S), (_S, _S), (_S, _S)),
+        "zero2": ((_R,), (_S,), (_S,)),
+        "zero1": ((_R,), (_R,), ("owned",)),
+        "ddp": ((_R,), (_R,), (_R,)),
     }
 )
 STRATEGIES: Mapping[str, Placements] = MappingProxyType({name: Placements(*row) for name, row in _ROWS.items()})

@@ -9,15 +9,17 @@ from types import MappingProxyType
 
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.errors import ConfigError
+from shardwise.fsdp.placements import STRATEGIES as ROWS
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child
 from shardwise.plan.schedule import StepEvent
 
 # ---- One way to train a model: the API, the mesh, the sizes of units, and the structure of a step.
 
-# As ``shard_model`` and ``shardwise train --shard`` name them; "none": torch's DDP.
-STRATEGIES = ("zero3", "hsdp", "ddp", "zero2", "zero1", "none")
-UNIT_STRATEGIES = frozenset({"zero3", "hsdp", "ddp", "zero2"})  # of our engine; the others are under torch's DDP
-SHARDING = UNIT_STRATEGIES - {"ddp"}  # between steps every rank has a part of each parameter
+# Rows of the table of placements, as ``shard_model`` and ``shardwise train --shard`` name them; "none": torch's DDP.
+STRATEGIES = (*(name for name in ROWS if name != "hfsdp"), "none")
+SHARDING = frozenset(name for name in STRATEGIES[:-1] if "sharded" in ROWS[name].optimizer)  # parameters, between steps
+RESHARDING = frozenset(name for name in SHARDING if "sharded" in ROWS[name].parameter)  # parameters, after forward
+UNIT_STRATEGIES = SHARDING | {"ddp"}  # of our engine; the others are under torch's DDP
 SHARED, SEND_RECV, TIERS = "shared memory", "send/recv", "shared memory, send/recv between hosts"
 ROUTES = ("collective", SHARED, SEND_RECV, TIERS)
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit

@@ -30,6 +30,7 @@ from shardwise.plan.schedule import (
 )
 from shardwise.planner.profile import (
     ONE_UNIT,
+    RESHARDING,
     ROOT,
     SEND_RECV,
     SHARED,
@@ -227,7 +228,7 @@ class _Sizes:
         trainable = [param for param in params if param.is_trainable]
         facts, gathered = self._gathered(params)
         reduced = self._reduced(trainable)
-        keeps = ROOT in blocks or setting.strategy in ("ddp", "zero2")
+        keeps = ROOT in blocks or setting.strategy not in RESHARDING
         policy = UnitPolicy(reshard_after_forward=not keeps)
         gradients = [param.numel * self._full_itemsize(param) for param in trainable]
         kept_bytes = sum(param.num_bytes for param in params)

@@ -14,13 +14,13 @@ from typing import TypeVar, cast, get_args, get_type_hints
 from shardwise.collectives.routes import check_transport
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
+from shardwise.planner.profile import STRATEGIES as SHARDS
+from shardwise.planner.profile import UNIT_STRATEGIES as ENGINE_SHARDS
 
 T = TypeVar("T")
 NUM_BYTES = 256  # the vocabulary without a tokenizer
 DTYPES = ("fp32", "bf16")
-SHARDS = ("zero3", "hsdp", "ddp", "zero2", "zero1", "none")
 _FORMER_SHARDS = {"full": "zero3", "hybrid": "hsdp", "replicate": "ddp", "gradients": "zero2", "optimizer": "zero1"}
-ENGINE_SHARDS = frozenset({"zero3", "hsdp", "ddp", "zero2"})  # those of our own engine, which support offload and --tp
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,8 +128,8 @@ class ZeroBackend:
         self.local, self.agreement = local, agreement
         self.num_steps = 0
         self.has_state = self.is_joining = False
-        self._has_compared = False  # whether parameters were compared with other ranks'
-        self._knows_gradients = False  # whether gradients like those of the last step were equal on all ranks
+        # Whether parameters were compared with other ranks', and gradients like those of the last step were equal on all.
+        self._has_compared = self._knows_gradients = False
         self.consolidated: Consolidated | None = None
         self.layout = make_layout(self.rank_partition)
 

@@ -91,14 +91,10 @@ def _compare(
     every = [json.loads(text) for text in agreement.gather(f"comparing each of {what}", json.dumps(digests))]
     unlike = [index for index, column in enumerate(zip(*every, strict=True)) if len(set(column)) > 1]
     sketches = {index: Sketch.of(tensor).told for index in unlike if (tensor := tensors[index]) is not None}
-    texts = agreement.gather(f"comparing some of {what}", json.dumps(sketches))
-    rows = [{rank: _sketch_in(text, index) for rank, text in enumerate(texts) if summaries[rank]} for index in unlike]
+    told = [json.loads(text) for text in agreement.gather(f"comparing some of {what}", json.dumps(sketches))]
+    those = [rank for rank, summary in enumerate(summaries) if summary]
+    rows = [{rank: Sketch(*found) if (found := told[rank].get(str(i))) else None for rank in those} for i in unlike]
     return is_known, dict(zip(unlike, rows, strict=True))
-
-
-def _sketch_in(text: str, index: int) -> Sketch | None:
-    found = json.loads(text).get(str(index))
-    return None if found is None else Sketch(*found)
 
 
 def _gradient(param: torch.Tensor) -> torch.Tensor | None:

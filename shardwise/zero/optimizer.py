@@ -92,8 +92,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._agreement = open_agreement(process_group, "ZeroRedundancyOptimizer")
         self.process_group = self._agreement.group
         self.rank, self.world_size = self._agreement.rank, self._agreement.size
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self.overlap_with_ddp = overlap_with_ddp
+        self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
         self.partition: Partition = partition
         self._mixed_dtypes = mixed_dtypes
         self._groups: list[dict[str, Any]] = []

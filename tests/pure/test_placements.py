@@ -18,7 +18,7 @@ KINDS = ("parameter", "gradient", "optimizer")
 def test_what_is_no_row_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"optimizer=\('sharded',\)\) is no strategy.*zero2: "):
         Placements(("replicated",), ("replicated",), ("sharded",))
-    with pytest.raises(ConfigError, match="strategy is 'zero4', expected Placements or one of ddp, zero1"):
+    with pytest.raises(ConfigError, match="strategy is 'zero4', expected Placements or one of zero3, hsdp"):
         row_of("zero4")
 
 
