@@ -550,7 +550,9 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
     number = id(optimizer)
     stepped = _stepped(optimizer)
     kind = next((kind for kind in _NOT_OVER_SHARDS if isinstance(optimizer, kind)), None)
+    unknown = {id(p) for group in optimizer.param_groups for p in group["params"] if kind and isinstance(p, DTensor)}
     for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
+        unknown.discard(id(param.sharded))
         placements = param.sharded.placements if isinstance(param.sharded, DTensor) else ()
         if kind is not None and id(param.sharded) in stepped and any(place.is_shard() for place in placements):
             reason = _NOT_OVER_SHARDS[kind].format(kind.__name__)
@@ -560,7 +562,8 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
                 f"an optimizer was given the full form of {param.fqn}, which was registered in a forward: its steps would not "
                 "reach the model. Build the optimizer outside of forward; after an interrupt call reset_iter_state() first"
             )
-    _checked[number] = weakref.ref(optimizer, lambda _: _checked.pop(number, None))
+    if not unknown:  # else the closure runs the first forward: it is checked after the step
+        _checked[number] = weakref.ref(optimizer, lambda _: _checked.pop(number, None))
 
 
 def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
@@ -581,6 +584,8 @@ def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
 
 def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Bump the version counters of shards after a step: torch's multi-tensor and fused steps do not."""
+    if id(optimizer) not in _checked:
+        _check_forms(optimizer)
     written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if written:
         torch.autograd.graph.increment_version(written)

@@ -93,6 +93,20 @@ def test_optimizers_whose_step_is_another_over_shards_are_named(kind: Any) -> No
 
 
 @on_ranks(2)
+def test_an_optimizer_whose_closure_runs_the_first_forward_is_named_too() -> None:
+    model = fully_shard(_net())
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).square().sum()
+        loss.backward()
+        return loss
+
+    _refused(lambda: optimizer.step(closure), "LBFGS cannot step on 0.0.weight, which is sharded")  # pyright: ignore
+
+
+@on_ranks(2)
 def test_a_module_is_sharded_once_and_without_wrappers() -> None:
     for api in (fully_shard, replicate):
         _refused(lambda api=api: api(api(_net())), "was given to", AssertionError)
