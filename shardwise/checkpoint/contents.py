@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +31,7 @@ from shardwise.checkpoint.format import (
     split,
     whole,
 )
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.optim.slices import local_of, slices_of
 from shardwise.zero.state_dict import StateSlice
 
@@ -315,6 +316,10 @@ def _window_of(name: str, tensor: DTensor, windows: Windows) -> Window:
     key = (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape))
     found = windows.get(key)
     if found is None:
+        if tensor.device_mesh.size() > 1 and not dist.is_initialized():
+            raise StateError(
+                f"{name} is sharded over ranks that are out of reach after destroy_process_group(); save and load before it"
+            )
         (param_slice,) = slices_of(name, tensor)
         found = windows[key] = param_slice.box
     return found

@@ -127,7 +127,7 @@ def _check_tiles(held: Held, windows: Iterable[Window]) -> None:
     if numel != prod(held.shape) or overlapping(found) is not None or not found:
         raise CheckpointError(
             f"{held.name}: the ranks hold {numel} of its {prod(held.shape)} elements in {len(found)} part(s) that do not make "
-            "up the tensor; save from all ranks of its mesh, with the group that they form, and before destroy_process_group()"
+            "up the tensor; save from all ranks of its mesh, with the group that they form"
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
@@ -347,6 +348,11 @@ class Engine:
         # Without gathers and without gradients a forward takes no collective: one rank may run it alone, so ranks do not
         # compare it.
         is_aside = not (self.exec_order.gathers or torch.is_grad_enabled())
+        if not is_aside and self.exec_order.mismatch_check is not None and not dist.is_initialized():
+            raise StateError(
+                "a forward of a sharded model after destroy_process_group(): other ranks are out of reach. Call it as the last "
+                "thing on every rank, after the last forward, save and full_state_dict"
+            )
         if self.divergence is not None and self.exec_order.gathers:
             self.divergence.begin("forward")
         if not is_aside:

@@ -152,6 +152,36 @@ def test_a_rank_that_ends_after_fewer_steps_is_not_said_to_be_killed(tmp_path: P
     assert re.search(said, ended.err), ended.err
 
 
+GOES_ON = """
+import sys, torch, torch.distributed as dist
+from shardwise import checkpoint, fully_shard
+dist.init_process_group()
+torch.manual_seed(0)
+model = fully_shard(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+rank = dist.get_rank()
+if sys.argv[1] == "forward" or rank == 0:
+    dist.destroy_process_group()
+try:
+    model(torch.ones(2, 4)) if sys.argv[1] == "forward" else checkpoint.save("run", {"model": model}, step=1)
+except Exception as error:
+    open(f"{sys.argv[2]}/rank-{rank}", "w").write(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize("call", ["forward", "save"])
+def test_a_group_that_was_destroyed_too_early_is_named(tmp_path: Path, call: str) -> None:
+    run_here(tmp_path, "-n", "2", script(tmp_path, GOES_ON), call, str(tmp_path))
+    said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    if call == "forward":
+        assert all(
+            re.match(r"StateError: a forward of a sharded model after destroy_process_group", each) for each in said
+        )
+    else:
+        assert "model/weight is sharded over ranks that are out of reach after destroy_process_group()" in said[0]
+        assert "rank 0 is gone" in said[1]
+
+
 def test_an_error_of_every_rank_is_shown_once(tmp_path: Path) -> None:
     ended = run_here(tmp_path, "-n", "2", script(tmp_path, "import time\nraise ValueError('no such column')\n"))
     assert ended.code == 1
