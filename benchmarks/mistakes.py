@@ -296,8 +296,8 @@ def run_rank(name: str) -> None:
     try:
         MISTAKES[name](rank)
     except BaseException as error:
-        notes = [note for note in getattr(error, "__notes__", []) if "shardwise" in note]
-        said, code = " ".join([f"{type(error).__name__}: {error}".splitlines()[0], *notes]), 1
+        sys.excepthook(type(error), error, error.__traceback__)  # as for an error that ends the program: it adds notes
+        said, code = " ".join([f"{type(error).__name__}: {error}"[:280], *getattr(error, "__notes__", [])]), 1
     seconds = time.monotonic() - start
     Path(f"rank-{rank}").write_text(json.dumps([seconds, [*warned, said]]))
     sys.stdout.flush()
@@ -311,6 +311,7 @@ def run(name: str) -> list[tuple[float, list[str]]]:
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # as under torchrun
         told = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TMPDIR": folder}
         told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        told |= {"TORCHELASTIC_RUN_ID": "mistakes"}
         path = os.pathsep.join([str(Path(shardwise.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
         ranks = [
             subprocess.Popen(
@@ -332,12 +333,14 @@ def run(name: str) -> list[tuple[float, list[str]]]:
         found: list[tuple[float, list[str]]] = []
         for rank in range(NUM_RANKS):
             file = Path(folder) / f"rank-{rank}"
-            found.append(tuple(json.loads(file.read_text())) if file.exists() else (LIMIT_S, ["HANGS"]))
+            seconds, texts = json.loads(file.read_text()) if file.exists() else (LIMIT_S, ["HANGS"])
+            places = f"{folder}/", f"{Path(__file__).parent}/"  # of this machine
+            found.append((seconds, [text.replace(places[0], "").replace(places[1], "") for text in texts]))
         return found
 
 
 def _cell(texts: list[str]) -> str:
-    lines = [" ".join(text.replace("|", "\\|").split())[:400] for text in texts if text]
+    lines = [" ".join(text.replace("|", "\\|").split())[:500] for text in texts if text]
     return " <br> ".join(f"`{line}`" for line in lines)
 
 
@@ -354,7 +357,7 @@ def main() -> None:
         "# What newcomers' mistakes are told",
         "",
         f"Written by `benchmarks/mistakes.py`: two ranks over gloo, torch {torch.__version__.split('+')[0]}, two cores with "
-        "other work. The first 400 characters of what each rank raises or logs.",
+        "other work. The first characters of what each rank raises or logs.",
         "",
         "| mistake | seconds | rank 0 | rank 1 |",
         "| --- | ---: | --- | --- |",
