@@ -73,7 +73,7 @@ def train(model: nn.Module, optimizer: Any = None, steps: int = 3, seed: int = 0
 # ---- Calls on one rank alone: the other one goes on to its next step.
 
 
-def _on_rank_0(call: Callable[[nn.Module], object]) -> Callable[[int], None]:
+def _on_rank_0(call: Callable[[Any], object]) -> Callable[[int], None]:
     def run(rank: int) -> None:
         model = sharded()
         optimizer = train(model)
@@ -105,7 +105,8 @@ def _(rank: int) -> None:
     optimizer = train(model)
     loss_of(model).backward()
     if rank == 0:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        total: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        total.full_tensor()
     train(model, optimizer)
 
 
@@ -170,7 +171,8 @@ def _(rank: int) -> None:
 
 @mistake("a dtype in place of a policy")
 def _(rank: int) -> None:
-    train(fully_shard(plain(), mp_policy=torch.bfloat16))  # pyright: ignore[reportArgumentType]
+    policy: Any = torch.bfloat16
+    train(fully_shard(plain(), mp_policy=policy))
 
 
 @mistake("an argument of FSDP1")
