@@ -20,18 +20,25 @@ _Result = TypeVar("_Result")
 
 def explains_arguments(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Return ``function`` with a check that raises ArgumentTypeError for unknown keywords and suggests a similar name."""
-    known = list(inspect.signature(function).parameters)
+    known, name_of_call = [*inspect.signature(function).parameters], function.__qualname__.removesuffix(".__init__")
+    known = known[known[0] == "self" :]
 
     @functools.wraps(function)
     def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         for name in kwargs:
             if name not in known:
                 raise ArgumentTypeError(
-                    f"{function.__name__}() has no argument {name!r}.{did_you_mean(name, known)} It takes {', '.join(known)}"
+                    f"{name_of_call}() has no argument {name!r}.{did_you_mean(name, known)} It takes {', '.join(known)}"
                 )
         return function(*args, **kwargs)
 
     return checked
+
+
+def explains_fields(kind: type[_Result]) -> type[_Result]:
+    """Return the dataclass ``kind``, whose constructor has the check of :func:`explains_arguments`."""
+    kind.__init__ = explains_arguments(kind.__init__)
+    return kind
 
 
 def ids_of_ignored(params: Iterable[object] | None, api: str) -> frozenset[int]:

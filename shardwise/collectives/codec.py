@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from shardwise.arguments import explains_fields
 from shardwise.errors import ConfigError
 from shardwise.layout import Bucket, align
 
@@ -16,6 +17,7 @@ Coding = Literal["int8", "bf16"]
 _MIN_BLOCK = 8
 
 
+@explains_fields
 @dataclass(frozen=True, slots=True)
 class CompressionPolicy:
     """How many bits the parameters and gradients of a unit take in collectives.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.arguments import explains_fields
 from shardwise.errors import ArgumentTypeError, ConfigError
 
 
@@ -19,6 +20,7 @@ class GradDtype:
     dtype: torch.dtype | None
 
 
+@explains_fields
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes in which a unit computes, reduces gradients and returns outputs.
@@ -48,12 +50,22 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value: object = getattr(self, name)
+            is_dtype = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
+            if value is not None and not is_dtype:
+                raise ArgumentTypeError(
+                    f"mp_policy: {name} is {value!r}; expected None or a floating-point dtype, such as torch.bfloat16"
+                )
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:
     """The device of sharded parameters, gradients and optimizer states; this base class keeps them on the mesh's device."""
 
 
+@explains_fields
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Keep sharded parameters and gradients, and so optimizer states, in host memory.
@@ -68,7 +80,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 def precision_from(policy: object) -> MixedPrecisionPolicy:
     """Return ``policy`` as a MixedPrecisionPolicy; torch's class is accepted.  Raises: ArgumentTypeError for other objects."""
     if isinstance(policy, MixedPrecisionPolicy):
-        return _checked_dtypes(policy)
+        return policy
     names = [each.name for each in fields(MixedPrecisionPolicy)]
     found = [name for name in names if hasattr(policy, name)]
     if not {*names} - {*found} <= {"param_dtype_override_fn"}:  # torch has that from 2.15 on
@@ -76,18 +88,7 @@ def precision_from(policy: object) -> MixedPrecisionPolicy:
             f"mp_policy is {policy!r}; expected a MixedPrecisionPolicy with {names}, such as "
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
-    return _checked_dtypes(MixedPrecisionPolicy(**{name: getattr(policy, name) for name in found}))
-
-
-def _checked_dtypes(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        value: object = getattr(policy, name)
-        is_dtype = isinstance(value, torch.dtype) and (value.is_floating_point or value.is_complex)
-        if value is not None and not is_dtype:
-            raise ArgumentTypeError(
-                f"mp_policy: {name} is {value!r}; expected None or a floating-point dtype, such as torch.bfloat16"
-            )
-    return policy
+    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in found})
 
 
 def offload_from(policy: object) -> OffloadPolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_arguments_of_another_type_are_named(api: Callable[..., Any]) -> None:
     half = torch.bfloat16
     _refused(lambda: api(_net(), mp_policy=half), "such as MixedPrecisionPolicy(param_dtype=torch.bfloat16)", TypeError)
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        policy = MixedPrecisionPolicy(**{name: "bf16"})
+        policy = SimpleNamespace(**vars(MixedPrecisionPolicy()) | {name: "bf16"})  # as torch's class
         _refused(lambda policy=policy: api(_net(), mp_policy=policy), f"mp_policy: {name} is 'bf16'", TypeError)
     _refused(lambda: api(_net(), mesh="cpu"), "mesh is 'cpu' of type str; expected a DeviceMesh", TypeError)
     words = "ignored_params holds '0.0.weight', expected the parameters themselves"
@@ -60,13 +61,6 @@ def test_misspelt_arguments_get_a_question(api: Callable[..., Any]) -> None:
     _refused(lambda: api(_net(), mp_polcy=None), "Did you mean 'mp_policy'?", TypeError)
     _refused(shardwise.policy(api(_net()), synk=False).__enter__, "no field ['synk']. Did you mean 'sync'?")
     _refused(lambda: api(_net(), cpu_offload=True), "Did you mean 'offload_policy'?", TypeError)
-
-
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2)
-def test_a_precision_without_fractions_is_named(api: Callable[..., Any]) -> None:
-    policy = MixedPrecisionPolicy(torch.int8)
-    _refused(lambda: api(_net(), mp_policy=policy), "param_dtype is torch.int8; expected None or a floating", TypeError)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Rprop])
@@ -158,3 +152,20 @@ def test_what_a_sharded_module_has_not_is_explained() -> None:
     named = nn.Sequential()
     named.module = nn.Linear(2, 2)
     assert fully_shard(named).module is named.module
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MixedPrecisionPolicy(torch.int8), "mp_policy: param_dtype is torch.int8; expected None or a floating"),
+        (lambda: MixedPrecisionPolicy(output_dtype="bf16"), "mp_policy: output_dtype is 'bf16'; expected None or a"),  # pyright: ignore
+        (
+            lambda: MixedPrecisionPolicy(param_dype=torch.bfloat16),
+            "has no argument 'param_dype'. Did you mean 'param_dtype'",
+        ),  # pyright: ignore
+        (lambda: shardwise.CPUOffloadPolicy(pin=True), "CPUOffloadPolicy() has no argument 'pin'."),  # pyright: ignore
+        (lambda: shardwise.CompressionPolicy(gather_dtype=1), "CompressionPolicy() has no argument 'gather_dtype'."),  # pyright: ignore
+    ],
+)
+def test_policies_name_arguments_that_they_do_not_take(make: Callable[[], Any], words: str) -> None:
+    _refused(make, words, TypeError)
