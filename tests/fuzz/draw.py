@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -11,7 +12,7 @@ from fuzz import actions as do
 from fuzz.areas import AREAS
 from fuzz.case import Case, Contender, Optim, Own, Settings
 from fuzz.draw_model import MODULE_HOOKS, SIZES, draw_model, pick
-from fuzz.eligible import OURS, is_ours, peer_of, suits
+from fuzz.eligible import HOLDING, OURS, is_ours, peer_of, suits
 from fuzz.optims import OPTIMIZERS
 from fuzz.weights import Weights
 
@@ -53,6 +54,8 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     if any(own.half for own in settings.own):
         model = replace(model, ties=())  # a weight lies in the dtype of the unit that lends it
     actions = _Program(random, weights, settings, num_ranks).draw()
+    if Random(f"{area} {seed} syncs").random() < 0.95:  # in the others a step may be refused while gradients wait
+        actions = _synced(actions)
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)
     case = _with_able_doors(Case(seed, area, num_ranks, model, settings, tuple(actions), ()))
@@ -288,6 +291,25 @@ class _Program:
             self._reshards = bool(value)
         is_root = self._chance(0.5)
         return do.Set(method, value, -1 if is_root else self._index(), self._chance(0.7))
+
+
+def _synced(actions: Sequence[do.Action]) -> list[do.Action]:
+    """Return ``actions`` with sync on for the last backward before every step."""
+    ends = [
+        action for action in actions if isinstance(action, (do.Backward, do.CallUnit, do.LossOf, do.Step, do.JoinLoop))
+    ]
+    is_last = {id(first) for first, second in pairwise(ends) if isinstance(second, do.Step)}
+    found: list[do.Action] = []
+    off: dict[str, None] = {}
+    for action in actions:
+        if isinstance(action, do.Set) and action.method in HOLDING and not action.value:
+            off[action.method] = None
+        syncs = action.closure if isinstance(action, do.Step) else isinstance(action, do.JoinLoop)
+        if syncs or (id(action) in is_last and not isinstance(action, do.Step)):
+            found += [do.Set(method, 1.0) for method in off]
+            off.clear()
+        found.append(action)
+    return found
 
 
 def _with_restart(random: Random, actions: list[do.Action], max_ranks: int) -> list[do.Action]:

@@ -15,7 +15,7 @@ ENGINE_DOORS = ("fully_shard", "shard_model", "replicate", "replicate_older", "w
 SHARDING_DOORS = ("fully_shard", "shard_model", "torch_fully_shard")
 OVERLAP_DOORS = ("overlap", "interleaved")
 DOORS = (*ENGINE_DOORS, "ddp", "zero1", "zero_alone", "torch_zero", *OVERLAP_DOORS)
-_HOLDING = ("requires_gradient_sync", "requires_all_reduce", "is_last_backward")
+HOLDING = ("requires_gradient_sync", "requires_all_reduce", "is_last_backward")
 TRANSPORTS = ("auto", "gloo", "collective")
 
 OURS: tuple[Contender, ...] = (
@@ -68,7 +68,7 @@ def _has_policies(case: Case, contender: Contender) -> bool:
 def _keeps_sums(case: Case, contender: Contender) -> bool:
     """Whoever keeps ``.grad`` of plain parameters sees this rank's own sums in it while they are held back."""
     takes = any(isinstance(each, (do.Take, do.Copy)) and each.what == "grads" for each in case.actions)
-    holds = any(isinstance(each, do.Set) and each.method in _HOLDING for each in case.actions)
+    holds = any(isinstance(each, do.Set) and each.method in HOLDING for each in case.actions)
     return contender.door != "replicate_older" or not (takes and holds)
 
 
@@ -104,7 +104,7 @@ def _hooks_gradients(case: Case, contender: Contender) -> bool:
     hooks = bool(case.settings.hooks) or any(isinstance(action, do.HookGradient) for action in case.actions)
     if not hooks or contender.door in ("fully_shard", "shard_model"):
         return True
-    holds = any(isinstance(action, do.Set) and action.method in _HOLDING for action in case.actions)
+    holds = any(isinstance(action, do.Set) and action.method in HOLDING for action in case.actions)
     return contender.door in ("replicate", "replicate_older") and not holds
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import TestCase
@@ -16,8 +17,13 @@ Reshard = bool | int
 
 
 def same_losses(losses: list[torch.Tensor]) -> None:
-    """Compare sums of logits that cancel: their noise is that of hundreds of terms, after steps of Adam on gradients near 0."""
-    check.assertEqual(losses[0], losses[1], rtol=1e-5, atol=1e-4)
+    """Compare sums of logits: on two ranks as torch's tests do; the numbers are the same to the bit there.
+
+    Four ranks' gradients are added in another order than DDP adds them.  After a step of Adam weights differ by 1.5e-8, and a
+    logit of 16 by its last bit, 1.9e-6; a sum of 192 logits that cancel to -2.0 then differs by 2.3e-5.
+    """
+    options = {} if dist.get_world_size() == 2 else {"rtol": 1.3e-6, "atol": 4e-5}
+    check.assertEqual(losses[0], losses[1], **options)
 
 
 def check_sharded_parity(reference: nn.Module, model: nn.Module, prefixes: Sequence[str] = ()) -> None:
