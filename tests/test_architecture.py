@@ -465,7 +465,6 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "_lines_of": REPORT,
         "lines_of": REPORT,
         "awaited_groups": REPORT,
-        "_Standing.is_leaf": "an optimizer that is built on full parameters gets a named error",
         "num_joinables": "a Join of several objects gets a named error; torch tells a joinable nothing of the others",
     },
     replaces_a_part_of_torch: {
@@ -477,7 +476,6 @@ TRICKS: dict[Trick, dict[str, str]] = {
     },
     swaps_a_class: {
         "mix_in": "the one swap that stays: FSDP2's API, a module that becomes an FSDPModule",
-        "_guard": RESHARDED,
         "mark_freed": RESHARDED,
         "mark_full": RESHARDED,
         "mark_kept": RESHARDED,

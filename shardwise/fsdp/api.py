@@ -266,8 +266,7 @@ def fully_shard(
 ) -> FSDPModule | list[FSDPModule]:
     """Shard the parameters of ``module`` that no earlier call on a submodule has sharded.
 
-    Call it on each block and on the root, in any order before the first forward; bottom-up is cheapest, because
-    parameters that an outer module has sharded already must move.  Every call makes one unit: its parameters are
+    Call it on each block and then on the root, before the first forward.  Every call makes one unit: its parameters are
     all-gathered together before forward and backward, and its gradients are reduced together.  Parameters become DTensors
     that are sharded along dim 0 like ``torch.chunk``; while a unit computes they are ordinary tensors.
 

@@ -34,20 +34,14 @@ from shardwise.fsdp.roots import (
     Attachment,
     all_units,
     attachment_of,
-    axes_of_plan,
     copy_settings,
-    fits,
     is_managed_by_torch,
-    is_used_elsewhere,
-    leave,
     managed_by_registration,
     may_share_memory,
-    owner_in,
     provisional_engine,
     remember,
     roots_to_come,
     unit_of,
-    whole,
 )
 from shardwise.fsdp.unit import Unit
 from shardwise.layout import ChunkShard
@@ -327,8 +321,6 @@ class _FoundParam:
         fqn: its path from the module that is sharded.
         module: the module of its first registration.
         registrations: all places where it is registered.
-        owned: its sharded parameter, if the unit of an outer module manages it.
-        owned_on: the mesh of ``owned``.
         values: the values to shard instead of its own; None: its own.
         memory: where it was before it was sharded; None: it has no memory (meta).
     """
@@ -337,8 +329,6 @@ class _FoundParam:
     fqn: str
     module: nn.Module
     registrations: list[Registration] = field(default_factory=list)
-    owned: ShardedParam | None = None
-    owned_on: MeshAxes | None = None
     values: torch.Tensor | None = None
     memory: Extent | None = None
 
@@ -359,7 +349,6 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     refuse_wrappers(managed, preset.ignored)
     found = _find_parameters(managed, preset.ignored)
     _refuse_unfit(found)
-    _find_owned(found)
     shared = None if preset.keeps_plain else _shared_memory(roots, found)
     if shared is not None and not preset.syncs:
         raise shared
@@ -367,20 +356,15 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     if preset.syncs:
         sync_buffers(managed, preset.axes, shared)
     for item in found:
-        if item.owned is None:
-            _move_parameter(item, device)
+        _move_parameter(item, device)
     reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
     unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
     unit.uses_default_reshard = preset.reshard_after_forward is None
     own: list[_FoundParam] = []
     for item in found:
-        tied = _manager_of(item.param) if item.owned is None else item.owned
-        is_taken = item.owned is not None and not is_used_elsewhere(item.owned, item.registrations)
-        if is_taken or tied is None or not _register_tied(tied, item, unit):
+        tied = _manager_of(item.param)
+        if tied is None or not _register_tied(tied, item, unit):
             own.append(item)
-    taken = [item.owned for item in own if item.owned is not None]
-    _check_not_run(taken)
-    leave(taken)
     unit.groups = _make_groups(own, preset, device)
     unit.number_parameters()
     for param in unit.params:
@@ -474,6 +458,15 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
                 f"{item.fqn} belongs to a module of torch.jit.script or trace, whose parameters cannot be replaced. Shard the "
                 "plain module (and compile it with torch.compile), or name its parameters in ignored_params"
             )
+    managed = [item for item in found if isinstance(item.param, DTensor) or id(item.param) in _managed_plain]
+    places = managed_by_registration() if managed else {}
+    for item in managed:
+        at = item.registrations[0]
+        if (id(at.parameters), at.name) in places:
+            raise StateError(
+                f"{item.fqn} belongs to the unit of an outer module, which was sharded before. Shard inner modules before the "
+                "outer ones"
+            )
 
 
 def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> ConfigError | None:
@@ -485,10 +478,10 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     prefixed = [pair for root, name in zip(roots, prefixes, strict=True) for pair in root.named_modules(prefix=name)]
     paths = {id(torch_private.parameters_of(module)): path for path, module in prefixed}
     units = dict.fromkeys(each.unit for _, module in prefixed if (each := attachment_of(module)) is not None)
-    earlier = [*(param for unit in units for param in unit.params), *(item.owned for item in found if item.owned)]
+    earlier = [param for unit in units for param in unit.params]
     sharded = [(param.registrations[0], _memory_of.get(param)) for param in dict.fromkeys(earlier)]
     for item in found:
-        if item.owned is None and _manager_of(item.param) is None:
+        if _manager_of(item.param) is None:
             item.memory = Extent.of(torch_private.local_of(item.param), item.param.requires_grad)
             sharded.append((item.registrations[0], item.memory))
     tensors = [(f"{paths.get(id(at.parameters), prefixes[0])}.{at.name}", memory) for at, memory in sharded if memory]
@@ -510,16 +503,6 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
         f"{first} and {second} share memory but are two tensors: in one process a step changes both, but shards are copies, so "
         f"that they would become different. {advice}"
     )
-
-
-def _find_owned(found: Iterable[_FoundParam]) -> None:
-    """Set ``owned`` of the parameters that the unit of an outer module manages already."""
-    candidates = [item for item in found if isinstance(item.param, DTensor) or id(item.param) in _managed_plain]
-    if candidates:
-        places = managed_by_registration()
-        for item in candidates:
-            item.owned = owner_in(places, item.registrations)
-            item.owned_on = None if item.owned is None else axes_of_plan(item.owned)
 
 
 def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -551,12 +534,11 @@ def _register_tied(tied: ShardedParam, item: _FoundParam, unit: Unit) -> bool:
     owner = unit_of(tied)
     if owner is None:
         return False
-    if item.owned is None:
-        tied.registrations += item.registrations
-        for registration in item.registrations:
-            registration.put(tied.sharded)
-        for group in owner.groups:
-            group.note_ties()
+    tied.registrations += item.registrations
+    for registration in item.registrations:
+        registration.put(tied.sharded)
+    for group in owner.groups:
+        group.note_ties()
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         Hooks(lending).reshard_for_state_dict(item.module)
@@ -569,10 +551,9 @@ def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device)
     infos: dict[int, tuple[object, MeshAxes]] = {}
     resolved = [(item, *_resolve_placement(item, preset, infos)) for item in found]
     if preset.syncs:
-        _sync_params([(item, axes) for item, axes, _ in resolved if item.owned is None])
+        _sync_params([(item, axes) for item, axes, _ in resolved])
     for item, axes, shard in resolved:
-        make = _shard_parameter if item.owned is None else _take_over
-        by_mesh.setdefault(id(axes), (axes, []))[1].append(make(item, axes, shard, preset))
+        by_mesh.setdefault(id(axes), (axes, []))[1].append(_shard_parameter(item, axes, shard, preset))
     _check_shared_groups([axes for axes, _ in by_mesh.values()])
     groups: list[ParamGroup] = []
     for axes, params in by_mesh.values():
@@ -674,39 +655,3 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
         if axes.num_shards > 1:
             result.beginning = Beginning.of(placed.local, result.local)
     return result
-
-
-def _check_not_run(params: Iterable[ShardedParam]) -> None:
-    for param in params:
-        owner = unit_of(param)
-        attachments = [attachment_of(module) for module in owner.modules] if owner is not None else []
-        if any(each is not None and each.is_root is not None for each in attachments):
-            raise StateError(
-                f"{param.fqn} belongs to the unit of an outer module, which has run a forward already. Shard inner modules "
-                "before the first forward of the root"
-            )
-
-
-def _take_over(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
-    """Return the parameter that an outer unit has released, in the layout of this unit; a collective if that differs."""
-    old = item.owned
-    assert old is not None
-    storage = torch.device("cpu") if isinstance(preset.offload, CPUOffloadPolicy) else axes.device
-    device = storage if old.local.device.type != "meta" else old.local.device
-    if not preset.keeps_plain and fits(old, item.owned_on, axes, 0 if shard is None else shard.dim, device):
-        old.fqn, old.full, old.is_hooked = item.fqn, None, False
-        old.module = weakref.ref(item.module)
-        return old
-    item.param, item.memory = whole(old), _memory_of.get(old)
-    if item.param is not old.sharded:
-        _hand_on(old.sharded, item.param)
-    _move_parameter(item, axes.device)
-    new = _shard_parameter(item, axes, shard, preset)
-    if old.beginning is not None and not old.beginning.was_overwritten(old.local):
-        # The gathered values are the same on every rank, even if ranks had sharded different ones.
-        new.beginning = None if new.beginning is None else replace(old.beginning, shard=new.beginning.shard)
-    original = old.original()
-    if original is not None:
-        new.original = weakref.ref(original)
-        _sharded_from[original] = weakref.ref(new)
-    return new

@@ -18,7 +18,7 @@ from shardwise.consistency.failure_report import in_short, leave
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.buffers import BufferComparison
 from shardwise.fsdp.divergence import Divergence
-from shardwise.fsdp.execution_order import Converted, ExecOrderTracker, WrittenAlike
+from shardwise.fsdp.execution_order import ExecOrderTracker, WrittenAlike
 from shardwise.fsdp.initial_values import compare_replicas, have_replicas
 from shardwise.fsdp.local_gradients import run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
@@ -171,6 +171,8 @@ class Forwards(list[Forward]):
 
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+# By id, optimizers that have none but registered parameters of these engines.
+checked_optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
 
 class ExternalChecks(Protocol):
@@ -207,7 +209,6 @@ class Engine:
         outside: checks of changes by user code; None before a root's first forward.
         written: writes of forwards to parameters, to be compared between ranks.
         awaits_backward: a forward has built a graph since the last backward.
-        converted: dtype and device conversions since shards were packed.
         compares_replicas: the replicas' parameters were not compared yet.  buffers: their comparison; None when it is over.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
@@ -232,11 +233,11 @@ class Engine:
         self._num_forwards = 0
         self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
-        self.converted = Converted()
         self.compares_replicas = False
         self.buffers: BufferComparison | None = None
         self.divergence: Divergence | None = None
         live_engines.add(self)
+        checked_optimizers.clear()
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Run the steps of ``units`` from now on."""
@@ -248,11 +249,11 @@ class Engine:
             owner: [u for u in self.units if owner in u.tied_units] for u in self.units for owner in u.tied_units
         }
         for unit in self.units:
-            unit.host_ref, unit.number = weakref.ref(self), self.exec_order.numbers[unit]
+            unit.host_ref = unit.backward.host = weakref.ref(self)
+            unit.number = self.exec_order.numbers[unit]
             instruments = self.exec_order.instruments
             instruments += [each for each in unit.log.instruments if each not in instruments]
             unit.log = self.exec_order.log
-            unit.backward.on_gradients = _gradient_callback(weakref.ref(self), weakref.ref(unit))
 
     # ---- callbacks of units (StepCallbacks in fsdp/unit.py) ----
 
@@ -359,8 +360,6 @@ class Engine:
             track = self.exec_order.log.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
         self.exec_order.begin(is_aside)
-        if self.converted.before:
-            self.converted.settle(self.exec_order, is_backward=False)
         self.enter_pass("forward")
         event, self.post_optim_event = self.post_optim_event, None
         streams = self.comm_ctx.streams
@@ -374,8 +373,6 @@ class Engine:
         for unit in self.units:
             if unit.is_full and self.comm_ctx.pass_tracker.number is None:
                 unit.take_writes()
-                if kind == "forward" and unit.has_shards_registered:
-                    unit.reshard()
             for group in unit.groups:
                 group.ensure_packed(in_step=kind == "backward")
         self.comm_ctx.pass_tracker.begin(kind)
@@ -583,8 +580,6 @@ class Engine:
         if self.watch.end is not None:
             self.abort_backward()
         self.awaits_backward = False
-        if self.converted.before:
-            self.converted.settle(self.exec_order, is_backward=True)
         self.manual.check_completed("a backward")
         if self.divergence is not None:
             self.divergence.begin("backward")
@@ -759,17 +754,6 @@ class Engine:
         for unit in self.units:
             unit.abandon()
         self.exec_order.forget()
-
-
-def _gradient_callback(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
-    """Return the callback of a unit's backward for gradients after which the engine may have to act."""
-
-    def on_gradients() -> None:
-        engine, unit = engine_ref(), unit_ref()
-        if engine is not None and unit is not None:
-            engine.gradient_arrived(unit)
-
-    return on_gradients
 
 
 def _end_callback(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], task: int) -> Callable[[], None]:

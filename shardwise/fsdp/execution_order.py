@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import nn
-
 from shardwise.consistency.agreement import MismatchCheck, Position
-from shardwise.consistency.store import digest_of
-from shardwise.errors import DesyncError, StateError
+from shardwise.errors import DesyncError
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.user_writes import Written
@@ -382,62 +378,3 @@ class WrittenAlike:
         for place, values in posted:
             assert exec_order.mismatch_check is not None
             exec_order.mismatch_check.check_writes(place, values, exec_order.position())
-
-
-# ---- Conversions of gathered shards to another dtype or device: find those that change values on any rank.
-# On one process a conversion allocates new memory, and tensors that a graph has saved do not change.  Here backward gathers the
-# shards again, so values that a conversion has rounded, or that were written through ``.data`` (which torch does not count),
-# are not those of the forward.
-
-
-def _has_bits(local: torch.Tensor) -> bool:
-    return type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta
-
-
-class Converted:
-    """The parameters that were converted since shards were last packed.
-
-    Attributes:
-        before: dtypes and digests of the shards before the first conversion.
-        awaits_backward: at that time a forward had built a graph whose backward had not run.
-    """
-
-    def __init__(self) -> None:
-        self.before: dict[ShardedParam, tuple[torch.dtype, int]] = {}
-        self.awaits_backward = False
-
-    def note(self, params: Iterable[ShardedParam], awaits_backward: bool) -> None:
-        """Store dtypes and digests of ``params``, which are about to be converted.
-
-        Parameters that are not gathered are in the graph themselves, as on one process.  A replaced parameter raises in
-        backward.  Tensor subclasses may have no readable bits, so they count as written.
-        """
-        self.awaits_backward = awaits_backward
-        for param in params:
-            is_gathered = param.full is not None and param.full is not param.sharded
-            if is_gathered and param.is_registered and param not in self.before and _has_bits(param.local):
-                self.before[param] = param.local.dtype, digest_of(param.local)
-
-    def settle(self, exec_order: ExecOrderTracker, is_backward: bool) -> None:
-        """Mark the converted parameters that have the same values on all ranks; the others count as written.
-
-        Only sharded parameters are compared between ranks: of others every rank has all values, and one rank may run a forward
-        alone.
-
-        Raises: StateError on every rank if a backward needs the old values; DesyncError unless all ranks convert.
-        """
-        before, self.before = self.before, {}
-        changed = {param.fqn for param, was in before.items() if was != (param.local.dtype, digest_of(param.local))}
-        if exec_order.mismatch_check is not None and any(param.shard.num_shards > 1 for param in before):
-            changed = exec_order.mismatch_check.union(
-                "conversions of parameters", sorted(changed), exec_order.position()
-            )
-        for param, (dtype, _) in before.items():
-            if param.fqn not in changed:
-                param.count.has_kept_values = param.local is not param.count.local()
-            elif is_backward and self.awaits_backward and param.local.dtype is dtype:
-                raise StateError(
-                    f"{param.fqn} was converted between a forward and its backward, and has other values now: written to "
-                    "through .data, or rounded. Backward needs the values of the forward, which are lost. Convert parameters, "
-                    "and write to them, before forward or after backward"
-                )

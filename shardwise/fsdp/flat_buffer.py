@@ -115,7 +115,6 @@ class FlatBucket:
         registered: the full parameters that were registered last, with their version counters and addresses at that time.
         seen: the snapshot of the last :meth:`settle` if it found all parameters packed, else None.
         swap: registers all parameters at once; None if they must be registered one by one.
-        has_touched: a write to a full parameter that torch does not count was found.
         num_replaced: how many parameters user code has replaced; the group resets it.
     """
 
@@ -139,7 +138,6 @@ class FlatBucket:
         self.seen: Snapshot | None = None
         self.registered: tuple[list[nn.Parameter], list[int], list[int]] = [], [], []
         self.swap: Swap | None = None
-        self.has_touched = False
         self._allocate = allocate
         self._take_memory()
 
@@ -206,19 +204,6 @@ class FlatBucket:
         if not (away or self.has_attributes):
             self.seen = Snapshot.of(self.params, locals_, self.travels)
         return True
-
-    def note_registered(self) -> None:
-        """Store version counters and addresses of :attr:`registered` on the parameters; the hot path stores lists only."""
-        # Not strict: before the first registration the lists are empty.
-        for param, full, version, address in zip(self.params, *self.registered, strict=False):
-            if param.full is full:
-                param.full_version, param.full_address = version, address
-
-    def note_brought_back(self, param: ShardedParam) -> None:
-        """Update version and address of the full parameter of ``param`` after its writes were copied to the shard."""
-        full, index = param.full, self.params.index(param)
-        if full is not None and index < len(self.registered[0]):
-            self.registered[1][index], self.registered[2][index] = full._version, full.data_ptr()
 
     def stage(self) -> None:
         """Copy unpacked shards into the section."""
@@ -664,7 +649,7 @@ class Packing:
         fulls: the full buffer of each bucket.
         travelling: the full buffers of buckets that travel.
         shards: the sections of buckets that travel.
-        ends: the buckets that travel, for transports that send shards one by one.
+        ends: the buckets that travel, if transports may send shards one by one (``sends_alone``).
         full_bytes: bytes of the full parameters beyond the shards.
         pool: the buffer pool of full buffers; None before there is an engine.
         delivery: both sides of the all-gather of all buckets that travel; None while ``pool`` is None.
@@ -672,7 +657,9 @@ class Packing:
 
     pool: BufferPool | None = None
 
-    def __init__(self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage) -> None:
+    def __init__(
+        self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage, sends_alone: bool = True
+    ) -> None:
         self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # so indices agree with ``shards``
         for bucket in self.buckets:
             bucket.stage()
@@ -688,14 +675,16 @@ class Packing:
         self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, place)
         self.full_bytes = sum(full.num_bytes for full in self.fulls)
         self.travelling = [full for full in self.fulls if not full.is_shared]
-        self.ends = [ShardEnds(self.shards, number, full) for number, full in enumerate(self.travelling)]
+        self.ends = [ShardEnds(self.shards, number, full) for number, full in enumerate(self.travelling) if sends_alone]
         self._staging: tuple[Link | None, tuple[int, bool]] | None = None
         self.delivery: Delivery | None = None
 
     def bind(self, pool: BufferPool | None) -> None:
         """Use ``pool`` for the memory of full buffers."""
         self.pool = pool
-        self.delivery = None if pool is None else Delivery(self.shards, self.travelling, pool, self.ends)
+        self.delivery = None
+        if pool is not None and self.travelling:
+            self.delivery = Delivery(self.shards, self.travelling, pool, self.ends)
         for ends in self.ends:
             ends.pool = pool
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise import layout, torch_private
+from shardwise import torch_private
 from shardwise.collectives.buffer_pool import is_own
 from shardwise.collectives.protocol import MOST_RANKS, Handle, ReductionChecksum, Scale
 from shardwise.collectives.streams import CommStreams, SideStream
@@ -64,6 +64,9 @@ class EarlyBuckets:
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._next += 1
         return list(self.buckets[first : self._next])
+
+
+_DTYPE = operator.attrgetter("dtype")
 
 
 def layout_of(group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype) -> ReduceLayout:
@@ -176,9 +179,6 @@ class _Packing:
         if section is not target:
             target.copy_(section)
         self.gradients = []
-
-
-_DTYPE = operator.attrgetter("dtype")
 
 
 @dataclass(slots=True)  # not frozen: frozen dataclasses take three times as long to make
@@ -455,50 +455,19 @@ class Reduction:
 
 
 def launch_reductions(
-    group: ParamGroup,
-    gradients: Gradients,
-    terms: ReductionTerms,
-    partial: Gradients,
-    kept: Collection[ShardedParam] = (),
+    group: ParamGroup, gradients: Gradients, terms: ReductionTerms, partial: Gradients
 ) -> list[Reduction]:
-    """Launch the reductions of ``gradients``: one per dtype, with parameters in the same order on every rank.
-
-    If an all-reduce on CPU is all, large gradients are reduced in their own memory, unless they are among ``kept``: within a
-    host, packing and the page faults of new memory cost as much as sending.
-    """
+    """Launch the reductions of ``gradients``: one per dtype, with parameters in the same order on every rank."""
     launched: list[Reduction] = []
-    comm = group.bound_comm or group.comm
-    may_stay = (
-        comm.reduce is None and comm.replicas is not None and not group.place.on.has_streams and terms.hook is None
-    )
-    if not (partial or may_stay) and len(gradients) == len(group.by_size) and comm.reduce is not None:
-        own = [*map(gradients.__getitem__, group.by_size)]
-        if len({*map(_DTYPE, own)}) == 1:  # the usual case
-            dtype = own[0].dtype
-            reduction = Reduction(group, layout_of(group, group.by_size, dtype), own, dtype, terms, partial)
-            if reduction.has_elements:
-                reduction.scatter()
-                return [reduction]
     if partial:
         gradients = {param: widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
-    for dtype, params in by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()}):
-        large: list[ShardedParam] = []
-        if may_stay:
-            # The size alone decides, since it is the same on every rank; ``kept`` and the owner of the memory may differ, and
-            # ranks must launch the same all-reduces.
-            large = [param for param in params if param.shard.numel >= layout.LARGE_NUMEL]
-        packed = [param for param in params if param not in large] if large else params
-        parts = [*([param] for param in large), *([packed] if packed else [])]
-        for chosen in parts:
-            own = [gradients[param] for param in chosen]
-            reduction = Reduction(group, layout_of(group, chosen, dtype), own, dtype, terms, partial)
-            launched.append(reduction)
-            if comm.reduce is None or not reduction.has_elements:
-                is_apart = chosen[0] in large
-                reduction.is_marked = not is_apart
-                reduction.reduce_here(in_place=is_apart and chosen[0] not in kept and is_own(own[0]))
-            else:
-                reduction.scatter()
+    for dtype, params in by_reduce_dtype(group, dict(zip(gradients, map(_DTYPE, gradients.values()), strict=True))):
+        own = [*map(gradients.__getitem__, params)]
+        launched.append(reduction := Reduction(group, layout_of(group, params, dtype), own, dtype, terms, partial))
+        if reduction.has_elements and group.is_collective:
+            reduction.scatter()
+        else:
+            reduction.reduce_here(in_place=False)
     return launched
 
 

@@ -27,8 +27,9 @@ from shardwise.fsdp.buffers import SHARES_BUFFERS
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
 from shardwise.fsdp.clip import after_clips, before_clips
 from shardwise.fsdp.divergence import refuse_manual
-from shardwise.fsdp.engine import Engine, live_engines
+from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
 from shardwise.fsdp.joint_changes import JointChange
+from shardwise.fsdp.parameter_classes import SubShard
 from shardwise.fsdp.reductions import check_weights
 from shardwise.fsdp.roots import (
     Attachment,
@@ -187,7 +188,6 @@ def record_transfers() -> None:
 
 _NO_RANGE = nullcontext()
 _warnings = logging.getLogger("shardwise")
-_checked: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # id -> an optimizer that has no full parameters
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines with a warning about steps without any gradient
 
 
@@ -247,15 +247,14 @@ class Hooks:
         """Hook gradients of plain parameters before the first forward, since user code may call only parts of the module."""
         unit, attachment_ref = self._unit, weakref.ref(self._attachment)
 
-        def on_first_gradient() -> None:
+        def engine_for_first_gradient() -> Engine | None:
             attachment = attachment_ref()
-            if attachment is not None:
-                live_engine(attachment).gradient_arrived(attachment.unit)
+            return None if attachment is None else live_engine(attachment)
 
         for group in unit.groups:
             if group.keeps_plain:
                 group.listen_in_place(unit.backward.hook)
-                unit.backward.on_gradients = on_first_gradient
+                unit.backward.host = engine_for_first_gradient
 
     def install_state_dict_hooks(self) -> None:
         """Make every module that owns a parameter of the unit save and load its state dict from and into the shards."""
@@ -487,7 +486,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
     Raises: StateError if gradients of these parameters wait for ``finalize_backward`` or for a backward with sync.
     """
     observe.note("optimizer steps", type(optimizer).__name__)
-    if id(optimizer) not in _checked:
+    if id(optimizer) not in checked_optimizers:
         _check_forms(optimizer)
     has_closure = any(each is not None for each in (*args[1:], *(kwargs or {}).values()))
     serve_others(
@@ -549,9 +548,18 @@ _NOT_OVER_SHARDS: dict[type[torch.optim.Optimizer], str] = {
 def _check_forms(optimizer: torch.optim.Optimizer) -> None:
     number = id(optimizer)
     stepped = _stepped(optimizer)
+    for sub in (each for group in optimizer.param_groups for each in group["params"] if isinstance(each, SubShard)):
+        raise StateError(
+            f"an optimizer was given the sub-sharded form of {sub.kept.fqn}, which stays registered between forward and "
+            "backward; its steps would not reach the model. Build the optimizer before forward"
+        )
     kind = next((kind for kind in _NOT_OVER_SHARDS if isinstance(optimizer, kind)), None)
     unknown = {id(p) for group in optimizer.param_groups for p in group["params"] if kind and isinstance(p, DTensor)}
+    early: list[str] = []
     for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
+        original = param.original()
+        if original is not None and original is not param.sharded and id(original) in stepped:
+            early.append(param.fqn)
         unknown.discard(id(param.sharded))
         placements = param.sharded.placements if isinstance(param.sharded, DTensor) else ()
         if kind is not None and id(param.sharded) in stepped and any(place.is_shard() for place in placements):
@@ -562,8 +570,13 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
                 f"an optimizer was given the full form of {param.fqn}, which was registered in a forward: its steps would not "
                 "reach the model. Build the optimizer outside of forward; after an interrupt call reset_iter_state() first"
             )
+    if early:
+        raise StateError(
+            f"an optimizer was built before fully_shard and holds the unsharded {early[:4]}{'...' if len(early) > 4 else ''}; "
+            "its steps would not reach the model. Build the optimizer after fully_shard."
+        )
     if not unknown:  # else the closure runs the first forward: it is checked after the step
-        _checked[number] = weakref.ref(optimizer, lambda _: _checked.pop(number, None))
+        checked_optimizers[number] = weakref.ref(optimizer, lambda _: checked_optimizers.pop(number, None))
 
 
 def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
@@ -584,7 +597,7 @@ def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
 
 def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Bump the version counters of shards after a step: torch's multi-tensor and fused steps do not."""
-    if id(optimizer) not in _checked:
+    if id(optimizer) not in checked_optimizers:
         _check_forms(optimizer)
     written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if written:

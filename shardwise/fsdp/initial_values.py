@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.consistency.agreement import MismatchCheck, Position, open_agreement
 from shardwise.consistency.process_groups import broadcast_from_first
-from shardwise.consistency.store import Sketch, digest_of, sample_of
+from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError
+from shardwise.formatting import format_ranks
 from shardwise.fsdp.mesh import MeshAxes
 from shardwise.fsdp.unit import Unit
 
@@ -26,8 +26,6 @@ from shardwise.fsdp.unit import Unit
 # that only one rank has loaded) differ forever.  Ranks that shard different values train a mixture of them.  The loss shows
 # neither.  So ranks compare digests through the store once: of sharded values in the first forward, of replicas in the first
 # backward that averages over them.
-
-logger = logging.getLogger(__name__)
 
 Key = tuple[int, str]  # the first of the ranks that have the same parameter, and its name
 
@@ -41,17 +39,13 @@ def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck, posit
     """Compare the values of replicas of ``units`` between ranks; of a large parameter, a sample.  Collective.
 
     Nothing is compared if ranks are threads: they share one random generator, so no two ranks start with the same values.
-    Differences of rounding (different processors, one seed) cause a warning only.
-
     Raises: DesyncError on every rank, naming a parameter that is not the same on all of its replicas.
     """
     if torch_private.are_threads():
         return
-    mine = _replicated(units)
-    digests = {key: digest_of(sample_of(local)) for key, local in mine.items()}
-    topic = "values that replicas begin with"
-    unlike = _find_unlike(topic, digests, {}, lambda key: Sketch.of(mine[key]), mismatch_check, position)
-    _judge(
+    digests = {key: digest_of(sample_of(local)) for key, local in _replicated(units).items()}
+    unlike = _find_unlike("values that replicas begin with", digests, {}, mismatch_check, position)
+    _refuse(
         unlike,
         "replicas",
         "Each would add the same averaged gradients to its own, so that they never become equal: build the model with one seed "
@@ -85,9 +79,8 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck, pos
     }
     digests = {key: begun[key].digest if key in begun else None for key in cut}
     holders = {key: param.shard.num_holders for key, param in cut.items()}
-    topic = "values that were sharded"
-    unlike = _find_unlike(topic, digests, holders, lambda key: begun[key].sketch, mismatch_check, position)
-    _judge(
+    unlike = _find_unlike("values that were sharded", digests, holders, mismatch_check, position)
+    _refuse(
         unlike,
         "ranks",
         "Each rank has sharded its own values, so that the model is a mixture of them: build the model with one seed on all "
@@ -102,32 +95,31 @@ def _find_unlike(
     topic: str,
     digests: Mapping[Key, int | None],
     holders: Mapping[Key, int],
-    sketch_of: Callable[[Key], Sketch],
     mismatch_check: MismatchCheck,
     position: Position,
-) -> dict[Key, list[Any]]:
-    """Return the sketches of all ranks for the parameters whose digests differ.
+) -> dict[Key, dict[int, int]]:
+    """Return the digests by rank for the parameters whose digests differ.
 
     ``digests``: None for a parameter that is not compared.  ``holders``: the number of non-empty shards of a parameter.
     """
 
-    def unlike(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
+    def exchange(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
         local = [json.dumps([*key, value]) for key, value in values.items()]
         found: dict[Key, list[Any]] = defaultdict(list)
         for track, name, value in map(json.loads, sorted(mismatch_check.union(topic, local, position))):
             found[track, name].append(value)
-        return {key: others for key, others in found.items() if len(others) > 1}
+        return found
 
     # Exchange one sum per set of ranks first: usually all agree, and no rank sends a digest per parameter.
     alike: dict[Key, list[int | None]] = defaultdict(list)
     for (track, name), digest in digests.items():
         alike[track, str(holders.get((track, name)))].append(digest)
     sums = {key: hashlib.sha256(repr(each).encode()).hexdigest() for key, each in alike.items()}
-    if not unlike(topic, sums):
+    if all(len(found) == 1 for found in exchange(topic, sums).values()):
         return {}
-    keys = [key for key, found in unlike(f"each of the {topic}", digests).items() if None not in found]
-    sketches = {key: [dist.get_rank(), *sketch_of(key).told] for key in keys if key in digests}
-    return unlike(f"some of the {topic}", sketches) if keys else {}
+    mine = {key: [dist.get_rank(), digest] for key, digest in digests.items()}
+    rows = {key: dict(found) for key, found in exchange(f"each of the {topic}", mine).items()}
+    return {key: row for key, row in rows.items() if None not in row.values() and len({*row.values()}) > 1}
 
 
 def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
@@ -142,27 +134,16 @@ def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
     return found
 
 
-def _judge(unlike: Mapping[Key, Sequence[Any]], who: str, advice: str) -> None:
-    apart: list[tuple[str, dict[int, Sketch]]] = []
-    largest = 0.0
-    for (_, name), rows in unlike.items():
-        sketches = {rank: Sketch(*rest) for rank, *rest in rows}
-        first = sketches[min(sketches)]
-        distances = [first.distance(other) for other in sketches.values()]
-        if all(distance <= first.tolerance for distance in distances):  # False for NaN, too
-            largest = max(largest, *distances)
-        else:
-            apart.append((name, sketches))
-    if unlike and not apart:
-        logger.warning(
-            "%s do not begin with the same bits; they differ by %.1e of a parameter's norm at most", who, largest
+def _refuse(unlike: Mapping[Key, Mapping[int, int]], who: str, advice: str) -> None:
+    if unlike:
+        (_, name), row = next(iter(unlike.items()))
+        first = min(row)
+        others = sorted(rank for rank, digest in row.items() if digest != row[first])
+        more = f", and {len(unlike) - 1} more parameters differ" if len(unlike) > 1 else ""
+        raise DesyncError(
+            f"{who} do not begin with the same values: {name} is not the same on {format_ranks(others)} as on rank "
+            f"{first}{more}. {advice}"
         )
-    if not apart:
-        return
-    name, sketches = apart[0]
-    norms = ", ".join(f"of norm {sketches[rank].norm:.6g} on rank {rank}" for rank in sorted(sketches)[:8])
-    more = f", and {len(apart) - 1} more parameters differ" if len(apart) > 1 else ""
-    raise DesyncError(f"{who} do not begin with the same values: {name} is {norms}{more}. {advice}")
 
 
 def values_of_first(

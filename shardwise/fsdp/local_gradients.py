@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,18 +23,28 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
     ``some``: parameters of the group; None: all.
     """
     taken: Gradients = {}
+    reduced = group.dtypes.by_gradient
     for param in group.params if some is None else some:
         full = param.full
-        if full is None:
+        gradient = None if full is None else full.grad
+        if full is None or gradient is None:
             continue
-        gradient = full.grad
-        if gradient is None:
-            continue
-        if type(gradient) is not torch.Tensor and not lies_as(full, gradient):
+        is_plain = type(gradient) is torch.Tensor
+        if not is_plain and not lies_as(full, gradient):
             continue  # ``.grad`` of a kept full parameter is that of its shard, which was reduced already
         full.grad = None
-        if param.sharded.requires_grad:  # else user code has frozen it after forward
-            taken[param] = local_form(gradient, param, group)
+        if not param.sharded.requires_grad:
+            continue  # user code has frozen it after forward
+        dtype = gradient.dtype
+        if (
+            not is_plain
+            or reduced.get(dtype) is not dtype
+            or param.keeps_dtype
+            or param.grad_dtype
+            or gradient.is_sparse
+        ):
+            gradient = local_form(gradient, param, group)
+        taken[param] = gradient
     return taken
 
 
@@ -52,34 +60,6 @@ def local_form(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -
     if dtype is None:
         dtype = group.dtypes.of_reduction(param, gradient.dtype)
     return gradient if gradient.dtype is dtype else gradient.to(dtype)
-
-
-_GRAD, _REQUIRES_GRAD = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
-_KIND = operator.attrgetter("dtype", "layout")
-_TENSORS = {torch.Tensor}
-
-
-def take_at_once(group: ParamGroup) -> Gradients | None:
-    """Do the same as :func:`take_gradients` for all parameters at C speed; None, with nothing done, if that is not possible.
-
-    It takes one bucket of plain parameters, each with a dense gradient that is already in its reduce dtype.
-    """
-    bucket = group.packing.buckets[0] if group.packing is not None and len(group.packing.buckets) == 1 else None
-    swap = bucket.swap if bucket is not None and len(bucket.params) == len(group.params) else None
-    if bucket is None or swap is None:
-        return None
-    gradients: list[torch.Tensor] = [*map(_GRAD, swap.fulls)]
-    if {*map(type, gradients)} != _TENSORS:
-        return None
-    kinds = {*map(_KIND, gradients)}
-    dtype = gradients[0].dtype
-    if kinds != {(dtype, torch.strided)} or group.dtypes.by_gradient.get(dtype) is not dtype:
-        return None
-    if not all(map(_REQUIRES_GRAD, swap.shards)):
-        return None
-    for full in swap.fulls:
-        full.grad = None
-    return dict(zip(bucket.params, gradients, strict=True))
 
 
 def _local_gradient(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -> torch.Tensor:
@@ -166,7 +146,7 @@ class EarlierGradients:
         unsynced: plain parameters whose ``.grad`` contains unsynced gradients of this rank.
         deferred_hooks: post-accumulate-grad hooks of plain parameters that were removed until gradients are accumulated,
             with the parameter that has them.
-        apart: for plain parameters whose ``.grad`` is the sum of a reduced and an unsynced part: both parts.
+        mixed: those of ``unsynced`` whose ``.grad`` has a reduced part, too.
     """
 
     def __init__(self) -> None:
@@ -176,7 +156,7 @@ class EarlierGradients:
         self.stashed: Gradients = {}
         self.unsynced: set[ShardedParam] = set()
         self.deferred_hooks: dict[ShardedParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
-        self.apart: dict[ShardedParam, _Apart] = {}
+        self.mixed: set[ShardedParam] = set()
 
     def hold(self, gradients: Gradients) -> None:
         """Accumulate unsynced ``gradients``, which a later backward reduces."""
@@ -225,9 +205,9 @@ class EarlierGradients:
             is_exact: the reduction divides by another number than the number of ranks, so an already reduced part must not be
                 reduced again.
 
-        Raises: StateError if user code has changed a gradient that is the sum of a reduced and an unsynced part.
+        Raises: StateError for a gradient that is the sum of a reduced and an unsynced part, if ``is_exact``.
         """
-        changed: list[str] = []
+        mixed: list[str] = []
         for param in params:
             param.adopt_registered()  # a parameter that user code has registered since the forward has its own ``.grad``
             if first is not None and param.ordinal == first:
@@ -237,29 +217,29 @@ class EarlierGradients:
             if found := torch_private.remove_later_hooks(param.sharded, param.hook_id):
                 self.deferred_hooks[param] = param.sharded, found
             gradient, param.sharded.grad = param.sharded.grad, None
-            apart = self.apart.pop(param, None)
+            is_mixed = param in self.mixed
+            self.mixed.discard(param)
             if gradient is None:
                 self.unsynced.discard(param)
             elif param not in self.unsynced:
                 self.stashed[param] = gradient
-            elif apart is not None and apart.is_as_shown(gradient):
-                self.stashed[param], self.held[param] = gradient.copy_(apart.synced), apart.held
-            elif apart is not None and is_exact and gradient.any():
-                self.stashed[param], self.apart[param] = gradient, apart  # unstash restores it for the user to see
-                changed.append(param.fqn)
+            elif is_mixed and is_exact and gradient.any():
+                self.stashed[param] = gradient  # unstash restores it for the user to see
+                self.mixed.add(param)
+                mixed.append(param.fqn)
             else:
-                self.held[param] = gradient
-        if changed:
+                self.held[param] = gradient  # the mean over ranks of a sum is the sum of the means
+        if mixed:
             raise StateError(
-                f"the gradient of {changed[0]} is the sum of a reduced part and of what this rank has added since without "
-                "sync, and was changed: set_gradient_divide_factor would divide the first part twice. Change gradients "
-                "after a backward with sync, or set them to None"
+                f"the gradient of {mixed[0]} is the sum of a reduced part and of what this rank has added since without sync: "
+                "set_gradient_divide_factor would divide the first part twice. Set gradients to None after a backward with "
+                "sync"
             )
 
     def _keep_first(self, param: ShardedParam, is_exact: bool) -> None:
         gradient = param.sharded.grad
         self.unsynced.discard(param)
-        self.apart.pop(param, None)
+        self.mixed.discard(param)
         found = torch_private.remove_later_hooks(param.sharded, param.hook_id)
         torch_private.restore_hooks(param.sharded, found)
         if found or (is_exact and gradient is not None and gradient._version):
@@ -277,7 +257,7 @@ class EarlierGradients:
         for param in params:
             synced, held = _sum_of(self.stashed.pop(param, None), param.sharded.grad), self.held.pop(param, None)
             if held is None:
-                if param not in self.apart:
+                if param not in self.mixed:
                     self.unsynced.discard(param)
             else:
                 self.unsynced.add(param)
@@ -286,29 +266,8 @@ class EarlierGradients:
                 wanted = param.sharded.grad_dtype  # it differs if the parameter was converted after its forward
                 param.sharded.grad = gradient if gradient is None or wanted is None else gradient.to(wanted)
             else:
-                alone = synced.clone()
-                param.sharded.grad = shown = synced.add_(held)  # in place like autograd, for references of user code
-                self.apart[param] = _Apart(shown, shown._version, alone, held)
-
-
-@dataclass(frozen=True, slots=True)
-class _Apart:
-    """A ``.grad`` that users see, and the two parts of its sum.
-
-    Attributes:
-        shown: the gradient.
-        version: its version counter when it was set.
-        synced: the part that is reduced over ranks.
-        held: the part that this rank has added since without sync.
-    """
-
-    shown: torch.Tensor
-    version: int
-    synced: torch.Tensor
-    held: torch.Tensor
-
-    def is_as_shown(self, gradient: torch.Tensor) -> bool:
-        return gradient is self.shown and gradient._version == self.version
+                param.sharded.grad = synced.add_(held)  # in place like autograd, for references of user code
+                self.mixed.add(param)
 
 
 def _sum_of(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -167,7 +167,7 @@ def wait_by_hand(unit: Unit) -> None:
     unit.wait()
     engine = engine_of(unit)
     if engine is None or engine.comm_ctx.pass_tracker.number is None:
-        unit.keep()  # writes of user code to the full parameters will be copied to the shards
+        unit.keep()  # writes of user code to full parameters are refused
 
 
 class GradientReductionHandle:
@@ -744,9 +744,6 @@ class FSDPModule(_Base):
         # Module.to and the like convert the shards; they are packed again at the next unshard.
         self.reshard()
         units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.tied_units)}
-        engine = engine_of(self._unit())
-        if engine is not None:
-            engine.converted.note((param for unit in units for param in unit.params), engine.awaits_backward)
         with converting(self._unit().groups, units, fn) as convert:
             convert = materializing(convert, self._attachment())
             return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -29,12 +29,10 @@ class Beginning:
 
     Attributes:
         digest: the digest of the full values.
-        sketch: the sketch of the full values.
         shard: the sketch of this rank's shard.
     """
 
     digest: int
-    sketch: Sketch
     shard: Sketch
 
     @classmethod
@@ -42,8 +40,7 @@ class Beginning:
         """Return the digests of ``whole``; None if it has no values (meta) or is a tensor subclass."""
         if type(whole) not in (torch.Tensor, nn.Parameter) or whole.is_meta:
             return None
-        sample = sample_of(whole.detach(), _SAMPLE_NUMEL)
-        return cls(digest_of(sample), Sketch.of(sample), _sketch_of(shard))
+        return cls(digest_of(sample_of(whole.detach(), _SAMPLE_NUMEL)), _sketch_of(shard))
 
     def was_overwritten(self, shard: torch.Tensor) -> bool:
         """Return True if ``shard`` was written to after sharding, so that the initial values no longer matter.
@@ -75,18 +72,16 @@ class VersionCount:
     Attributes:
         base: the offset that is added to torch's counters.
         last: the version at the last check.
-        gathered: the version from which the full parameter was last gathered; conversions since then are included.
+        gathered: the version from which the full parameter was last gathered.
         local: weak reference to the local tensor whose counter is read, if the shard is a DTensor.
-        has_kept_values: user code has replaced ``local`` by a tensor of the same values, on all ranks.
     """
 
-    __slots__ = ("base", "gathered", "has_kept_values", "last", "local")
+    __slots__ = ("base", "gathered", "last", "local")
 
     def __init__(self) -> None:
         self.base = 0
         self.last = 0
         self.gathered = -1
-        self.has_kept_values = False
         self.local: Callable[[], torch.Tensor | None] = _nothing
 
     def of(self, sharded: torch.Tensor, local: torch.Tensor) -> int:
@@ -102,15 +97,10 @@ class VersionCount:
     def continue_with(self, sharded: torch.Tensor, local: torch.Tensor) -> None:
         """Continue counting after user code has put ``local`` in the place of another local tensor.
 
-        The version increases, whatever was written to either tensor.  If the values are the same, the full parameter counts
-        no write: on one process, conversions do not change the tensors that a graph has saved.
+        The version increases, so that a backward that needs the old values raises: they are gone.
         """
-        if local is sharded:
-            return  # a plain parameter keeps its own counter
-        before, is_same, self.has_kept_values = self.last, self.has_kept_values, False
-        self.keep(before + 1, sharded, local)
-        if self.gathered == before and is_same and not (sharded._version or local._version):
-            self.gathered += 1
+        if local is not sharded:  # a plain parameter keeps its own counter
+            self.keep(self.last + 1, sharded, local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +163,6 @@ class ShardedParam:
             from user code.
         shard_shape: the shape of this rank's shard.
         is_handed_out: user code can reach the shard; until then its memory may be replaced.
-        full_version, full_address: version counter and address of the full parameter when it was registered.
         count: the version of the shard.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter has the hook that reports its gradient; ``hook_id`` identifies the hook.
@@ -181,8 +170,6 @@ class ShardedParam:
         grad_dtype: the value that was assigned to ``grad_dtype`` of the sharded or the original parameter; None: none was.
         module: weak reference to the module of the first registration.
         original: weak reference to the parameter that it was made from, which user code may still reference.
-        is_touched: a write to the full parameter that torch does not count was found and not copied to the shard yet.
-        is_touchy: such a write was found at some time, so every forward looks for one.
         attributes: the attributes that users have set on it, one dict for all forms; a parameter that conversions or loading
             register lacks them.
         beginning: digests of its values before sharding, until ranks have compared them; None: there is nothing to compare.
@@ -200,8 +187,6 @@ class ShardedParam:
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
     registered_form: nn.Parameter | None = None
-    full_version: int = 0
-    full_address: int = 0
     count: VersionCount = field(default_factory=VersionCount)
     ordinal: int = 0
     is_hooked: bool = False
@@ -212,8 +197,6 @@ class ShardedParam:
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
     beginning: Beginning | None = None
     made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
-    is_touched: bool = False
-    is_touchy: bool = False
     attributes: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -238,11 +221,6 @@ class ShardedParam:
         """This rank's shard."""
         return torch_private.local_of(self.sharded)
 
-    def lies_as_sharded(self, full: nn.Parameter) -> bool:
-        """Return True if ``full`` has the address and strides of this rank's shard, which user code may have moved."""
-        local = self.local
-        return full.data_ptr() == local.data_ptr() and torch_private.local_of(full).stride() == local.stride()
-
     @property
     def is_strided(self) -> bool:
         """True for a plain parameter whose memory is not row-major; its gradient gets the same strides."""
@@ -251,7 +229,7 @@ class ShardedParam:
     @property
     def is_its_full_form(self) -> bool:
         """True if the full parameter shares the memory of the shard."""
-        return self.full is not None and self.full_address == self.local.data_ptr()
+        return self.full is not None and self.full.data_ptr() == self.local.data_ptr()
 
     @property
     def version(self) -> int:

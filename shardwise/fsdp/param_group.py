@@ -126,6 +126,14 @@ class Dtypes:
         self.by_gradient = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
 
 
+def _lies_as_sharded(param: ShardedParam) -> bool:
+    """Return True if the full parameter has the address and strides of this rank's shard, which user code may have moved."""
+    local, full = param.local, param.full
+    if full is None or full.data_ptr() != local.data_ptr():
+        return False
+    return torch_private.local_of(full).stride() == local.stride()
+
+
 _PLAIN_FACTS = operator.attrgetter("dtype", "device", "grad_dtype")
 _REQUIRES_GRAD, _VERSION = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
@@ -202,16 +210,6 @@ class ParamGroup:
         self.bound_comm: GroupComm | None = None
         self.num_replica_sums = 0
         self.gradient_dtypes: set[torch.dtype | None] | None = None
-
-    def release(self, params: Sequence[ShardedParam]) -> None:
-        """Remove those of ``params`` that are members, and repack the rest."""
-        gone = self.members & set(params)
-        if gone:
-            self.params = [param for param in self.params if param not in gone]
-            self.by_size = [param for param in self.by_size if param not in gone]
-            self.members -= gone
-            if self.params:
-                self._pack()
 
     # ---- flat memory ----
 
@@ -412,7 +410,7 @@ class ParamGroup:
         for param in (each for each in self.by_size if each not in apart):
             by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
-        self.packing = Packing(buckets, self.axes.num_shards, self.place)
+        self.packing = Packing(buckets, self.axes.num_shards, self.place, sends_alone=not self.extended.params)
         self.packing.bind(self._pool)
         self._sub = None
 
@@ -464,18 +462,15 @@ class ParamGroup:
         """
         packing, ways = self.packing, self.bound_comm or self.comm
         assert packing is not None
-        whole = packing.delivery
-        if whole is not None and not from_sub and ways.shards is not None and whole.fulls and not self.extended.params:
-            return ways.shards.all_gather(whole)  # the usual case
-        shards, comm = (self._sub, ways.sub) if from_sub else (packing.shards, ways.shards)
-        assert shards is not None
-        is_extended = bool(self.extended.params) and not from_sub
-        if not shards.buckets:
-            return self.extended.gather(None, comm, self.pool) if is_extended else None
-        ends = () if from_sub or is_extended else packing.ends
-        delivery = Delivery(shards, packing.travelling, self._pool or self.pool, ends)
-        if is_extended:
-            return self.extended.gather(delivery, comm, self.pool)
+        if from_sub:
+            assert self._sub is not None
+            delivery, comm = Delivery(self._sub, packing.travelling, self.pool), ways.sub
+        else:
+            delivery, comm = packing.delivery, ways.shards
+            if self.extended.params:
+                return self.extended.gather(delivery, comm, self.pool)
+        if delivery is None or not delivery.fulls:
+            return None
         if comm is None and ways.copies is not None:
             return fetch_alone(ways.copies.fetch, delivery)
         if comm is None:
@@ -524,53 +519,50 @@ class ParamGroup:
         if self._has_new_versions:
             self._follow_writes()
         for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
-            swap = bucket.swap  # the fast path, after a first registration one by one
-            if swap is not None and swap.register_full():
-                bucket.registered = swap.fulls, [*map(_VERSION, swap.fulls)], [*map(_ADDRESS, swap.fulls)]
-                num_trainable += swap.num_trainable
-                continue
-            self._check_not_replaced(bucket.params)
-            mark_full(bucket.params)
-            fulls = [full for param in bucket.params if (full := param.full) is not None]
-            if buffer.is_shared or len(fulls) < len(bucket.params):
+            swap = bucket.swap
+            has_moved = buffer.is_shared and not all(map(_lies_as_sharded, bucket.params))
+            if swap is None or has_moved or not swap.register_full():
+                self._check_not_replaced(bucket.params)
+                mark_full(bucket.params)
                 fulls = [self._full_of(param, packing, buffer.is_shared) for param in bucket.params]
+                self._follow_settings(bucket.params, on_gradient)
+                swap = bucket.swap = Swap(bucket.params, fulls)
+                swap.register_full(is_new=True)
+            fulls = swap.fulls
             bucket.registered = fulls, [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
-            bucket.note_registered()
-            wants = [*map(_REQUIRES_GRAD, [param.sharded for param in bucket.params])]
-            for param, full, wanted in zip(bucket.params, fulls, wants, strict=True):
-                if param.grad_dtype is not None:
-                    self._choose_grad_dtype(param, full)
-                if not (wanted and param.is_hooked and full.requires_grad):
-                    self.sync_requires_grad(param, full, on_gradient)
-                num_trainable += wanted
-                param.registered_form = full
-                for registration in param.registrations:
-                    registration.parameters[registration.name] = full
-                    if registration.setattr_module is not None:
-                        registration.call_setattr(full)
-            if not buffer.is_shared and Swap.suits(bucket.params, fulls):
-                bucket.swap = Swap(bucket.params, fulls, wants)
+            num_trainable += swap.num_trainable
         if self.in_place:
             num_trainable += self.listen_in_place(on_gradient)
         if self.in_place or self.extended.params:
             self._check_not_replaced((*self.in_place, *self.extended.params))
+            self._follow_settings(self.extended.params, on_gradient)
         for param in self.extended.params:
-            full = param.full
-            assert full is not None
-            self._choose_grad_dtype(param, full)
-            self.sync_requires_grad(param, full, on_gradient)
+            assert param.full is not None
             num_trainable += param.sharded.requires_grad
-            param.register(full)
+            param.register(param.full)
         if self._sub is not None:
             self._drop_sub()
         return num_trainable
+
+    def _follow_settings(
+        self, params: Iterable[ShardedParam], on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
+    ) -> None:
+        """Give the full parameters of ``params`` the ``grad_dtype`` and ``requires_grad`` of their shards, and hooks."""
+        for param in params:
+            full = param.registered_form = param.full
+            assert full is not None
+            if param.grad_dtype is not None:
+                wanted = None if self.dtypes.takes_any_gradient(param) else self.dtypes.of_reduction(param)
+                if full.grad_dtype is not wanted:
+                    full.grad_dtype = wanted
+            self.sync_requires_grad(param, full, on_gradient)
 
     def _full_of(self, param: ShardedParam, packing: Packing, is_shared: bool) -> nn.Parameter:
         full = param.full
         if full is None:
             full = param.full = packing.make_full(param, self.pool)
             param.is_hooked = False
-        elif is_shared and not param.lies_as_sharded(full):
+        elif is_shared and not _lies_as_sharded(param):
             # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
             torch_private.set_data(full, packing.make_full(param, self.pool).detach())
         return full
@@ -582,12 +574,6 @@ class ParamGroup:
                 param.full, param.is_hooked = param.sharded, False
             self.sync_requires_grad(param, param.sharded, on_gradient)
         return sum(param.sharded.requires_grad for param in self.in_place)
-
-    def _choose_grad_dtype(self, param: ShardedParam, full: nn.Parameter) -> None:
-        if param.grad_dtype is not None:
-            wanted = None if self.dtypes.takes_any_gradient(param) else self.dtypes.of_reduction(param)
-            if full.grad_dtype is not wanted:
-                full.grad_dtype = wanted
 
     def _follow_writes(self) -> None:
         """Bump the version counters of full parameters whose shards were written to.
@@ -641,38 +627,23 @@ class ParamGroup:
         self._note_versions(self.params, torch_private.versions_of([param.sharded for param in self.params]))
         return self.last_version
 
-    def mark_in_use(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
-        """Prepare full parameters that stayed registered for another forward or backward; return how many are trainable."""
-        for bucket in self.main_buckets:
-            mark_full(bucket.params)
-        num_trainable = 0
-        for param in self.params:
-            full, wanted = param.full, param.sharded.requires_grad
-            if full is not None and not (wanted and param.is_hooked and full.requires_grad):
-                self.sync_requires_grad(param, full, on_gradient)  # requires_grad was changed between the passes
-            num_trainable += wanted
-        return num_trainable
-
     def register_sharded(self, keeps_memory: bool = False) -> None:
         """Register the sharded parameters on the modules and free the full memory, unless ``keeps_memory``.
 
         A parameter that user code has put in the place of a full one stays registered, as on one process.
         """
-        packing = self.packing
-        buckets = () if packing is None else packing.buckets
-        is_done = bool(buckets) and not (self.in_place or self.extended.params)
-        for bucket in buckets:
-            is_done = is_done and bucket.swap is not None and bucket.swap.register_sharded()
-        for param in () if is_done else self.params:
-            sharded, full = param.sharded, param.full
+        packing, others = self.packing, self.params
+        if self._sub is None:
+            others = [*self.extended.params]
+        for bucket in () if packing is None else packing.buckets:
+            if bucket.swap is not None:
+                bucket.swap.register_sharded()
+            elif self._sub is None:
+                others += bucket.params
+        for param in others:
             for registration in param.registrations:
-                current = registration.parameters.get(registration.name)
-                if (current is None or current is not full) and current is not sharded and not param.is_own(current):
-                    continue  # user code has put it there meanwhile; ensure_packed handles it before the next gather
-                registration.parameters[registration.name] = sharded
-                if registration.setattr_module is not None:
-                    registration.call_setattr(sharded)
-            param.registered_form = None
+                if param.is_own(registration.parameters.get(registration.name)):
+                    registration.put(param.sharded)
         if packing is not None:
             packing.drop(keeps_memory)
         if self.extended.params:

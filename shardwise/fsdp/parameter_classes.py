@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -18,8 +17,9 @@ from shardwise.fsdp.param import ShardedParam
 # ---- Classes of full parameters while no forward or backward uses them; ``__class__`` of the parameter is swapped.
 # FreedParameter: the memory is back in the pool, and reading it raises an error with the parameter's name instead of
 # crashing the process.  KeptParameter: the full parameter stays registered between passes, where user code finds it.  Its
-# ``.grad`` is the shard's, writes to it are detected, and a read of stale values raises.
+# ``.grad`` is the shard's, and writes to it, and reads of stale values, raise.
 
+TO_WRITE = "To write, call reshard() on the module, then write to the shards under torch.no_grad()"
 # Keys in ``__dict__``, which all forms of a parameter share and which also has the attributes that users set.
 _KEPT, _SUB = "shardwise_kept", "shardwise_sub"
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
@@ -118,20 +118,19 @@ class _Standing(torch.Tensor):
         """Register ``hook`` on the shard, so that it runs after the reduced gradient was accumulated."""
         return self.kept.sharded().register_post_accumulate_grad_hook(hook)
 
-    @property
-    def is_leaf(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True.  Raises: StateError in the constructor of an optimizer, whose steps would not reach the model."""
-        if sys._getframe(1).f_code.co_name == "add_param_group":  # pyright: ignore[reportPrivateUsage]
-            raise StateError(
-                f"an optimizer was given the {self.kept.form} form of {self.kept.fqn}, which stays registered after a "
-                "forward; its steps would not reach the model. Build the optimizer before the first forward, or call "
-                "reshard() on the module first"
-            )
-        return True
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class _Idle(_Standing):
-    """Base of the classes of a full parameter that stays registered while no forward or backward runs."""
+    """Base of the classes of a full parameter that stays registered while no forward or backward runs.
+
+    It may be read.  Writes to it would not reach the shards, so :mod:`shardwise.fsdp.user_writes` refuses them.
+    """
 
     __slots__ = ()
 
@@ -141,113 +140,29 @@ class _Idle(_Standing):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse reads of values that are older than the shards; copy writes to the shards."""
+        """Refuse reads of values that are older than the shards, and operations with shards."""
         name = getattr(func, "__name__", "")
-        if name in _ATTRIBUTES or name in _FACTS:
-            with torch_private.without_torch_function():
-                result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):  # .T, .real
-                _guard(result, args[:1])
-            return result
-        given = (args, list(kwargs.values())) if kwargs else args
-        kept = _idle_in(_Idle, given)
-        has_shards = any(not isinstance(each, _Idle) for each in _idle_in(DTensor, given))
-        if has_shards and name in ("backward", "grad"):
-            raise StateError(
-                f"autograd was asked for the gradient of {kept[0].kept.fqn} and of shards, but shards are not in the graph: "
-                "forward uses the unsharded parameters, and shards get .grad when gradients are reduced. Call loss.backward() "
-                "without inputs; for one gradient per loss, clone .grad and call zero_grad() between the losses"
-            )
-        if has_shards:
-            # In an operation with other shards (an average of weights is updated, for example) use the shard instead.
-            for tensor in kept:
-                tensor.kept.follow()
-            with torch_private.without_torch_function():
-                result = func(
-                    *_with_shards(args), **{key: _with_shards(value) for key, value in (kwargs or {}).items()}
+        if name not in _ATTRIBUTES and name not in _FACTS:
+            given = (args, list(kwargs.values())) if kwargs else args
+            states = [tensor.kept for tensor in _idle_in(_Idle, given)]
+            for state in states:
+                state.check()
+            if any(not isinstance(each, _Idle) for each in _idle_in(DTensor, given)):
+                raise StateError(
+                    f"{name} was given {states[0].in_words}, and shards. Call reshard() on its module first. Shards are not in "
+                    "the graph, so autograd has no gradient for them: call loss.backward() without inputs, and read .grad"
                 )
-            if name.endswith("_"):  # torch's multi-tensor functions count no writes to DTensors
-                torch.autograd.graph.increment_version([tensor.kept.sharded() for tensor in kept])
-            return result
-        states = [tensor.kept for tensor in kept]
-        for state in states:
-            state.check()
         with torch_private.without_torch_function():
-            result = func(*args, **(kwargs or {}))
-        for state in states:
-            state.follow()
-        _guard(result, [tensor for tensor in kept if isinstance(tensor, _Idle)])  # a backward has resharded the others
-        return result
+            return func(*args, **(kwargs or {}))
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The tensor's values.  User code may write to them, and torch does not count that, so the access is recorded."""
-        self.kept.check()
-        self.kept.is_touched = True
-        data = torch_private.data_of(self)
-        _guard(data, [self])
-        return data
+        """Raises: StateError, since torch does not count writes to what this returns."""
+        raise StateError(f".data was read of {self.kept.in_words}: read detach() instead. {TO_WRITE}")
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.kept.is_touched = True
-        torch_private.set_data(self, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo[id(self)] = nn.Parameter(torch_private.data_of(self).clone(), self.requires_grad)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch_private.without_torch_function():
-            plain = nn.Parameter(torch_private.data_of(self), self.requires_grad)
-        return plain.__reduce_ex__(protocol)
-
-
-class _Alias(torch.Tensor):
-    """An alias of a kept full parameter, made by user code between passes; the alias may outlive the memory."""
-
-    kept: _Kept
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise StateError on a read of memory that was freed; the read would crash the process."""
-        aliases = _idle_in(_Alias, (args, list(kwargs.values())) if kwargs else args)
-        if getattr(func, "__name__", "") not in _FACTS and func not in _SHAPES:
-            for alias in aliases:
-                with torch_private.without_torch_function():
-                    is_gone = alias.numel() > 0 and not alias.untyped_storage().nbytes()
-                if is_gone:
-                    raise StateError(
-                        f"this tensor shared memory with the full form of {alias.kept.fqn}, which was freed since. Keep "
-                        "clone() of it, or an alias of the shard: call reshard() on the module first"
-                    )
-        with torch_private.without_torch_function():
-            result = func(*args, **(kwargs or {}))
-        _guard(result, aliases)
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = memo[id(self)] = self.clone()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
-
-
-_SHAPES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__})  # pyright: ignore
-
-
-def _guard(result: Any, sources: Iterable[Any]) -> None:
-    """Make tensors in ``result`` that share memory with one of ``sources`` an :class:`_Alias`."""
-    found = result if isinstance(result, (list, tuple)) else (result,)
-    for each in found:  # pyright: ignore[reportUnknownVariableType]
-        if type(each) is torch.Tensor:  # pyright: ignore[reportUnknownArgumentType]
-            for source in sources:
-                if torch_private.storage_id(each) == torch_private.storage_id(source):
-                    kept = source.kept
-                    each.__class__ = _Alias
-                    each.kept = kept  # pyright: ignore[reportAttributeAccessIssue]  of _Alias
-                    break
+        raise StateError(f".data was assigned to {self.kept.in_words}. {TO_WRITE}")
 
 
 class NoFullTensorError(StateError, AttributeError):
@@ -277,21 +192,14 @@ class SubShard(_Standing, DTensor):  # pyright: ignore
     def kept(self) -> _StandsFor:
         return vars(self)[_SUB]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
-
 
 class _StandsFor:
-    """The sharded parameter in whose place a tensor is registered; ``form`` is the tensor's form of it, for messages."""
+    """The sharded parameter in whose place a tensor is registered."""
 
-    __slots__ = ("_param", "form", "fqn")
+    __slots__ = ("_param", "fqn")
 
-    def __init__(self, param: ShardedParam, form: str) -> None:
-        self._param, self.fqn, self.form = weakref.ref(param), param.fqn, form
+    def __init__(self, param: ShardedParam) -> None:
+        self._param, self.fqn = weakref.ref(param), param.fqn
 
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
         return set, ()  # copies and files get an empty set, which torch.load(weights_only=True) reads
@@ -305,28 +213,18 @@ class _StandsFor:
 
 
 class _Kept(_StandsFor):
-    """The state of a kept parameter: its sharded parameter, its version, and whether user code may have written to it.
+    """The state of a kept parameter: its sharded parameter, and the version of that when it was gathered."""
 
-    ``take``: copies writes to the full parameter into this rank's shard.
-    """
+    __slots__ = ("_version",)
 
-    __slots__ = ("_before", "_take", "_version", "is_touched")
-
-    def __init__(self, param: ShardedParam, take: Callable[[ShardedParam], None]) -> None:
-        super().__init__(param, "full")
-        self.renew(param, take)
-
-    def renew(self, param: ShardedParam, take: Callable[[ShardedParam], None]) -> None:
-        """Start watching ``param``, whose full parameter has the values of the shards now."""
-        self._take = take
+    def __init__(self, param: ShardedParam) -> None:
+        super().__init__(param)
         self._version = param.version
-        self.fqn = param.fqn
-        self.is_touched = False
-        # A rank with an empty shard has no rows to compare with it, so it needs a copy to detect writes.
-        full = param.full
-        self._before: torch.Tensor | None = None
-        if full is not None and not param.local.numel():
-            self._before = torch_private.local_of(full).detach().clone()
+
+    @property
+    def in_words(self) -> str:
+        """The parameter, for messages."""
+        return f"the full form of {self.fqn}, which stays registered after a forward or unshard()"
 
     def check(self) -> None:
         """Raise StateError if the shard was written to after the full parameter was gathered."""
@@ -337,18 +235,6 @@ class _Kept(_StandsFor):
                 "on its module, then read the shards, or unshard() on every rank"
             )
 
-    def follow(self) -> None:
-        """Copy a write to the full parameter into the shard, if there was one."""
-        param = self._param()
-        if param is not None and param.full is not None and param.full._version != param.full_version:
-            self._take(param)
-
-    def is_as_before(self, full: torch.Tensor) -> bool:
-        """Return True if nothing was written; only for a rank with an empty shard."""
-        return self._before is not None and torch.equal(
-            torch_private.data_of(torch_private.local_of(full)), self._before
-        )
-
 
 def _idle_in(kind: type[Any], args: Any) -> list[Any]:
     found: list[Any] = []
@@ -358,12 +244,6 @@ def _idle_in(kind: type[Any], args: Any) -> list[Any]:
         elif isinstance(arg, (list, tuple)):
             found += _idle_in(kind, arg)
     return found
-
-
-def _with_shards(value: Any) -> Any:
-    if isinstance(value, _Idle):
-        return value.kept.sharded()
-    return type(value)(map(_with_shards, value)) if type(value) in (list, tuple) else value
 
 
 def mark_freed(params: Iterable[ShardedParam], has_memory: bool = False) -> None:
@@ -377,32 +257,26 @@ def mark_freed(params: Iterable[ShardedParam], has_memory: bool = False) -> None
             full.shardwise_has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def mark_kept(param: ShardedParam, take: Callable[[ShardedParam], None]) -> None:
-    """Watch the full parameter of ``param`` until it is freed or in use again; ``take``: see :class:`_Kept`."""
+def mark_kept(param: ShardedParam) -> None:
+    """Watch the full parameter of ``param`` until it is freed or in use again."""
     full = param.full
     idle = _IDLE.get(type(full))
     if full is not None and idle is not None:
-        kept = vars(full).get(_KEPT)
-        if isinstance(kept, _Kept):
-            kept.renew(param, take)
-        else:
-            vars(full)[_KEPT] = _Kept(param, take)
+        vars(full)[_KEPT] = _Kept(param)
         full.__class__ = idle  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_kept(full: torch.Tensor) -> bool:
+    """Return True if ``full`` was marked by :func:`mark_kept` and is not in use again."""
+    return isinstance(full, _Idle)
 
 
 def mark_sub(param: ShardedParam) -> None:
     """Redirect gradients, hooks and ``requires_grad`` of the sub-sharded form of ``param`` to its shard."""
     sub = param.subsharded
     assert sub is not None
-    vars(sub)[_SUB] = _StandsFor(param, "sub-sharded")
+    vars(sub)[_SUB] = _StandsFor(param)
     sub.__class__ = SubShard  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def may_be_written(parameter: nn.Parameter) -> bool:
-    """Return True if user code may have written to ``parameter`` through ``.data`` since :func:`mark_kept`."""
-    if not isinstance(parameter, _Idle) or not parameter.kept.is_touched:
-        return False
-    return not parameter.kept.is_as_before(parameter)
 
 
 def mark_full(params: Iterable[ShardedParam]) -> None:

@@ -312,23 +312,18 @@ class Reductions:
         policy = unit.policy if self.schedule is None else self._agreed_policy(unit)
         if terms is None or terms.policy is not policy or terms.hook is not unit.all_reduce_hook:
             terms = self._terms[unit] = ReductionTerms(policy, self._comm_ctx.streams, unit.all_reduce_hook)
-        ways = groups[0].bound_comm if len(groups) == 1 else None
-        if ways is not None and ways.reduce is not None:  # the usual case: one sharded group
-            launch.reductions += launch_reductions(groups[0], gradients, terms, added, launch.held)
-            return
-        split = self._split_of(unit)
-        if split is not None:
-            for bucket in split.buckets:
-                own = {param: gradients[param] for param in bucket if param in gradients}
-                self._reduce_alone(launch, Brought(unit.groups[0], own, added, terms))
-        elif self._may_share(unit):
-            self._share(launch, Brought(unit.groups[0], dict(gradients), added, terms))
-        else:
+        if not groups or groups[0].is_collective or not self._may_share(unit):
             for group in groups:
                 mine = gradients
                 if len(groups) > 1:
                     mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
-                launch.reductions += launch_reductions(group, mine, terms, added, launch.held)
+                launch.reductions += launch_reductions(group, mine, terms, added)
+        elif (split := self._split_of(unit)) is not None:
+            for bucket in split.buckets:
+                own = {param: gradients[param] for param in bucket if param in gradients}
+                self._reduce_alone(launch, Brought(unit.groups[0], own, added, terms))
+        else:
+            self._share(launch, Brought(unit.groups[0], dict(gradients), added, terms))
 
     # ---- buckets of one unit: while its backward still runs ----
 
@@ -418,10 +413,9 @@ class Reductions:
 
     def _may_share(self, unit: Unit) -> bool:
         """Return True if gradients of ``unit`` take one all-reduce and nothing else."""
-        if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not self._agreed_policy(unit).syncs_replicas:
+        if len(unit.groups) != 1 or not shares(unit.groups[0]):
             return False
-        comm = unit.groups[0].bound_comm
-        return comm is not None and comm.reduce is None and shares(unit.groups[0])
+        return unit.all_reduce_hook is None and self._agreed_policy(unit).syncs_replicas
 
     def _share(self, launch: _Launch, brought: Brought) -> None:
         """Reduce large gradients now and add the others to the unit's bucket; without a bucket, reduce them now, too."""

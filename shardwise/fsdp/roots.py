@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import weakref
 from collections import defaultdict
@@ -19,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.collectives.c10d import C10dCommunicator
 from shardwise.collectives.compressed import CompressedCommunicator, Compression
-from shardwise.collectives.owned import full_tensor_of
 from shardwise.collectives.routes import (
     LinkProvider,
     LinkUsers,
@@ -38,8 +36,7 @@ from shardwise.fsdp.buffers import BufferComparison
 from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.initial_values import compare_beginnings
-from shardwise.fsdp.mesh import MeshAxes
-from shardwise.fsdp.param import Registration, ShardedParam
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import GroupComm, ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy
 from shardwise.fsdp.transports import CommContext
@@ -77,66 +74,7 @@ def unit_of(param: ShardedParam) -> Unit | None:
 def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
     """Return all managed parameters by registration: the id of a module's dict of parameters, and a name."""
     params = (param for unit in all_units() for param in unit.params)
-    return {_place(registration): param for param in params for registration in param.registrations}
-
-
-def owner_in(places: dict[tuple[int, str], ShardedParam], registrations: Sequence[Registration]) -> ShardedParam | None:
-    """Return the managed parameter at the first of ``registrations``, None if no unit manages one there."""
-    return places.get(_place(registrations[0]))
-
-
-def is_used_elsewhere(param: ShardedParam, registrations: Iterable[Registration]) -> bool:
-    """Return True if ``param`` has registrations other than ``registrations``; then it stays with its unit."""
-    return not {_place(registration) for registration in param.registrations} <= {
-        _place(registration) for registration in registrations
-    }
-
-
-def axes_of_plan(param: ShardedParam) -> MeshAxes | None:
-    """Return the mesh that ``param`` is sharded on; None if it is a plain tensor, or its unit was deleted."""
-    owner = unit_of(param)
-    group = next((each for each in owner.groups if param in each.members), None) if owner is not None else None
-    return None if group is None or group.keeps_plain else group.axes
-
-
-def fits(param: ShardedParam, old: MeshAxes | None, axes: MeshAxes, dim: int, device: torch.device) -> bool:
-    """Return True if ``param``, sharded on ``old``, has the layout that a unit makes with ``axes``, ``dim`` and ``device``."""
-    if old is None or param.local.device != device or param.shard.dim != dim % max(len(param.shard.shape), 1):
-        return False
-    return (old.mesh, old.shard_mesh_dim, old.replicate_mesh_dim, old.dims) == (
-        axes.mesh,
-        axes.shard_mesh_dim,
-        axes.replicate_mesh_dim,
-        axes.dims,
-    )
-
-
-def leave(params: Sequence[ShardedParam]) -> None:
-    """Remove ``params`` from their units."""
-    owners = {id(owner): owner for param in params if (owner := unit_of(param)) is not None}
-    for owner in owners.values():
-        owner.release([param for param in params if unit_of(param) is owner])
-
-
-def whole(param: ShardedParam) -> nn.Parameter:
-    """Return the unsharded parameter with the values of ``param``; a collective, unless ``param`` is a plain tensor."""
-    sharded = param.sharded
-    if not isinstance(sharded, DTensor):
-        return sharded
-    if param.inner_spec is not None:
-        raise ConfigError(
-            f"{param.fqn} is tensor-parallel and was sharded with an outer module, on another mesh or dim than this call asks "
-            "for. Shard inner modules before the outer one"
-        )
-    if sharded.device.type == "meta":
-        tensor = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
-    else:
-        tensor = full_tensor_of(sharded).clone()
-    return nn.Parameter(tensor, requires_grad=sharded.requires_grad)
-
-
-def _place(registration: Registration) -> tuple[int, str]:
-    return id(registration.parameters), registration.name
+    return {(id(at.parameters), at.name): param for param in params for at in param.registrations}
 
 
 # ---- Engines, with communicators, links and buffer pools for every group of their units.
@@ -361,41 +299,6 @@ def may_share_memory(group: ParamGroup) -> bool:
         return False
     devices = group.device, group.place.storage_device
     return group.gather_coding is None and provider_of(group.axes.mesh.get_group(dim), devices) is not None
-
-
-# ---- Optimizers that were built before the parameters were sharded.
-
-
-def check_optimizers(params: Iterable[ShardedParam]) -> None:
-    """Raise StateError if an optimizer has pre-sharding parameters: its steps would not train the model."""
-    alive = {id(original): param for param in params if (original := param.original()) is not None}
-    if not alive or not _held_by_optimizer(alive):
-        return
-    gc.collect()  # an unreachable optimizer is no error
-    alive = {key: param for key, param in alive.items() if param.original() is not None}
-    held = _held_by_optimizer(alive)
-    if held:
-        raise StateError(
-            f"an optimizer was built before fully_shard and holds the unsharded {held[:4]}{'...' if len(held) > 4 else ''}; "
-            "its steps would not reach the model. Build the optimizer after fully_shard."
-        )
-
-
-def _held_by_optimizer(alive: dict[int, ShardedParam]) -> list[str]:
-    originals = [original for param in alive.values() if (original := param.original()) is not None]
-    if not originals:
-        return []
-    held: list[str] = []
-    for holder in gc.get_referrers(*originals):
-        if type(holder) is not list or holder is originals:
-            continue
-        is_group = any(
-            type(owner) is dict and owner.get("params") is holder and len(owner) > 1
-            for owner in gc.get_referrers(holder)
-        )
-        if is_group:
-            held += [alive[id(each)].fqn for each in holder if id(each) in alive]
-    return held
 
 
 # ---- The attachment of a sharded module.
@@ -797,7 +700,6 @@ def _become_root(attachment: Attachment) -> Engine:
             )
     _name_units(root, attachments)
     _check_materialized(attachments)
-    check_optimizers(param for each in attachments for param in each.unit.params)
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
     _give_to_readers(root, attachment.unit)

@@ -90,68 +90,71 @@ class Snapshot:
         return True
 
 
+Registry = dict[str, nn.Parameter | None]
+
+
 class Swap:
     """Registers the full parameters of a bucket, and the sharded ones again, by ``dict.update`` without a Python loop.
 
-    It is made after the parameters were registered one by one, if registration is all that remains to be done in later
-    steps: each parameter has one place, a full parameter whose gradient is hooked, and no dtype of its own.
+    It is made when parameters are registered for the first time, and again after user code has changed something.  A tied
+    parameter has a row for each of its places.  A module with its own ``__setattr__`` (LSTM) is told afterwards.
 
     Attributes:
-        fulls, shards: the full and the sharded parameters, in the bucket's order.
+        fulls: the full parameters, in the bucket's order.
         num_trainable: how many of them are trainable.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], fulls: list[nn.Parameter], wants: list[bool]) -> None:
-        self.fulls, self._wants, self.num_trainable = fulls, wants, sum(wants)
-        self.shards = [param.sharded for param in params]
-        self._registries = [param.registrations[0].parameters for param in params]
-        self._names = [param.registrations[0].name for param in params]
-        self._fulls_of: list[tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter]]] = []
-        self._shards_of: list[tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter]]] = []
-        self._has_memory: bool | None = None  # ``shardwise_has_memory`` of the freed parameters; None: not marked yet
-        by_registry: dict[int, tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
-        for registry, name, full, sharded in zip(self._registries, self._names, fulls, self.shards, strict=True):
-            if id(registry) not in by_registry:
-                by_registry[id(registry)] = {}, {}
-                self._fulls_of.append((registry, by_registry[id(registry)][0]))
-                self._shards_of.append((registry, by_registry[id(registry)][1]))
-            by_registry[id(registry)][0][name], by_registry[id(registry)][1][name] = full, sharded
-
-    @staticmethod
-    def suits(params: Sequence[ShardedParam], fulls: Sequence[nn.Parameter]) -> bool:
-        """Return True if a swap can register ``params`` and their full parameters ``fulls``."""
-        return all(
-            len(param.registrations) == 1
-            and param.registrations[0].setattr_module is None
-            and param.grad_dtype is None
-            and not param.keeps_dtype
-            and type(full) is nn.Parameter
-            and (param.is_hooked or not param.sharded.requires_grad)
+    def __init__(self, params: Sequence[ShardedParam], fulls: list[nn.Parameter]) -> None:
+        self.fulls, self._classes = fulls, [type(full) for full in fulls]
+        self.num_trainable = sum(param.sharded.requires_grad for param in params)
+        self._rows = rows = [
+            (registration, full, param)
             for param, full in zip(params, fulls, strict=True)
-        )
+            for registration in param.registrations
+        ]
+        self._places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
+        self._forms = [full for _, full, _ in rows], [param.sharded for _, _, param in rows]
+        self._wants = [*map(_REQUIRES_GRAD, self._forms[1])]
+        self._told = [row for row in rows if row[0].setattr_module is not None]
+        by_registry: dict[int, tuple[Registry, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
+        for at, full, param in rows:
+            _, fulls_of, shards_of = by_registry.setdefault(id(at.parameters), (at.parameters, {}, {}))
+            fulls_of[at.name], shards_of[at.name] = full, param.sharded
+        self._by_registry = [*by_registry.values()]
+        self._has_memory: bool | None = None  # ``shardwise_has_memory`` of the freed parameters; None: not marked yet
 
-    def register_full(self) -> bool:
-        """Register the full parameters; return False, with nothing registered, if user code has changed something."""
-        shards, wants, fulls = self.shards, self._wants, self.fulls
-        if not all(map(operator.is_, shards, map(dict.get, self._registries, self._names))):
+    def register_full(self, is_new: bool = False) -> bool:
+        """Register the full parameters; return False, with nothing registered, if user code has changed something.
+
+        ``is_new``: this swap has just been made, and anything may be registered.
+        """
+        (fulls, shards), registered = self._forms, [*map(dict.get, *self._places)]
+        if not (is_new or all(map(operator.is_, shards, registered)) or all(map(operator.is_, fulls, registered))):
+            return False  # full ones stay registered after a forward
+        if [*map(_REQUIRES_GRAD, shards)] != self._wants:
             return False
-        if [*map(_REQUIRES_GRAD, shards)] != wants:
+        for full, used in zip(self.fulls, self._classes, strict=True):
+            full.__class__ = used
+        if [*map(_REQUIRES_GRAD, fulls)] != self._wants:
             return False
-        for full in fulls:
-            full.__class__ = nn.Parameter
-        if [*map(_REQUIRES_GRAD, fulls)] != wants:
-            return False
-        for registry, forms in self._fulls_of:
-            registry.update(forms)
+        for registry, fulls_of, _ in self._by_registry:
+            registry.update(fulls_of)
+        for registration, full, _ in self._told:
+            registration.call_setattr(full)
         return True
 
-    def register_sharded(self) -> bool:
-        """Register the sharded parameters; return False, with nothing done, if the full ones are not what is registered."""
-        if not all(map(operator.is_, self.fulls, map(dict.get, self._registries, self._names))):
-            return False
-        for registry, forms in self._shards_of:
-            registry.update(forms)
-        return True
+    def register_sharded(self) -> None:
+        """Register the sharded parameters; one that user code has put in the place of a full one stays, as on one process."""
+        if all(map(operator.is_, self._forms[0], map(dict.get, *self._places))):
+            for registry, _, shards in self._by_registry:
+                registry.update(shards)
+        else:
+            for at, _, param in self._rows:
+                if param.is_own(at.parameters.get(at.name)):
+                    at.parameters[at.name] = param.sharded
+        for at, _, param in self._told:
+            if at.parameters.get(at.name) is param.sharded:
+                at.call_setattr(param.sharded)
 
     def mark_freed(self, params: Iterable[ShardedParam], has_memory: bool) -> None:
         """Refuse uses of the full parameters, as ``mark_freed`` does, with less work if ``has_memory`` is as before."""
@@ -159,5 +162,6 @@ class Swap:
             mark_freed(params, has_memory)
             self._has_memory = has_memory
             return
-        for full in self.fulls:
-            full.__class__ = FreedParameter
+        for full, used in zip(self.fulls, self._classes, strict=True):
+            if used is nn.Parameter:
+                full.__class__ = FreedParameter

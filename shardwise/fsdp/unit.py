@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -17,12 +18,12 @@ from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.gradients import EarlyBuckets, planned_scatter_bytes, sharing_of
-from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, local_form, take_at_once, take_gradients
+from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, local_form, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.parameter_classes import mark_full
 from shardwise.fsdp.precision import MixedPrecisionPolicy
-from shardwise.fsdp.user_writes import UserWrites, Written
+from shardwise.fsdp.user_writes import MAX_LOOKS, UserWrites, Written
 from shardwise.observe import (
     Call,
     EventLog,
@@ -53,17 +54,6 @@ class Stage(Enum):
     __hash__ = object.__hash__  # Enum hashes in Python, and every step looks stages up
 
 
-LEGAL_STEPS: frozenset[tuple[Stage, Stage]] = frozenset(
-    {
-        (Stage.IDLE, Stage.ARRIVING),
-        (Stage.IDLE, Stage.RUNNING),
-        (Stage.ARRIVING, Stage.RUNNING),
-        (Stage.ARRIVING, Stage.IDLE),
-        (Stage.RUNNING, Stage.IDLE),
-    }
-)
-
-
 def _no_op() -> None:
     return None
 
@@ -76,8 +66,8 @@ class UnitBackward:
     """The progress of one unit's backward.  Other classes may read the attributes; only the methods write them.
 
     Attributes:
-        on_gradients: the callback for gradients after which the engine may have to act.
-        stage: the stage; ``LEGAL_STEPS`` lists its transitions, and each is one method.
+        host: returns the engine, which acts on gradients, or None.  unit: weak reference to the unit.
+        stage: how far it is; only the methods here change it.
         task: the autograd task in which it began; with nested backwards, the last one.
         arrived: ordinals of the parameters whose gradients have arrived.
         counted: the number of trainable parameters, and of all parameters.
@@ -103,8 +93,9 @@ class UnitBackward:
             that are computed later have no parameters to go to.
     """
 
-    def __init__(self) -> None:
-        self.on_gradients: Callable[[], None] = _no_op
+    def __init__(self, unit: Callable[[], Unit | None]) -> None:
+        self.unit = unit
+        self.host: Callable[[], StepCallbacks | None] = _no_op
         self.stage = Stage.IDLE
         self.task = -1
         self.arrived: set[int] = set()
@@ -128,11 +119,6 @@ class UnitBackward:
         """True if some parameter is trainable."""
         return self.counted[0] > 0
 
-    def _step(self, new: Stage) -> None:
-        if (self.stage, new) not in LEGAL_STEPS:
-            raise StateError(f"the backward of a unit is {self.stage.value} and cannot become {new.value}")
-        self.stage = new
-
     def expect(self, num_trainable: int, num_params: int) -> None:
         """Expect gradients of ``num_trainable`` of ``num_params`` parameters."""
         self.counted = (num_trainable, num_params)
@@ -147,7 +133,7 @@ class UnitBackward:
             whole: the outermost task, which may have used the unit before, in another nested backward.
         """
         if self.stage is not Stage.RUNNING:  # RUNNING already if user code has resharded the unit meanwhile
-            self.stage = Stage.RUNNING  # legal from both other stages
+            self.stage = Stage.RUNNING
             self._began_full = is_full
             self.comes_again = self.comes_again or self.ended_in == whole != -1
         self.task = task
@@ -173,8 +159,10 @@ class UnitBackward:
                     return  # the engine has seen this backward begin, and neither a bucket nor the unit is complete
             elif backward.stage is Stage.IDLE:
                 backward.first = ordinal
-                backward._step(Stage.ARRIVING)
-            backward.on_gradients()
+                backward.stage = Stage.ARRIVING
+            host, unit = backward.host(), backward.unit()
+            if host is not None and unit is not None:
+                host.gradient_arrived(unit)
 
         return on_accumulated
 
@@ -226,7 +214,7 @@ class UnitBackward:
         self.open_passes.clear()
         self.is_nested = self.comes_again = False
         self.early = self.first = None
-        self.stage = Stage.IDLE  # legal from both other stages
+        self.stage = Stage.IDLE
 
     def unlearn(self) -> None:
         """Forget how earlier backwards ended: ranks that took different ways have seen different ones."""
@@ -237,7 +225,7 @@ class UnitBackward:
         self.counts = False
 
 
-# ---- The states of a unit, and the legal transitions between them.
+# ---- The states of a unit: sharded, gathering, unsharded, and maybe sharded on a smaller mesh, then sharded again.
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,28 +268,6 @@ class Subsharded:
 
 UnitState = Sharded | Gathering | Unsharded | Subsharded
 
-LEGAL_MOVES: frozenset[tuple[type, type]] = frozenset(
-    {
-        (Sharded, Gathering),
-        (Subsharded, Gathering),
-        (Gathering, Unsharded),
-        (Gathering, Sharded),
-        (Unsharded, Gathering),
-        (Unsharded, Sharded),
-        (Unsharded, Subsharded),
-        (Subsharded, Sharded),
-    }
-)
-
-
-def check_move(unit: str, old: UnitState, new: UnitState) -> None:
-    """Raise StateError if the transition of a unit from ``old`` to ``new`` is illegal."""
-    if (type(old), type(new)) not in LEGAL_MOVES:
-        raise StateError(
-            f"{unit_in_words(unit)} is {type(old).__name__} and cannot become {type(new).__name__}; "
-            f"legal next states: {sorted(to.__name__ for start, to in LEGAL_MOVES if start is type(old))}"
-        )
-
 
 class StepCallbacks(Protocol):
     """The callbacks of a unit to the engine that runs its steps."""
@@ -314,11 +280,15 @@ class StepCallbacks(Protocol):
         """Order the next all-gather after the writes to shards that the current stream runs."""
         ...
 
+    def gradient_arrived(self, unit: Unit) -> None:
+        """Act on a gradient of ``unit``: the last one of it, or of a bucket, or the first before any hook."""
+        ...
+
 
 class Unit:
     """The parameters of one ``fully_shard`` or ``replicate`` call.
 
-    ``state`` says which parameters are registered.  Each transition is one method, and :meth:`note` checks that it is legal.
+    ``state`` says which parameters are registered.  Each transition is one method.
     ``backward`` is the progress of the running backward; ``earlier`` holds what earlier backwards left.
 
     Attributes:
@@ -355,7 +325,7 @@ class Unit:
         self.number = -1
         self.may_diverge = self.diverges = False
         self.schedule: AgreedSchedule | None = None
-        self.backward = UnitBackward()
+        self.backward = UnitBackward(weakref.ref(self))
         self.earlier = EarlierGradients()
         self.num_commits = 0
         self.tied_units: tuple[Unit, ...] = ()
@@ -455,35 +425,13 @@ class Unit:
         for ordinal, param in enumerate(self.params):
             param.ordinal = ordinal
 
-    def release(self, params: Sequence[ShardedParam]) -> None:
-        """Remove ``params`` from this unit; another unit will manage them."""
-        self.reshard()
-        for group in self.groups:
-            group.release(params)
-        self.groups = [group for group in self.groups if group.params]
-        self.number_parameters()
+    def note(self, op: Op, measure: Callable[[], tuple[int, bool]] = _nothing, state: UnitState | None = None) -> None:
+        """Tell observers that the unit has just done ``op``, after which it is in ``state``; None: that stays.
 
-    def note(
-        self,
-        op: Op | None,
-        measure: Callable[[], tuple[int, bool]] = _nothing,
-        new: UnitState | None = None,
-    ) -> None:
-        """Change the state to ``new`` and record ``op`` for observers.
-
-        Args:
-            op: the operation that the unit has just done; None: record nothing.
-            measure: returns the bytes of the operation, and whether they include the full parameters.
-            new: the new state; None: the state stays.
+        ``measure`` returns the bytes of the operation, and whether they include the full parameters.
         """
-        if new is not None:
-            kind = type(new)
-            if (type(self.state), kind) not in LEGAL_MOVES:
-                check_move(self.name, self.state, new)
-            self.state = new
-            self.is_full = kind is Unsharded
-        if op is None:
-            return
+        if state is not None:
+            self.state, self.is_full = state, type(state) is Unsharded
         log = self.log
         log.num_calls += 1
         log.recent.append((op, self.name))
@@ -517,11 +465,9 @@ class Unit:
                 return
             if isinstance(state, Gathering):
                 self.discard()
-        if is_sharded and pass_number is not None and len(groups) == 1 and groups[0].is_as_seen:
-            # The gate of this pass (ensure_packed) has read the version counters already: read no counter per launch.
-            version = (self.num_commits << 40) + groups[0].last_version
-        else:
-            version = self._version(is_sharded and pass_number is not None)
+        version, in_pass = self.num_commits << 40, is_sharded and pass_number is not None
+        for group in groups:
+            version += group.last_version if in_pass and group.is_as_seen else group.version()
         from_sub = isinstance(state, Subsharded) and state.version == version
         is_written = False
         for group in groups:
@@ -545,10 +491,7 @@ class Unit:
         if listeners:
             begin(self.log.track.name, "unshard", self.name)
         try:
-            if len(groups) == 1:
-                launched = (groups[0].gather(from_sub),)
-            else:
-                launched = tuple([group.gather(from_sub) for group in groups])
+            launched = (*map(ParamGroup.gather, groups, repeat(from_sub)),)
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
@@ -615,16 +558,18 @@ class Unit:
                 self.writes.take(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-        self.note(Op.RESHARD if was_full else None, lambda: (self.full_bytes, False), SHARDED)
-        if was_full and listeners:
-            end("reshard", self.name, self.full_bytes)
+        self.state, self.is_full = SHARDED, False
+        if was_full:
+            self.note(Op.RESHARD, lambda: (self.full_bytes, False))
+            if listeners:
+                end("reshard", self.name, self.full_bytes)
         return True
 
     def discard(self) -> None:
         """Cancel an all-gather that was not waited for."""
         assert isinstance(self.state, Gathering)
         self._cancel(self.state)
-        self.note(None, new=SHARDED)
+        self.state = SHARDED
 
     def _cancel(self, state: Gathering | None) -> None:
         for handles in state.handles if state is not None else ():
@@ -648,8 +593,7 @@ class Unit:
         self.awaited = set()
         self.backward.forget()
         self._cancel(self.state if isinstance(self.state, Gathering) else None)
-        if type(self.state) is not Sharded:
-            self.note(None, new=SHARDED)
+        self.state, self.is_full = SHARDED, False
 
     @property
     def num_packs(self) -> int:
@@ -709,7 +653,7 @@ class Unit:
 
     def reshard_after_forward(self) -> bool:
         """Apply ``policy.reshard_after_forward``; return False where :meth:`reshard` with ``in_pass`` does."""
-        if self.is_full and self.writes.is_looking:
+        if self.is_full and self.writes.num_looks < MAX_LOOKS:
             self.writes.look(self.groups)
         wanted = self.policy.reshard_after_forward
         if wanted is False or not isinstance(self.state, Unsharded):
@@ -730,7 +674,8 @@ class Unit:
 
     # ---- changes by user code ----
 
-    def _version(self, in_pass: bool = False) -> int:
+    def _version(self, in_pass: bool) -> int:
+        """Return the version of the shards; ``in_pass``: as the check at the begin of the pass has read it."""
         version = self.num_commits << 40
         for group in self.groups:
             version += group.last_version if in_pass and group.is_as_seen else group.version()
@@ -749,7 +694,7 @@ class Unit:
             return False
         if isinstance(state, Unsharded) and pass_number is not None:
             self.writes.check_copies(self.name, self.groups)
-            num_trainable = sum(group.mark_in_use(self.backward.hook) for group in self.groups)
+            num_trainable = sum(group.register_full(self.backward.hook) for group in self.groups)
             if num_trainable != self.backward.counted[0]:
                 self.backward.expect(num_trainable, self.backward.counted[1])
             self.state = Unsharded(state.version, pass_number)
@@ -770,15 +715,6 @@ class Unit:
     def has_copies(self) -> bool:
         """True if full parameters, or those of a smaller mesh, are registered: an optimizer step makes them stale."""
         return self.is_full or type(self.state) is Subsharded
-
-    @property
-    def has_shards_registered(self) -> bool:
-        """True if shards are registered on the modules of a full unit: ``torch.func.functional_call`` puts them back."""
-        return any(
-            param.registrations[0].parameters[param.registrations[0].name] is param.sharded
-            and param.full is not param.sharded
-            for param in self.params
-        )
 
     def keep(self, see: Callable[[Unit, Written], None] | None = None) -> None:
         """Keep full parameters registered between passes, and watch them; for ``see`` see :meth:`take_writes`."""
@@ -801,9 +737,7 @@ class Unit:
         ):
             mark_full(self.params)  # no wait has done so, and ``.grad`` of a kept parameter would return the shard's
         for group in self.groups:
-            gradients = take_at_once(group)
-            if gradients is None:
-                gradients = take_gradients(group)
+            gradients = take_gradients(group)
             if self.policy.reduces_unused:
                 self.add_zeros(group, gradients)
             taken.update(gradients)

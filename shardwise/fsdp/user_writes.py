@@ -1,29 +1,25 @@
-"""Writes of user code to registered full parameters: detect them, copy them to the shards, or refuse them.
+"""Writes of user code to full parameters: those of a forward that torch counts reach the shards, all others are refused.
 
-Writes that torch counts are detected by version counters and addresses.  Writes that it does not count (``.data``) are detected
-by comparing this rank's rows of a full parameter with its shard.  On an accelerator the host waits for that comparison, so only
-the first forwards make it.
+Writes that torch does not count (``.data``) are detected by comparing this rank's rows of a full parameter with its shard.  On
+an accelerator the host waits for that comparison, so only the first forwards make it.
 """
 
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.compressed import Compression
 from shardwise.collectives.routes import have_same_bits
 from shardwise.consistency.store import digest_of
 from shardwise.errors import StateError
-from shardwise.fsdp.flat_buffer import FlatBucket
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.parameter_classes import mark_full, mark_kept, may_be_written
+from shardwise.fsdp.parameter_classes import TO_WRITE, is_kept, mark_kept
 from shardwise.observe import unit_in_words
 
 # ---- A rank's own rows of a full parameter, compared with the result of a gather of its shard.
@@ -76,8 +72,8 @@ class OwnRows:
         return self.compression.round_trip(local, param.fqn, param.shard.shape, rows.dtype)
 
 
-_MAX_LOOKS = 2
-_ORDINARY, _VERSION = {nn.Parameter}, operator.attrgetter("_version")
+MAX_LOOKS = 2  # of forwards
+_VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 Written = list[tuple[ParamGroup, ShardedParam]]
 
@@ -87,57 +83,81 @@ class UserWrites:
 
     Attributes:
         num_compared: how often ranks have compared the writes of their forwards.
-        is_looking: the end of a forward looks for uncounted writes: in the first forwards, and always if one was found.
+        num_looks: how many forwards were searched for writes that torch does not count.
     """
 
     def __init__(self) -> None:
-        self.num_compared = 0
-        self.is_looking = True
-        self._num_looks = 0
+        self.num_compared = self.num_looks = 0
 
     def look(self, groups: Sequence[ParamGroup]) -> None:
-        """Look for writes through ``.data`` after a forward, and set ``is_touched`` of the parameters that have any."""
+        """Raise StateError if one of the first forwards has written to a full parameter through ``.data``."""
+        self.num_looks += 1
         for group in groups:
-            _look_for_touched(group, self._num_looks < _MAX_LOOKS)
-        self._num_looks += 1
-        has_touchy = any(param.is_touchy for group in groups for param in group.params)
-        self.is_looking = self._num_looks < _MAX_LOOKS or has_touchy
+            if not group.is_collective or not group.place.on.has_values:
+                continue
+            own = _own_rows(group)
+            for bucket in group.main_buckets:
+                for param, full, version, address in zip(bucket.params, *bucket.registered, strict=True):
+                    is_seen = full._version != version or full.data_ptr() != address  # by ``find``
+                    if is_seen or param.inner_spec is not None or not param.local.numel():
+                        continue
+                    if not own.are_as_gathered(param, full):
+                        raise _uncounted(param)
 
     @staticmethod
     def find(groups: Sequence[ParamGroup]) -> Written:
-        """Return the parameters whose full form was written to since it was registered; the same on every rank."""
+        """Return the parameters that the running or last forward has written to; the same on every rank.
+
+        Raises: StateError if ``.data`` was assigned to, or user code wrote between passes; such a write is dropped.
+        """
         found: Written = []
         for group in groups:
             packing = group.packing
-            for bucket, buffer in () if packing is None else zip(packing.buckets, packing.fulls, strict=True):
+            if packing is None:
+                continue
+            for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
+                fulls, versions, addresses = bucket.registered
                 if not (buffer.is_shared or buffer.is_held):
                     continue
-                if not (buffer.is_shared or bucket.has_touched):
-                    fulls, versions, addresses = bucket.registered
-                    if (
-                        {*map(type, fulls)} <= _ORDINARY
-                        and [*map(_VERSION, fulls)] == versions
-                        and [*map(torch.Tensor.data_ptr, fulls)] == addresses
-                    ):
-                        continue  # no write is possible; this check of all parameters at C speed is the usual case
-                _add_written(group, bucket, buffer.is_shared, found)
+                if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
+                    continue
+                for index, (param, full) in enumerate(zip(bucket.params, fulls, strict=True)):
+                    if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
+                        torch_private.set_data(full, packing.make_full(param, group.pool).detach())
+                        versions[index] = full._version
+                        raise _uncounted(param)
+                    if full._version != versions[index] and not buffer.is_shared:
+                        if is_kept(full):
+                            versions[index] = full._version
+                            torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
+                            raise StateError(
+                                f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write "
+                                f"has not reached the shards, and is dropped. {TO_WRITE}"
+                            )
+                        found.append((group, param))
         return found
 
     @staticmethod
     def take(written: Written) -> None:
         """Copy this rank's rows of the written parameters to the shards."""
         for group, param in written:
-            _bring_back(group, param)
+            full = param.full
+            assert full is not None
+            _own_rows(group).bring_back(param, full)
+            group.is_written = True
+            torch.autograd.graph.increment_version(param.sharded)
+            param.count.gathered = param.version
+            for bucket in group.main_buckets:
+                if param in bucket.params:
+                    bucket.registered[1][bucket.params.index(param)] = full._version
 
     @staticmethod
     def keep(groups: Sequence[ParamGroup]) -> None:
-        """Watch full parameters that stay registered between passes, where user code can write to them."""
+        """Watch full parameters that stay registered between passes, where user code can reach them."""
         for group in groups:
-            take = _taker(group)
-            for bucket in () if group.packing is None else group.packing.buckets:
-                bucket.note_registered()
+            for bucket in group.main_buckets:
                 for param in bucket.params:
-                    mark_kept(param, take)
+                    mark_kept(param)
 
     @staticmethod
     def values(written: Written) -> list[str]:
@@ -145,7 +165,7 @@ class UserWrites:
         return [
             f"{param.fqn} with digest {digest_of(torch_private.data_of(param.full)):x}"
             for _, param in written
-            if param.full is not None and param.inner_spec is None and not param.is_touched
+            if param.full is not None and param.inner_spec is None
         ]
 
     @staticmethod
@@ -176,74 +196,11 @@ def _own_rows(group: ParamGroup) -> OwnRows:
     return OwnRows(group.axes.shard_rank, group.compression if group.gather_coding is not None else None)
 
 
-def _is_written_unseen(group: ParamGroup, param: ShardedParam, full: nn.Parameter) -> bool:
-    return may_be_written(full) and not (param.local.numel() and _own_rows(group).are_as_gathered(param, full))
-
-
-def _add_written(group: ParamGroup, bucket: FlatBucket, is_shared: bool, found: Written) -> None:
-    bucket.note_registered()
-    for param in bucket.params:
-        full = param.full
-        if full is None or full is param.sharded:
-            continue
-        if is_shared:  # writes go to the shard's own memory, unless ``.data`` was assigned to
-            if full.data_ptr() != param.full_address:
-                found.append((group, param))
-        elif (
-            param.is_touched
-            or full._version != param.full_version
-            or full.data_ptr() != param.full_address
-            or (type(full) is not nn.Parameter and _is_written_unseen(group, param, full))
-        ):
-            found.append((group, param))
-
-
-def _look_for_touched(group: ParamGroup, looks_at_all: bool) -> None:
-    packing = group.packing
-    if packing is None or not group.is_collective or not group.place.on.has_values:
-        return
-    for bucket in packing.buckets:
-        bucket.note_registered()
-    for param in (param for bucket in packing.buckets for param in bucket.params):
-        full = param.full
-        if not (looks_at_all or param.is_touchy) or full is None or param.inner_spec is not None:
-            continue
-        is_counted = full._version != param.full_version or full.data_ptr() != param.full_address
-        if not is_counted and param.local.numel() and not _own_rows(group).are_as_gathered(param, full):
-            param.is_touched = param.is_touchy = True
-            for bucket in packing.buckets:
-                bucket.has_touched = bucket.has_touched or param in bucket.params
-
-
-def _bring_back(group: ParamGroup, param: ShardedParam) -> None:
-    full = param.full
-    assert full is not None
-    _own_rows(group).bring_back(param, full)
-    group.is_written = True
-    param.is_touched = False
-    torch.autograd.graph.increment_version(param.sharded)
-    mark_full([param])
-    param.full_version, param.count.gathered = full._version, param.version
-    if full.data_ptr() != param.full_address and group.packing is not None:
-        # User code has assigned to ``.data``: point the parameter back to the memory that gathers fill.
-        torch_private.set_data(full, group.packing.make_full(param, group.pool).detach())
-        param.full_address = full.data_ptr()
-    for bucket in group.main_buckets:
-        if param in bucket.params:
-            bucket.note_brought_back(param)
-
-
-def _taker(group: ParamGroup) -> Callable[[ShardedParam], None]:
-    """Return the callback of a kept parameter for writes to it; its reference to the group is weak."""
-    ref = weakref.ref(group)
-
-    def take(param: ShardedParam) -> None:
-        mine = ref()
-        if mine is not None and not param.is_its_full_form:
-            _bring_back(mine, param)
-            mark_kept(param, take)
-
-    return take
+def _uncounted(param: ShardedParam) -> StateError:
+    return StateError(
+        f"a write to {param.fqn} in forward, through .data, has not reached the shards: torch does not count such writes. "
+        f"Write to the parameter itself under torch.no_grad(): {param.fqn.rpartition('.')[2]}.copy_(values)"
+    )
 
 
 def _differing(group: ParamGroup) -> ShardedParam | None:

@@ -47,11 +47,6 @@ def _in_parts(model: Net) -> None:
     fully_shard(model)
 
 
-def _outermost_first(model: Net) -> None:
-    fully_shard(model)
-    fully_shard(model.second, reshard_after_forward=False, shard_placement_fn=lambda param: None)
-
-
 def _beside_tensor_parallelism(model: Net) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     marks = [copy.copy(vars(param)) for param in model.second.parameters()]
@@ -64,7 +59,6 @@ def _beside_tensor_parallelism(model: Net) -> None:
 WAYS: dict[str, Callable[[Net], object]] = {
     "fully_shard": fully_shard,
     "units": _in_parts,
-    "outermost first": _outermost_first,
     "kept": lambda model: fully_shard(model, reshard_after_forward=False),
     "smaller mesh": lambda model: fully_shard(model, reshard_after_forward=max(2, dist.get_world_size() // 2)),
     "offloaded": lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy()),

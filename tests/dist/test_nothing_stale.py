@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.compare import average_gradients
 from helpers.inside import over
-from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import noise
 from torch import nn
@@ -29,15 +28,6 @@ class Normalised(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.weight.div_(self.weight.norm(dim=1, keepdim=True))
-        return x @ self.weight.t()
-
-
-class Assigned(Normalised):
-    """The same by assignment."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.weight.data = self.weight.data / self.weight.data.norm(dim=1, keepdim=True)
         return x @ self.weight.t()
 
 
@@ -143,11 +133,11 @@ def write_to_what_is_registered(model: nn.Module, optimizer: torch.optim.Optimiz
         one_step(model, optimizer, number)
         with torch.no_grad():
             loss_of(model, 100)
+            for module in model.modules():  # those that were sharded with reshard_after_forward=False stay unsharded
+                if hasattr(module, "reshard"):
+                    module.reshard()
             for param in model.parameters():
                 param.mul_(0.9)
-            loss_of(model, 101)
-        for param in model.parameters():
-            param.data.add_(0.1)
 
 
 def just_train(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
@@ -240,11 +230,56 @@ def test_it_does_so_whatever_is_prefetched(program: Program, transport: str) -> 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("middle", "reshard", "transport"), pairwise(["Normalised", "Assigned"], [None, False], ["auto", "collective"])
-)
-def test_what_a_module_writes_to_its_own_weight_stays(middle: str, reshard: bool | None, transport: str) -> None:
-    run(program=just_train, middle=middle, reshard=reshard, transport=transport, prefetch=False)
+@pytest.mark.parametrize(("reshard", "transport"), [(None, "auto"), (None, "collective"), (False, "auto")])
+def test_what_a_module_writes_to_its_own_weight_stays(reshard: bool | None, transport: str) -> None:
+    run(program=just_train, middle="Normalised", reshard=reshard, transport=transport, prefetch=False)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "parameter": lambda param: param.mul_(2.0),
+    "alias": lambda param: param.detach().mul_(2.0),
+    "several": lambda param: torch._foreach_mul_([param], 2.0),
+    "initialized": lambda param: nn.init.zeros_(param),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["between evaluations", "between forward and backward", "unshard"])
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_to_full_parameters_between_passes_are_named_and_dropped(how: str, when: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    for block in (model.first, model.middle, model.last):
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model)
+    with torch.no_grad():
+        before = loss_of(model, 0)
+    for _ in range(2):
+        loss = before
+        if when == "between forward and backward":
+            loss = loss_of(model, 0)
+        elif when == "unshard":
+            model.last.reshard()
+            model.last.unshard()
+        with pytest.raises(StateError, match=r"\.data was read of the full form of last\.weight.* read detach\(\)"):
+            model.last.weight.data.mul_(2.0)
+        with pytest.raises(StateError, match=r"\.data was assigned to the full form of last\.weight"):
+            model.last.weight.data = torch.zeros(1)
+        with torch.no_grad():
+            WRITES[how](model.last.weight)
+        with pytest.raises(
+            StateError, match=r"last\.weight was written to while it was unsharded.*To write, call reshard"
+        ):
+            if when == "between forward and backward":
+                loss.backward()
+            elif when == "unshard":
+                model.last.reshard()
+            else:
+                with torch.no_grad():
+                    loss_of(model, 0)
+        with torch.no_grad():
+            assert torch.equal(loss_of(model, 0), before)
+    loss_of(model, 0).backward()
 
 
 @on_ranks(2)

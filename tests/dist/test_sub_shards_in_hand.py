@@ -107,8 +107,9 @@ def test_hooks_are_those_of_the_shards() -> None:
 def test_optimizers_are_not_built_of_them() -> None:
     model = _sharded()
     model(batch(0))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with pytest.raises(StateError, match="was given the sub-sharded form of"):
-        torch.optim.SGD(model[0].parameters(), lr=0.1)
+        optimizer.step()
 
 
 @on_ranks(4)

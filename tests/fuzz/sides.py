@@ -180,6 +180,12 @@ class Side:
         """Return the parameter that is registered now."""
         return self.net.get_parameter(name)
 
+    def reshard_all(self) -> None:
+        """Reshard the units that are unsharded after a forward or by hand."""
+        for module in self.net.modules():
+            if hasattr(module, "reshard"):
+                cast(Any, module).reshard()
+
     def local(self, tensor: Tensor) -> Tensor:
         """Return the local tensor."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -25,7 +25,6 @@ from shardwise.fsdp.hooks import Hooks
 from shardwise.fsdp.param import Registration, ShardedParam
 from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.unit import Stage, Unit
-from shardwise.fsdp.user_writes import UserWrites
 from shardwise.optim import sharded_optimizer as backends
 from shardwise.optim.elementwise import ElementwiseStep
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
@@ -77,10 +76,6 @@ def _end_before_the_tied_unit() -> None:
 
 def _clip_by_own_norm() -> None:
     cast(Any, ZeroBackend).sum_over_ranks = lambda self, value, is_max=False: value
-
-
-def _watch_no_full_form() -> None:
-    cast(Any, UserWrites).keep = lambda self, groups: None
 
 
 def _move_what_is_held() -> None:
@@ -208,7 +203,6 @@ FIXES: dict[str, Callable[[], None]] = {
     "a unit ends when backward has left all its passes": _end_at_the_first_pass,
     "a unit that lends a weight ends after the borrower": _end_before_the_tied_unit,
     "owned gradients are clipped by the norm of all": _clip_by_own_norm,
-    "what is done to full forms reaches the shards": _watch_no_full_form,
     "memory that somebody holds stays where it is": _move_what_is_held,
     "nothing gathered is read after its shards have changed": _trust_every_gather,
     "partial sums of deferred backwards count": _overwrite_partial_sums,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import StateError
-from shardwise.fsdp.unit import LEGAL_MOVES, Gathering, Sharded, Subsharded, Unsharded, check_move
 from shardwise.observe import Call, Op
 from shardwise.plan.schedule import (
     ExecutionOrder,
@@ -169,14 +165,3 @@ def test_borrowed_units_stay_while_anyone_uses_them() -> None:
 def test_the_same_facts_give_the_same_calls() -> None:
     plans = [plan_step(nested_order(3), facts(3), PrefetchBudget(depth)) for depth in (1, 1, 2)]
     assert plans[0].calls == plans[1].calls != plans[2].calls
-
-
-@pytest.mark.parametrize(("old", "new"), list(itertools.product((Sharded, Gathering, Unsharded, Subsharded), repeat=2)))
-def test_only_the_moves_in_the_table_are_legal(old: type, new: type) -> None:
-    make = {Sharded: (), Gathering: (0, None, ()), Unsharded: (0, None), Subsharded: (0,)}
-    states = [kind(*make[kind]) for kind in (old, new)]
-    if (old, new) in LEGAL_MOVES:
-        check_move("blocks.0", *states)
-    else:
-        with pytest.raises(StateError, match="unit 'blocks.0' is"):
-            check_move("blocks.0", *states)

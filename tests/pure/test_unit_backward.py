@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import StateError
 from shardwise.fsdp import unit as module
-from shardwise.fsdp.unit import LEGAL_STEPS, Stage, UnitBackward
+from shardwise.fsdp.unit import Stage, UnitBackward
 
 MOVES: dict[str, Callable[[UnitBackward], object]] = {
     "enter": lambda each: each.enter(7),
@@ -34,26 +32,9 @@ def _in_task_7(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.torch_private, "graph_task_id", lambda: 7)
 
 
-def _at(stage: Stage) -> UnitBackward:
-    backward = UnitBackward()
-    backward.stage = stage
-    return backward
-
-
-@pytest.mark.parametrize(("old", "new"), list(product(Stage, Stage)))
-def test_a_step_that_the_table_does_not_have_is_refused(old: Stage, new: Stage) -> None:
-    backward = _at(old)
-    if (old, new) in LEGAL_STEPS:
-        backward._step(new)
-        assert backward.stage is new
-    else:
-        with pytest.raises(StateError, match=f"is {old.value} and cannot become {new.value}"):
-            backward._step(new)
-
-
 @given(st.lists(st.sampled_from(list(MOVES)), max_size=12))
 def test_whatever_happens_the_stage_tells_what_has_come(moves: list[str]) -> None:
-    backward = UnitBackward()
+    backward = UnitBackward(lambda: None)
     backward.expect(2, 2)
     for move in moves:
         MOVES[move](backward)
@@ -66,8 +47,9 @@ def test_whatever_happens_the_stage_tells_what_has_come(moves: list[str]) -> Non
 
 def test_who_listens_hears_of_what_nobody_knew_and_of_the_last_gradient() -> None:
     heard: list[Stage] = []
-    backward = UnitBackward()
-    backward.on_gradients = lambda: heard.append(backward.stage)
+    backward = UnitBackward(lambda: cast(Any, backward))
+    host = SimpleNamespace(gradient_arrived=lambda _: heard.append(backward.stage))
+    backward.host = lambda: cast(Any, host)
     backward.expect(2, 2)
     MOVES["arrive 0"](backward)
     assert heard == [Stage.ARRIVING]
@@ -80,7 +62,7 @@ def test_who_listens_hears_of_what_nobody_knew_and_of_the_last_gradient() -> Non
 
 
 def test_gradients_of_a_backward_within_end_nothing_until_one_has_shown_that_they_do() -> None:
-    backward = UnitBackward()
+    backward = UnitBackward(lambda: None)
     backward.expect(1, 1)
     backward.enter(3)  # another task than the one that runs
     MOVES["arrive 0"](backward)
@@ -95,7 +77,7 @@ def test_gradients_of_a_backward_within_end_nothing_until_one_has_shown_that_the
 
 
 def test_a_nested_backward_ends_a_unit_unless_one_has_come_to_it_again() -> None:
-    backward = UnitBackward()
+    backward = UnitBackward(lambda: None)
     backward.expect(2, 2)
     for whole, comes_again in ((3, False), (4, True), (5, False)):
         backward.enter(7, whole=whole)
@@ -119,7 +101,7 @@ def test_a_nested_backward_ends_a_unit_unless_one_has_come_to_it_again() -> None
 
 
 def test_a_frozen_parameter_may_be_read_after_the_last_gradient() -> None:
-    backward = UnitBackward()
+    backward = UnitBackward(lambda: None)
     backward.expect(1, 2)
     backward.enter(7)
     MOVES["arrive 0"](backward)

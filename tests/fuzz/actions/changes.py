@@ -40,6 +40,7 @@ class Change(Action):
 
     def write(self, page: Page) -> None:
         name = repr(page.param(self.param))
+        page.write("s.reshard_all()")  # what is unsharded refuses writes
         page.write(
             *(line.replace("{p}", f"s.param({name})").replace("[{name}]", f"[{name}]") for line in CHANGES[self.how])
         )
@@ -56,6 +57,7 @@ class ChangeKept(Action):
     def write(self, page: Page) -> None:
         if page.kept:
             alias = page.kept[self.alias % len(page.kept)]
+            page.write("s.reshard_all()")
             page.write("with torch.no_grad():", f"    s.kept[{alias!r}][{page.param(self.param)!r}].add_(1)")
             page.mark(f"change through {alias}")
 

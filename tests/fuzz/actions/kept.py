@@ -30,6 +30,8 @@ class Take(Action):
 
     def write(self, page: Page) -> None:
         name = f"{self.what}{page.number()}"
+        if self.what in ("params", "data", "detach"):
+            page.write("s.reshard_all()")  # what is unsharded has no ``.data``, and aliases of it do not last
         page.write(f"s.kept[{name!r}] = {TAKES[self.what]}")
         if self.what not in ("grads", "optim", "local"):
             page.kept.append(name)
@@ -45,6 +47,8 @@ class Copy(Action):
 
     def write(self, page: Page) -> None:
         name = f"copy{page.number()}"
+        if self.what in ("params", "data", "detach"):
+            page.write("s.reshard_all()")
         page.write(f"s.kept[{name!r}] = {COPIES[self.how].format(it=TAKES[self.what])}")
         page.mark(f"{self.how} of {self.what}")
 

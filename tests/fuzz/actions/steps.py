@@ -86,4 +86,4 @@ class Remake(Action):
     """Make a new optimizer over the parameters as they are registered now."""
 
     def write(self, page: Page) -> None:
-        page.write("s.remake_optimizer()")
+        page.write("s.reshard_all()", "s.remake_optimizer()")  # one of full parameters may not step
