@@ -159,13 +159,14 @@ class JointChanges:
                 "all gradients of the ranks that are still in a Join are zeros or empty, so these cannot tell a rank that has "
                 f"left whether they were cleared: call zero_grad(set_to_none=True), or {_ONE_STEP}"
             )
-        are_cleared = any("zeroed" in seen for seen in said) and not any("kept" in seen for seen in said)
-        are_dropped = any("cleared" in seen for seen in said)
+        any_is_kept = any("kept" in seen for seen in said)
+        are_cleared = any("zeroed" in seen for seen in said) and not any_is_kept
+        are_dropped = any("cleared" in seen for seen in said) and not any_is_kept
         for place, param in enumerate([param.sharded for param in self._params] if not is_active else ()):
             first = {seen[place] for seen in said}
             known = first if first & {"kept", "zeroed"} else {seen[place] for seen in every}
             if isinstance(param.grad, WaitingGradient):  # ranks that used other modules may have none
-                if "kept" not in first and (are_dropped or are_cleared):
+                if first & {"cleared", "zeroed"} or are_dropped or are_cleared:
                     param.grad = None
             elif first & {"none", "cleared"}:
                 param.grad = None

@@ -80,6 +80,8 @@ def assert_average_is_that_of_one_process(
 ) -> None:
     plain = make()
     model = wrap(make())
+    for each in (plain, model):
+        each(batch(98))  # no backward follows, so parameters are unsharded when the average is made
     averages = start(plain), start(model)
     optimizers = [
         torch.optim.SGD([{"params": each} for each in module.parameters()], lr=0.1) for module in (plain, model)
