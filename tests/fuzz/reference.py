@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,6 +174,25 @@ class ReferenceSide(Side):
         for factor in (factor for factor, follows in hooks if follows):
             param.grad.mul_(factor)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        cleared = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        self._forget({name for name, param in self.net.named_parameters() if id(param) in cleared})
+
+    def zero_model(self, set_to_none: bool = True) -> None:
+        super().zero_model(set_to_none)
+        self._forget()
+
+    def assign(self, state: Mapping[str, Tensor]) -> None:
+        super().assign(state)
+        self._forget()  # new parameters begin without the gradients of the old ones
+
+    def _forget(self, names: Container[str] | None = None) -> None:
+        """Drop what is held back of ``names`` (None: all), as DDP and one process do when gradients are cleared."""
+        for held in (self._held, self._late):
+            for name in [name for name in held if names is None or name in names]:
+                del held[name]
+
     def _rules_of(self, name: str) -> Rules:
         return self._rules[self._unit_of[name]]
 
@@ -221,7 +240,7 @@ class ReferenceSide(Side):
     def adopt(self, model: nn.Module) -> None:
         super().adopt(model)
         self._unit_of = self._find_units()
-        self._held, self._late = {}, {}  # a copy begins without the gradients of earlier backwards
+        self._forget()  # a copy begins without the gradients of earlier backwards
         self.hidden = frozenset()
 
 

@@ -103,6 +103,10 @@ class Side:
         """Drop or zero the gradients by the optimizer."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
+    def zero_model(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients by the model."""
+        self.net.zero_grad(set_to_none=set_to_none)
+
     def clip(self, how: str, bound: float) -> Tensor:
         """Clip gradients by value, or by norm; return the norm."""
         params = list(self.net.parameters())

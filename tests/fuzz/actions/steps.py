@@ -38,7 +38,7 @@ class ZeroGrad(Action):
     by_model: bool = False
 
     def write(self, page: Page) -> None:
-        page.write(f"{'s.net' if self.by_model else 's'}.zero_grad({'' if self.to_none else 'set_to_none=False'})")
+        page.write(f"s.zero_{'model' if self.by_model else 'grad'}({'' if self.to_none else 'set_to_none=False'})")
         page.mark("zero_grad")
 
 
