@@ -226,15 +226,18 @@ def test_an_error_above_the_bound_warns_once_and_routes_name_the_coding() -> Non
     assert describe_units(model).rows[0].route == "collectives, gather int8, reduce bf16"
 
 
+@torch.no_grad()
+def _write(module: nn.Module, _inputs: object) -> None:
+    module.get_parameter("weight")[:, 0] = 7.0
+
+
 @on_ranks(2)
-def test_what_is_written_to_full_parameters_reaches_masters_and_nothing_else() -> None:
+def test_what_a_forward_writes_reaches_masters_and_nothing_else() -> None:
     model, _ = twins()
+    model[0].register_forward_pre_hook(_write)
     fully_shard(model, compression=BOTH)
     before = full(model.get_parameter("0.weight")).clone()
-    model.unshard()
-    with torch.no_grad():
-        model.get_parameter("0.weight")[:, 0] = 7.0
-    model.reshard()
+    model(torch.ones(2, before.shape[1])).sum().backward()
     after = full(model.get_parameter("0.weight"))
     assert torch.all(after[:, 0] == 7.0)
     assert torch.equal(after[:, 1:], before[:, 1:])

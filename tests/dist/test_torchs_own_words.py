@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: prune.global_unstructured([(sharded()[0], "weight")], prune.L1Unstructured, amount=0.5),
     ),
     "batch norm": ("expected scalar type BFloat16 but found Float", with_norm_in_bf16),
-    "argument": ("got an unexpected keyword argument", lambda: MixedPrecisionPolicy(buffer_dtype=torch.bfloat16)),  # pyright: ignore[reportCallIssue]
+    "argument": ("got an unexpected keyword argument", lambda: sharded().unshard(blocking=True)),  # pyright: ignore[reportCallIssue]
     "step": ("missing 1 required keyword-only argument: 'step'", lambda: save("run", {"model": sharded()})),  # pyright: ignore[reportCallIssue]
 }
 

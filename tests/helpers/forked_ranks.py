@@ -40,6 +40,7 @@ class ForkedRank(Forked):
 
 
 def _run(words: list[str], environment: dict[str, str]) -> None:
+    import shardwise.recipes.train  # noqa: F401  before what it imports is replaced: the server may have been started without it
     from shardwise.cli.main import main
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of the whole process
