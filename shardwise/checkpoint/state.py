@@ -591,7 +591,8 @@ def _ask_shard(
     record: TensorRecord,
 ) -> Callable[[], Any]:
     if not param.dim() or record.shape != tuple(param.shape):
-        return partial(_beside, param, order.whole(full))
+        is_number = not param.dim() and split(full)[-1] in _NUMBERS
+        return partial(_as_it_is, order.whole(full)) if is_number else partial(_beside, param, order.whole(full))
     windows, staged = windows_of(full, param), targets.get(full)
     if staged is None:
         staged = order.windows(full, record.shape, windows) or []
@@ -616,6 +617,10 @@ def _ask_slice(order: LoadRequests, own: LocalSlice, full: str, record: TensorRe
     return partial(_as_it_is, found)
 
 
+# State of torch's optimizers that is a plain number, also of a parameter without dims, whose other state has none either.
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+
+
 def _as_it_is(value: Any) -> Any:
     return value
 
@@ -632,7 +637,7 @@ def _placed(param: torch.Tensor, staged: Sequence[torch.Tensor]) -> torch.Tensor
 
 def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return state of another shape than its parameter, of the parameter's kind: DTensors do not mix with plain tensors."""
-    if not isinstance(param, DTensor) or not value.dim():
+    if not isinstance(param, DTensor) or (param.dim() and not value.dim()):
         return _on_device(value, device_of(param))
     mesh = param.device_mesh
     spec = torch_private.make_spec(mesh, [Replicate()] * mesh.ndim, value.shape, value.stride(), value.dtype)

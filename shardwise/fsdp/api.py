@@ -307,6 +307,7 @@ def fully_shard(
     check_modules(modules, "fully_shard")
     mesh = mesh if mesh is not None else default_mesh()
     axes = axes_of(mesh, dp_mesh_dims)
+    is_asked = reshard_after_forward is not None
     if placements is not None:
         axes, reshard_after_forward = _place_axes(placements, axes, reshard_after_forward)
     if axes.shard_mesh_dim is None:
@@ -320,6 +321,8 @@ def fully_shard(
     )
     check_compression(compression, axes, "fully_shard")
     attachment = build_unit(modules, preset)
+    if reshard is False and placements is not None and not is_asked:
+        attachment.unit.uses_default_reshard = True  # full parameters stay for a backward, not after an evaluation
     for each in attachment.unit.modules:
         mix_in(each, FSDPModule, "FSDP")
     return cast("FSDPModule | list[FSDPModule]", module)

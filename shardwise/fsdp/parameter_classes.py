@@ -118,6 +118,15 @@ class _Standing(torch.Tensor):
         """Register ``hook`` on the shard, so that it runs after the reduced gradient was accumulated."""
         return self.kept.sharded().register_post_accumulate_grad_hook(hook)
 
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Raises: StateError, since torch does not count writes to what this returns."""
+        raise StateError(f".data was read of {self.kept.in_words}: read detach() instead. {TO_WRITE}")
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise StateError(f".data was assigned to {self.kept.in_words}. {TO_WRITE}")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
@@ -154,15 +163,6 @@ class _Idle(_Standing):
                 )
         with torch_private.without_torch_function():
             return func(*args, **(kwargs or {}))
-
-    @property
-    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Raises: StateError, since torch does not count writes to what this returns."""
-        raise StateError(f".data was read of {self.kept.in_words}: read detach() instead. {TO_WRITE}")
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        raise StateError(f".data was assigned to {self.kept.in_words}. {TO_WRITE}")
 
 
 class NoFullTensorError(StateError, AttributeError):
@@ -201,6 +201,11 @@ class _StandsFor:
     def __init__(self, param: ShardedParam) -> None:
         self._param, self.fqn = weakref.ref(param), param.fqn
 
+    @property
+    def in_words(self) -> str:
+        """The registered tensor, for messages."""
+        return f"the sub-sharded form of {self.fqn}, which stays registered until its backward"
+
     def __reduce__(self) -> tuple[type[set[Any]], tuple[()]]:
         return set, ()  # copies and files get an empty set, which torch.load(weights_only=True) reads
 
@@ -223,7 +228,7 @@ class _Kept(_StandsFor):
 
     @property
     def in_words(self) -> str:
-        """The parameter, for messages."""
+        """The registered tensor, for messages."""
         return f"the full form of {self.fqn}, which stays registered after a forward or unshard()"
 
     def check(self) -> None:

@@ -305,7 +305,8 @@ class Unit:
         holders: the number of forwards that are using the full parameters now.
         num_aliases: :meth:`count_aliases` when a forward began.
         awaited: ids of the modules that have not run yet in the current forward; with several modules the last one ends it.
-        uses_default_reshard: the user did not pass ``reshard_after_forward``, so a root keeps its parameters unsharded.
+        uses_default_reshard: the user did not pass ``reshard_after_forward``, so a root keeps its parameters unsharded, and
+            whatever is kept is freed after a forward that no backward follows.
         max_reductions: how many reduce-scatter inputs may be allocated at once; the largest of an engine's units counts.
         transport: the transport that the user chose for this unit; the root's counts.
         writes: writes of user code to full parameters.

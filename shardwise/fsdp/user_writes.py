@@ -182,9 +182,17 @@ class UserWrites:
 
     @staticmethod
     def check_sub(name: str, params: Sequence[ShardedParam]) -> None:
-        """Raise StateError if the sub-sharded parameters of unit ``name`` were written to."""
+        """Raise StateError if the sub-sharded parameters of unit ``name`` were written to, or have gradients."""
         for param in params:
-            if param.subsharded is not None and param.subsharded._version:
+            sub = param.subsharded
+            if sub is not None and torch.Tensor.grad.__get__(sub) is not None:  # pyright: ignore  not the shard's
+                torch.Tensor.grad.__set__(sub, None)  # pyright: ignore
+                raise StateError(
+                    f"{param.fqn} ({unit_in_words(name)}) was used in a loss after its forward, when its form on the smaller "
+                    "mesh of reshard_after_forward was registered, whose gradient does not reach the shards. Compute with it "
+                    "inside forward, or call unshard() on the module first"
+                )
+            if sub is not None and sub._version:
                 raise StateError(
                     f"{param.fqn} ({unit_in_words(name)}) was written to between forward and backward, when its form on the "
                     "smaller mesh of reshard_after_forward was registered, and optimizers do not train that form. Write to it "

@@ -475,3 +475,24 @@ def test_state_of_another_shape_than_its_parameter_comes_back(tmp_path: Path) ->
     model, optimizer = made(1)
     load(tmp_path, {"model": model, "optimizer": optimizer})
     assert all(map(torch.equal, step(model, optimizer), wanted))
+
+
+@on_ranks(2)
+def test_state_of_a_parameter_without_dims_comes_back(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.scale = nn.Parameter(torch.tensor(1.1))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * self.scale
+
+    model = fully_shard(Scaled())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        before = {key: type(value) for key, value in optimizer.state[model.scale].items()}
+        save(tmp_path, {"model": model, "optimizer": optimizer}, step=1)
+        load(tmp_path, {"model": model, "optimizer": optimizer})
+        assert {key: type(value) for key, value in optimizer.state[model.scale].items()} == before

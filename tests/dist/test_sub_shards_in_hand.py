@@ -124,3 +124,14 @@ def test_parameters_after_a_forward_and_a_step_are_those_of_the_step() -> None:
         optimizer.step()
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(param.detach()), other.detach())
+
+
+@on_ranks(4)
+def test_writes_through_data_and_losses_of_them_are_named_errors() -> None:
+    model = _sharded()
+    loss = model(batch(0)).square().mean()
+    weight: nn.Parameter = model[0].weight  # type: ignore[assignment]
+    with pytest.raises(StateError, match=r"\.data was read of the sub-sharded form of"):
+        weight.data.mul_(0.5)
+    with pytest.raises(StateError, match="was used in a loss after its forward"):
+        (loss + full(weight.square().sum())).backward()
