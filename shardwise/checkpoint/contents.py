@@ -369,7 +369,7 @@ class Contents:
     Attributes:
         held, parts: per tensor, in parallel.
         ties: further names of tensors.
-        params: names of parameters of modules.
+        params: parameters of modules by name; True for plain ones, of which every rank holds the whole.
         buffers: names of plain module buffers that no broadcast makes equal on all ranks.
         values: encoded values; a rank may lack some, but ranks must agree on those that they have.
         known: by name, parts of earlier saves of tensors that have not changed; it is extended, and outlives this
@@ -379,7 +379,7 @@ class Contents:
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     parts: dict[str, list[LocalPart]] = field(default_factory=dict[str, list[LocalPart]])
     ties: dict[str, str] = field(default_factory=dict[str, str])
-    params: list[str] = field(default_factory=list[str])
+    params: dict[str, bool] = field(default_factory=dict[str, bool])
     buffers: list[str] = field(default_factory=list[str])
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     known: Known = field(default_factory=Known)

@@ -443,7 +443,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, on its own memory."""
     if not tensor.numel():
         return memoryview(b"")
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    # torch calls a dim of one element contiguous whatever its stride is
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return cast(Any, flat.numpy()).data
 
 

@@ -317,9 +317,9 @@ class Saver:
             if self._windows.held != contents.held or not self._windows.digest:
                 text = held_to_text(contents.held.values())
                 self._windows = _Windows(contents.held, text, sum_of(text.encode()))
+            params = ParameterCheck(contents, self._windows.digest) if self.size > 1 else None
         except BaseException as error:  # the others get it when ranks agree
             return Draft(Contents(), "", "", step, keep, error=error)
-        params = ParameterCheck(contents, self._windows.digest) if self.size > 1 else None
         return Draft(contents, self._windows.text, self._windows.digest, step, keep, check, params)
 
     def _agree(self, draft: Draft, store_gather: StoreGather) -> Job:

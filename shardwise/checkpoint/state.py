@@ -181,17 +181,21 @@ class ParameterCheck:
     Values that differ on purpose (columns or experts of each rank in plain tensors) differ everywhere: a few elements show it.
 
     Attributes:
-        marks: a digest of all samples, by what they are of: ``digest`` of the windows, and the names of whole parameters.
+        marks: a digest of all samples, by what they are of: ``digest`` of the windows, and the names of plain parameters.
     """
 
     def __init__(self, contents: Contents, digest: str) -> None:
         tensors = {name: part.tensor for name in contents.params for part in contents.parts[name]}
-        samples = [sample_of(tensor, _SAMPLE_NUMEL).contiguous().view(torch.uint8) for tensor in tensors.values()]
+        # copies, since torch calls one element contiguous whatever its stride is
+        copies = [
+            torch.clone(sample_of(each, _SAMPLE_NUMEL), memory_format=torch.contiguous_format)
+            for each in tensors.values()
+        ]
+        samples = [each.view(torch.uint8) for each in copies]
         taken = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *(each.cpu() for each in samples)])
         texts = (sum_of(bytes_of(each)) for each in taken.split([each.numel() for each in samples]))
         found = dict(zip(tensors, texts, strict=True))
-        shapes = {name: contents.held[name].shape for name in found}
-        whole_ones = {name: text for name, text in found.items() if tuple(tensors[name].shape) == shapes[name]}
+        whole_ones = {name: text for name, text in found.items() if contents.params[name]}
         self._digests = {digest: found, sum_of(json.dumps(list(whole_ones)).encode()): whole_ones}
         self.marks = {key: sum_of(json.dumps(each).encode()) for key, each in self._digests.items()}
 
@@ -714,7 +718,7 @@ class ModuleCarrier:
                 is_buffer = id(value) in buffers and type(value) is torch.Tensor
                 contents.add_tensor(full, value, is_lowest=is_buffer)
                 if not is_buffer:
-                    contents.params.append(full)
+                    contents.params[full] = not isinstance(value, DTensor)
                 if is_buffer and id(value) not in shared:
                     contents.buffers.append(full)
 
