@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -299,7 +300,12 @@ def run_rank(name: str) -> None:
         MISTAKES[name](rank)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)  # as for an error that ends the program: it adds notes
-        said, code = " ".join([f"{type(error).__name__}: {error}"[:280], *getattr(error, "__notes__", [])]), 1
+        said, code = (
+            " ".join(
+                [f"{type(error).__name__}: {_FOLDERS.sub('', str(error))}"[:280], *getattr(error, "__notes__", [])]
+            ),
+            1,
+        )
     seconds = time.monotonic() - start
     Path(f"rank-{rank}").write_text(json.dumps([seconds, [*warned, said]]))
     sys.stdout.flush()
@@ -336,9 +342,11 @@ def run(name: str) -> list[tuple[float, list[str]]]:
         for rank in range(NUM_RANKS):
             file = Path(folder) / f"rank-{rank}"
             seconds, texts = json.loads(file.read_text()) if file.exists() else (LIMIT_S, ["HANGS"])
-            places = f"{folder}/", f"{Path(__file__).parent}/"  # of this machine
-            found.append((seconds, [text.replace(places[0], "").replace(places[1], "") for text in texts]))
+            found.append((seconds, [_FOLDERS.sub("", text) for text in texts]))
         return found
+
+
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+")  # of this machine, before a text is cut
 
 
 def _cell(texts: list[str]) -> str:
