@@ -46,8 +46,8 @@ def loaded(folder: Path) -> Any:
     return LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
 
 
-def trained(model: Any) -> Any:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def trained(model: Any, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(3):
         generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
         ids = torch.randint(64, (4, 8), generator=generator)
@@ -78,6 +78,33 @@ def test_a_model_is_loaded_trained_saved_and_loaded_again_as_with_torchs_own() -
             dist.barrier()
             assert_equal(values(loaded(again)), found[-1])
     assert_equal(*found)
+
+
+@on_ranks(2)
+def test_a_distributed_checkpoint_of_model_and_optimizer_goes_on_as_with_torchs_own() -> None:
+    """``save_pretrained(distributed_checkpoint=True)`` writes each rank's shards with torch's DCP."""
+    import transformers.distributed.fsdp as used_by_transformers
+    from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
+
+    say_as_torchrun()
+    folder = saved(shared_folder())
+    ends: list[list[torch.Tensor]] = []
+    for used in (True, False):
+        with use_in(used_by_transformers) if used else nullcontext():
+            model = loaded(folder)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            trained(model, optimizer)
+            weights, state = shared_folder(), str(shared_folder())
+            model.save_pretrained(weights, distributed_checkpoint=True)
+            save_optimizer_distributed(model, optimizer, state)
+            assert any("shard-" in each.name for each in weights.iterdir())
+            ends.append(values(trained(model, optimizer)))
+            again = loaded(weights)
+            restored = torch.optim.AdamW(again.parameters(), lr=0.1)
+            load_optimizer_distributed(again, restored, state)
+            ends.append(values(trained(again, restored)))
+    for end in ends[1:]:
+        assert_equal(end, ends[0])
 
 
 @on_ranks(2)
