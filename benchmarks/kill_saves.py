@@ -37,8 +37,8 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.convert import compare_tensors, compare_values, names_in
-from shardwise.checkpoint.files import Files, list_checkpoints, read_manifest, verify
+from shardwise.checkpoint.convert import CheckpointSource, compare_tensors, compare_values
+from shardwise.checkpoint.files import Files, list_checkpoints, verify
 from shardwise.one_host import stay_on_loopback
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.run_folder import Start
@@ -327,11 +327,11 @@ def differing(run: Path, other: Path) -> list[str]:
     """
     files = Files()
     places = [list_checkpoints(files, each / "checkpoints")[-1].path for each in (run, other)]
-    first, second = ((place, read_manifest(files, place)) for place in places)
-    found = [each.name for each in compare_tensors(files, first, second, lambda _: None)]
-    names = names_in(first[1]) ^ names_in(second[1])
-    values = [each.name for each in compare_values(first[1], second[1]) if not each.name.startswith("rank/")]
-    return [*found, *names, *values]
+    first, second = map(CheckpointSource.open, places)
+    found = [each.name for each in compare_tensors(first, second, lambda _: None)]
+    names = first.names ^ second.names
+    changed = compare_values(first.manifest, second.manifest)
+    return [*found, *names, *(each.name for each in changed if not each.name.startswith("rank/"))]
 
 
 def campaign(folder: Path, num_ranks: int, num_kills: int, seed: int, *, with_commands: bool = False) -> Report:

@@ -8,34 +8,29 @@ import math
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import xxhash
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from shardwise.checkpoint.convert import (
+    CheckpointSource,
     TensorDifference,
     ValueDifference,
     compare_tensors,
     compare_values,
     convert,
     export_model,
-    export_torch,
-    names_in,
 )
 from shardwise.checkpoint.files import Files, list_checkpoints, read_manifest, verify
 from shardwise.checkpoint.format import MANIFEST, Manifest, bytes_of, step_of, sum_of
-from shardwise.checkpoint.load import stream
 from shardwise.cli import EXIT_FAILED
 from shardwise.errors import ConfigError, DamagedCheckpointError
 from shardwise.formatting import format_bytes, plain
 from shardwise.recipes.report import PlainConsole
-from shardwise.recipes.run_folder import is_old, read_progress
 
 # ---- The tables that ``shardwise checkpoint`` prints.
 
@@ -242,15 +237,11 @@ def _manifest_or_reason(path: Path) -> Manifest | str:
 
 def _sums(path: Path, manifest: Manifest) -> dict[str, str]:
     found: dict[str, str] = {}
-    state = xxhash.xxh3_128()
+    source = CheckpointSource(path, manifest)
     with _progress(sum(each.num_bytes for each in manifest.tensors.values()), "reading") as bar:
-        for window in stream(FILES, path, manifest, sorted(manifest.tensors)):
-            data = bytes_of(window.tensor.contiguous())
-            state.update(data)
-            _advance(bar, len(data))
-            if window.is_last:
-                found[window.name] = state.hexdigest()
-                state.reset()
+        for name, record in sorted(manifest.tensors.items()):
+            found[name] = sum_of(bytes_of(source.read(name)))
+            _advance(bar, record.num_bytes)
     return found
 
 
@@ -272,13 +263,12 @@ def _verify(console: Console, checkpoints: list[Path]) -> int:
 
 
 def _diff(console: Console, first: Path, second: Path) -> int:
-    mine, theirs = read_manifest(FILES, first), read_manifest(FILES, second)
-    left, right = names_in(mine), names_in(theirs)
-    differences: list[TensorDifference] = []
-    total = sum(mine.tensors[name].num_bytes for name in mine.tensors if name in right)
+    mine, theirs = CheckpointSource.open(first), CheckpointSource.open(second)
+    left, right = mine.names, theirs.names
+    total = sum(record.num_bytes for name, record in mine.manifest.tensors.items() if name in right)
     with _progress(total, "comparing") as bar:
-        differences += compare_tensors(FILES, (first, mine), (second, theirs), partial(_advance, bar))
-    values = compare_values(mine, theirs)
+        differences = list(compare_tensors(mine, theirs, partial(_advance, bar)))
+    values = compare_values(mine.manifest, theirs.manifest)
     if not (differences or values or left ^ right):
         console.print(f"{first} and {second} hold the same {len(left)} tensors, to the bit, and the same values")
         return 0
@@ -292,18 +282,11 @@ def _diff(console: Console, first: Path, second: Path) -> int:
 
 def _export(console: Console, arguments: argparse.Namespace) -> int:
     path = find_checkpoints(Path(arguments.path), arguments.step)[-1]
-    manifest, out = read_manifest(FILES, path), Path(arguments.out)
-    is_whole = arguments.format == "torch"
-    if is_whole and out.exists():
-        raise ConfigError(f"{out} exists; name a file that does not.")
-    chosen = [t for n, t in manifest.tensors.items() if is_whole or n.startswith(f"{arguments.key}/")]
+    key, most_bytes, beside = arguments.key, arguments.file_bytes, arguments.beside
+    chosen = [each for name, each in read_manifest(FILES, path).tensors.items() if name.startswith(f"{key}/")]
     with _progress(sum(each.num_bytes for each in chosen), "exporting") as bar:
         seen = partial(_advance, bar)
-        if is_whole:
-            written = [export_torch(path, out, progress=seen)]
-        else:
-            key, most_bytes, beside = arguments.key, arguments.file_bytes, arguments.beside
-            written = export_model(path, out, key=key, most_bytes=most_bytes, beside=beside, progress=seen)
+        written = export_model(path, arguments.out, key=key, most_bytes=most_bytes, beside=beside, progress=seen)
     for each in written:
         console.print(f"{each}  {format_bytes(each.stat().st_size, 1024)}", markup=False)
     return 0
@@ -314,7 +297,6 @@ def _convert(console: Console, arguments: argparse.Namespace) -> int:
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder.")
     step = arguments.step if arguments.step is not None else step_of(path.name) or 0
-    more = {"progress": asdict(read_progress(path))} if is_old(path) else None
-    written = convert(path, arguments.out, step=step, more=more)
+    written = convert(path, arguments.out, step=step)
     console.print(table_of_verified([(written, read_manifest(FILES, written), len(verify(FILES, written)))]))
     return 0

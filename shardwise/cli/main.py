@@ -132,14 +132,11 @@ def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.Argum
     export = actions.add_parser(
         "export",
         help="write a checkpoint for other tools",
-        description="Write the model as Hugging Face has models (safetensors files and an index), or all state as one file of "
-        "torch.save. Every byte that is read is verified.",
+        description="Write the model as Hugging Face has models (safetensors files and an index). Every byte that is read is "
+        "verified.",
     )
     _add_place(export, "path")
-    export.add_argument("out", metavar="OUT", help="a folder for safetensors files, a new file for torch.save")
-    export.add_argument(
-        "--format", choices=("safetensors", "torch"), default="safetensors", help="default: %(default)s"
-    )
+    export.add_argument("out", metavar="OUT", help="a folder for safetensors files")
     export.add_argument(
         "--key", default="model", metavar="NAME", help="what the model was saved as (default: %(default)s)"
     )
@@ -155,12 +152,10 @@ def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.Argum
     )
     convert = actions.add_parser(
         "convert",
-        help="make a checkpoint out of what other tools wrote",
-        description="Make a checkpoint out of a DCP folder (of earlier runs, too) or safetensors files. Nothing in it is run.",
+        help="make a checkpoint out of a DCP folder",
+        description="Make a checkpoint out of a folder of torch.distributed.checkpoint. Nothing in it is run.",
     )
-    convert.add_argument(
-        "path", metavar="PATH", help="a DCP folder, a safetensors file, or a folder of these with an index"
-    )
+    convert.add_argument("path", metavar="PATH", help="a DCP folder")
     convert.add_argument("out", metavar="OUT", help="a folder of checkpoints, maybe new")
     convert.add_argument("--step", type=int, metavar="N", help="its step (default: by the name of PATH, else 0)")
 

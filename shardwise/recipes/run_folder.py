@@ -160,7 +160,6 @@ def steps_in(path: Path) -> int:
 
 # ---- Checkpoints of a run: ``shardwise.checkpoint`` folders with the model, the optimizer, and the progress.
 
-_OLD = "state.json"  # of checkpoints of shardwise 0.1, DCP folders, which ``shardwise checkpoint convert`` takes
 _PROGRESS = "progress"
 _FIELDS = ("step", "windows", "num_parameters")
 
@@ -184,28 +183,14 @@ class Resumed:
     skipped: tuple[str, ...]
 
 
-def is_old(checkpoint: Path) -> bool:
-    """Return True for a complete checkpoint of shardwise 0.1."""
-    return (checkpoint / _OLD).is_file()
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first.  Raises: ConfigError if all are of shardwise 0.1."""
-    found = [each.path for each in list_new(Files(), folder)] if folder.is_dir() else []
-    old = max(filter(is_old, folder.glob("step-*")), default=None)
-    if old is not None and not found:
-        raise ConfigError(
-            f"{old} was written by shardwise 0.1. Write it again: shardwise checkpoint convert {old} {folder}-new; then put "
-            f"{folder}-new in the place of {folder}."
-        )
-    return found
+    """Return the complete checkpoints, oldest first."""
+    return [each.path for each in list_new(Files(), folder)] if folder.is_dir() else []
 
 
 def read_progress(checkpoint: Path) -> RunProgress:
     """Return the progress in a checkpoint.  Raises: ConfigError if it is not one of a run, or damaged."""
     try:
-        if is_old(checkpoint):
-            return progress_from_json(read_json(checkpoint, _OLD))
         manifest = read_manifest(Files(), checkpoint)
         return progress_from_json(decode(manifest.values[_PROGRESS], _PROGRESS))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

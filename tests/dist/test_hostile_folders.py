@@ -150,7 +150,7 @@ def test_what_is_no_regular_file_in_a_checkpoint_or_a_record_is_named_at_once(
     for name in (".metadata", "rank-00000.jsonl"):
         NOT_FILES[kind](tmp_path / name)
     assert read_record(tmp_path / "rank-00000.jsonl") is None
-    with pytest.raises((ConfigError, CheckpointError), match="neither a DCP folder|.metadata: is a"):
+    with pytest.raises((ConfigError, CheckpointError), match="is not a DCP folder|.metadata: is a"):
         convert(tmp_path, tmp_path / "out", step=1)
 
 
@@ -301,7 +301,6 @@ def test_a_snapshot_of_hugging_faces_cache_is_read_and_other_links_are_not(tmp_p
         model = torch.nn.Linear(1, 3)
         load(named, {"model": model})
         assert model.weight.eq(1).all(), named
-        convert(named, tmp_path / "out", step=1)
     for outside in ("/etc/passwd", "../../../secret"):
         (snapshot / "model.safetensors").unlink()
         (snapshot / "model.safetensors").symlink_to(outside)

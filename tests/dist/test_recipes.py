@@ -20,7 +20,7 @@ import yaml
 from helpers.snippets import ROOT, main_of_example
 
 from shardwise.checkpoint import save
-from shardwise.checkpoint.convert import export_torch
+from shardwise.checkpoint.convert import CheckpointSource
 from shardwise.testing import WorkerPool
 
 SLURM = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -67,10 +67,8 @@ def saved(name: str, folder: str, **arguments: Any) -> None:
 def test_a_checkpoint_of_experts_holds_those_of_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     for num_ranks in (1, 4):
         pool.run(saved, num_ranks=num_ranks, name="expert_parallel", folder=str(tmp_path / str(num_ranks)))
-    whole, split = ({}, {})
-    for num_ranks, found in ((1, whole), (4, split)):
-        export_torch(tmp_path / str(num_ranks), tmp_path / f"{num_ranks}.pt")
-        found |= torch.load(tmp_path / f"{num_ranks}.pt", weights_only=True)["model"]
+    sources = [CheckpointSource.open(tmp_path / str(num_ranks)) for num_ranks in (1, 4)]
+    whole, split = ({name: each.read(name) for name in each.names} for each in sources)
     assert any(value.shape == (4, 16, 16) for value in split.values())
     for name, value in whole.items():
         torch.testing.assert_close(split[name], value, rtol=1e-3, atol=1e-5)

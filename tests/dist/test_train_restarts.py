@@ -17,8 +17,8 @@ from helpers.commands import run as run_command
 from helpers.forked_ranks import ForkedRank, alive, fork_ranks
 from helpers.runs import metrics_of, write_text
 
-from shardwise.checkpoint.convert import compare_tensors, names_in
-from shardwise.checkpoint.files import Files, list_checkpoints, read_manifest
+from shardwise.checkpoint.convert import CheckpointSource, compare_tensors
+from shardwise.checkpoint.files import Files, list_checkpoints
 from shardwise.cli.main import main
 from shardwise.loop import launch
 from shardwise.recipes.run_folder import read_restarts
@@ -52,12 +52,11 @@ def _figures(run: Path) -> list[tuple[object, object, object]]:
 
 def _differing(run: Path, other: Path) -> list[str]:
     """Return the names of the tensors of the last checkpoints that are not the same to the bit."""
-    files = Files()
-    places = [list_checkpoints(files, each / "checkpoints")[-1].path for each in (run, other)]
-    first, second = ((place, read_manifest(files, place)) for place in places)
-    assert names_in(first[1]) == names_in(second[1])
-    assert first[1].step == second[1].step
-    return [each.name for each in compare_tensors(files, first, second, lambda _: None)]
+    places = [list_checkpoints(Files(), each / "checkpoints")[-1].path for each in (run, other)]
+    first, second = map(CheckpointSource.open, places)
+    assert first.names == second.names
+    assert first.manifest.step == second.manifest.step
+    return [each.name for each in compare_tensors(first, second, lambda _: None)]
 
 
 class Killer(threading.Thread):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import finish, load, save
-from shardwise.checkpoint.convert import convert, export_model, export_torch
+from shardwise.checkpoint.convert import convert, export_model
 from shardwise.checkpoint.format import LENGTH_BYTES, sum_of
 from shardwise.cli.main import main as command
 from shardwise.consistency.diagnosis import diagnose, in_words
@@ -115,6 +115,10 @@ def _loaded(place: Path) -> None:
     load(place, _state(), strict=False)
 
 
+def _loaded_model(place: Path) -> None:
+    load(place, {"model": torch.nn.Linear(2, 2)}, strict=False)
+
+
 def _commands(place: Path) -> None:
     for words in (["show", str(place), "--sums"], ["verify", str(place)], ["diff", str(place), str(place)]):
         command(["checkpoint", *words])
@@ -122,7 +126,6 @@ def _commands(place: Path) -> None:
 
 def _exported(place: Path) -> None:
     with tempfile.TemporaryDirectory() as to:
-        export_torch(place, Path(to) / "all.pt")
         export_model(place, to)
 
 
@@ -161,8 +164,8 @@ def cases(
         (run / "black_box" / "rank-00000.jsonl", change_lines, _told, run),
         (dcp / ".metadata", change_bytes, _converted, dcp),
         (data, change_bytes, _converted, dcp),
-        (single, change_header, _converted, single.parent),
-        (single, change_bytes, _converted, single.parent),
+        (single, change_header, _loaded_model, single.parent),
+        (single, change_bytes, _loaded_model, single.parent),
     ]
     for read in (read_progress, _commands, _exported):
         found += [(step / "manifest.json", change_manifest, read, step), (part, change_header, read, step)]

@@ -14,9 +14,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shardwise.checkpoint import finish, load, save
-from shardwise.checkpoint.files import Files, read_manifest
-from shardwise.checkpoint.format import Window
-from shardwise.checkpoint.load import stream, windows_of
 from shardwise.cli.main import main
 
 
@@ -160,25 +157,7 @@ def test_places_without_checkpoints_are_named_in_one_line(tmp_path: Path, capsys
         assert expected in err
 
 
-def test_windows_are_the_bytes_of_a_tensor_in_order(tmp_path: Path) -> None:
-    model = Tied()
-    path = _save(tmp_path / "one", model)
-    manifest = read_manifest(Files(), path)
-    names = ["model/first.weight", "model/short", "model/second.weight", "model/empty"]
-    expected = [model.first.weight, model.short, model.first.weight, model.empty]
-    for most in (1, 4, 7, 1000):
-        found = list(stream(Files(), path, manifest, names, most))
-        assert [each.name for each in found if each.is_last] == names
-        assert all(each.tensor.numel() <= max(most, 3) for each in found)
-        for name, tensor in zip(names, expected, strict=True):
-            whole = torch.cat([each.tensor for each in found if each.name == name])
-            assert torch.equal(whole, tensor.detach())
-    assert windows_of(manifest.tensors["model/first.weight"], 7) == [
-        Window((0, 0), (2, 3)), Window((2, 0), (2, 3)), Window((4, 0), (1, 3))
-    ]  # fmt: skip
-
-
-def test_export_writes_what_safetensors_and_torch_load(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_writes_what_safetensors_loads(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = Tied(), run.parent / "out"
     assert _run(capsys, "export", run, out, "--file-bytes", 64)[0] == 0
     files = sorted(out.glob("model-0000?-of-0000?.safetensors"))
@@ -190,23 +169,8 @@ def test_export_writes_what_safetensors_and_torch_load(run: Path, capsys: pytest
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
-    assert _run(capsys, "export", run, out / "all.pt", "--format", "torch")[0] == 0
-    state = torch.load(out / "all.pt", weights_only=True)
-    Tied().load_state_dict(state["model"])
-    assert state["values"]["step"] == 2
-    for words in (["--format", "torch", "--step", 1], ["--key", "other"]):
-        code, _, err = _run(capsys, "export", run, out / "all.pt" if "torch" in words else out / "new", *words)
-        assert (code, len(err.splitlines())) == (2, 1), err
-
-
-def test_convert_takes_what_was_exported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = run.parent / "out"
-    _run(capsys, "export", run, out, "--file-bytes", 64)
-    assert _run(capsys, "convert", out, run.parent / "back", "--step", 7)[0] == 0
-    assert _run(capsys, "verify", run.parent / "back")[0] == 0
-    code, out_text, _ = _run(capsys, "diff", run.parent / "back", run)
-    assert code == 1, "values are not in a model"
-    assert "4 tensors are the same to the bit" in out_text
+    code, _, err = _run(capsys, "export", run, out / "new", "--key", "other")
+    assert (code, len(err.splitlines())) == (2, 1), err
 
 
 def test_convert_takes_dcp_folders_with_the_state_of_the_optimizer(
@@ -232,7 +196,7 @@ def test_convert_takes_dcp_folders_with_the_state_of_the_optimizer(
         assert torch.equal(mine, theirs)
         assert all(torch.equal(fresh.state[mine][key], optimizer.state[theirs][key]) for key in optimizer.state[theirs])
     assert [(group["lr"], group["weight_decay"]) for group in fresh.param_groups] == [(0.01, 0.0), (0.01, 0.01)]
-    for path, expected in ((tmp_path / "other", "expected model.NAME"), (tmp_path, "neither a DCP folder")):
+    for path, expected in ((tmp_path / "other", "expected model.NAME"), (tmp_path, "is not a DCP folder")):
         code, _, err = _run(capsys, "convert", path, tmp_path / "wrong")
         assert (code, len(err.splitlines())) == (2, 1), err
         assert expected in err

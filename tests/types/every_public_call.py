@@ -81,8 +81,8 @@ from shardwise import (
     use_in,
 )
 from shardwise.checkpoint import Loaded, PerRank, RandomState, finish, load, save
-from shardwise.checkpoint.convert import export_model, export_torch
-from shardwise.checkpoint.dcp import DcpReader, DcpWriter, TorchDcpReader
+from shardwise.checkpoint.convert import export_model
+from shardwise.checkpoint.dcp import TorchDcpReader
 from shardwise.testing import WorkerPool, faults
 
 
@@ -236,8 +236,7 @@ def saves(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     finish(Path("run"))
     loaded: Loaded = load("run", state, fallback=True)
     export_model("run", "exported")
-    export_torch("run", "all.pt")
-    print(DcpWriter("a"), DcpReader("a"), TorchDcpReader("a"), loaded.path, loaded.skipped)
+    print(TorchDcpReader("a"), loaded.path, loaded.skipped)
     return loaded.step
 
 
