@@ -8,7 +8,7 @@ import secrets
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -123,9 +123,11 @@ def compare_tensors(first: CheckpointSource, second: CheckpointSource, seen: Pro
             continue
         left, right = first.read(name), second.read(name)
         seen(left.numel() * left.element_size())
-        number, most, largest = _measure(left, right) if left.numel() else (0, 0.0, 0.0)
-        if number or mine != theirs:
-            yield TensorDifference(name, mine, theirs, number, most, largest)
+        found = TensorDifference(name, mine, theirs, 0, 0.0, 0.0)
+        if left.numel():
+            found = _measured(found, left, right)
+        if found.num_different or mine != theirs:
+            yield found
 
 
 def compare_values(first: Manifest, second: Manifest) -> list[ValueDifference]:
@@ -138,14 +140,13 @@ def compare_values(first: Manifest, second: Manifest) -> list[ValueDifference]:
     ]
 
 
-def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, float]:
-    """Return how many elements differ, the largest absolute difference, and the largest absolute value of ``mine``."""
+def _measured(found: TensorDifference, mine: torch.Tensor, theirs: torch.Tensor) -> TensorDifference:
     bits = [each.view(-1).view(torch.uint8).view(mine.numel(), -1) for each in (mine, theirs)]
     wide = torch.complex128 if mine.is_complex() or theirs.is_complex() else torch.float64
     left, right = mine.to(wide), theirs.to(wide)
     number = int((bits[0] != bits[1]).any(1).sum() if mine.dtype == theirs.dtype else (left != right).sum())
     gap = torch.where(left == right, 0.0, (left - right).abs())  # two infinities of one sign are equal
-    return number, float(gap.max()), float(left.abs().max())
+    return replace(found, num_different=number, most=float(gap.max()), largest=float(left.abs().max()))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
