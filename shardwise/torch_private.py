@@ -517,30 +517,6 @@ def draw_per_shard() -> None:
         _random._rng_tracker = cast(Any, _ShardDraws())
 
 
-def intercept_redistribute(gather: Callable[[DTensor, Callable[[], DTensor]], DTensor | None]) -> None:
-    """Use ``gather`` for ``redistribute`` (and ``full_tensor``) of tensors in a graph that become replicated.  Call once.
-
-    ``gather`` gets the tensor (a fake one while torch.compile traces) and a function that redistributes it; if it
-    returns None, torch's own result is used.  The method is public, but is replaced on the class.
-    """
-    original = DTensor.redistribute
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        is_wanted = torch.is_grad_enabled() and self.requires_grad
-        if is_wanted and placements is not None and all(each.is_replicate() for each in placements):
-            found = gather(self, lambda: original(self, device_mesh, placements, **options))
-            if found is not None:
-                return found
-        return original(self, device_mesh, placements, **options)
-
-    for each in (redistribute, DTensor.full_tensor):  # they run between graphs, so nothing of them is compiled
-        skip_frames(each, "DTensor.redistribute runs between graphs")
-    DTensor.redistribute = redistribute
-
-
 def clip_mixed_by(clip: Callable[..., torch.Tensor], clipping: Callable[..., AbstractContextManager[None]]) -> None:
     """Use ``clip`` in ``torch.nn.utils.clip_grad_norm_`` for a mix of DTensor and plain gradients, where torch's raises.
 
@@ -563,13 +539,6 @@ def clip_mixed_by(clip: Callable[..., torch.Tensor], clipping: Callable[..., Abs
 
     clip_grad_norm_.shardwise_clip = clip  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
-
-
-def end_graph(why: str) -> NoReturn:
-    """Break torch.compile's graph at the operation that it traces; ``why``: the error with ``fullgraph=True``."""
-    from torch._dynamo.exc import Unsupported
-
-    raise Unsupported(why)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -469,7 +469,6 @@ TRICKS: dict[Trick, dict[str, str]] = {
     },
     replaces_a_part_of_torch: {
         "clip_mixed_by": "clip_grad_norm_ of torch refuses mixed gradients; shardwise.clip_grad_norm_ takes them",
-        "intercept_redistribute": "full_tensor() in a loss is repaired; it becomes a named error",
         "fake_world": "a plan for any number of ranks beside a group that runs; torch has one world",
         "draw_per_shard": "DTensor has random numbers per shard for accelerators alone; torch fills the same place for those",
         "watching": "the planner must not count the trial runs by which DTensor finds placements",
@@ -488,7 +487,6 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "wrap_forward_method.forward_method": "register_fsdp_forward_method of FSDP2's API, which the user calls",
         "ShardedOptimizer.__getattr__.method": "methods of the optimizer inside, which read synced options",
         "clip_mixed_by.clip_grad_norm_": "see clip_mixed_by",
-        "intercept_redistribute.redistribute": "see intercept_redistribute",
     },
 }
 

@@ -6,12 +6,12 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -32,13 +32,11 @@ from shardwise.fsdp.roots import (
     ATTACHMENT,
     PENDING,
     Attachment,
-    all_units,
     attachment_of,
     copy_settings,
     is_managed_by_torch,
     managed_by_registration,
     may_share_memory,
-    provisional_engine,
     remember,
     roots_to_come,
     unit_of,
@@ -47,115 +45,6 @@ from shardwise.fsdp.unit import Unit
 from shardwise.layout import ChunkShard
 from shardwise.observe import note
 from shardwise.plan.schedule import UnitPolicy
-
-# ---- ``full_tensor()`` of a sharded parameter inside a loss: its gradient is reduced with those of the parameter's unit.
-# DTensor assumes that a gathered tensor has the same gradient on all ranks, so each rank's shard would receive the gradient of
-# that rank's batch only.  Losses that take a head's weight (fused cross entropies, contrastive heads) gather it this way.
-
-_WHY_NO_GRAPH = (
-    "shardwise reduces the gradient of a gathered parameter, which a compiled graph cannot: call full_tensor() outside of the "
-    "function that is compiled with fullgraph=True, and pass it the result"
-)
-_NUM_NEAR = 16  # the search visits at most this many graph nodes; casts, views and products of weights have fewer
-
-
-def watch_gathers() -> None:
-    """Intercept ``DTensor.redistribute``, and with it ``full_tensor``, for sharded parameters; further calls do nothing."""
-    torch_private.intercept_redistribute(_gather)
-
-
-class _AsFull(torch.autograd.Function):
-    """Returns ``values`` as a function of ``full`` in the autograd graph; ``full`` needs no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, full: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        ctx.full = full if isinstance(full, DTensor) else None
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gradient, full = gradients[0], ctx.full
-        if full is not None:  # with tensor parallelism
-            mesh = full.device_mesh
-            gradient = DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            gradient = gradient.redistribute(placements=full.placements)
-        return gradient, None
-
-
-class _Averaged(torch.autograd.Function):
-    """Returns ``gathered`` and averages its gradient over ranks, as the reduction of a unit does."""
-
-    @staticmethod
-    def forward(ctx: Any, gathered: DTensor) -> torch.Tensor:
-        return gathered.view_as(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gradient: DTensor = gradients[0]
-        mesh = gradient.device_mesh
-        summands = DTensor.from_local(gradient.to_local(), mesh, [Partial("avg")] * mesh.ndim, run_check=False)
-        return summands.redistribute(placements=gradient.placements)
-
-
-def _gather(sharded: DTensor, gather: Any) -> DTensor | None:
-    """Return the result of ``gather`` as a function of the unsharded parameter, or of the shards behind ``sharded``.
-
-    Return None if ``sharded`` is neither a sharded parameter nor computed from one.
-    """
-    if torch.compiler.is_compiling():
-        if any(
-            getattr(param.sharded, "device_mesh", None) == sharded.device_mesh
-            for unit in all_units()
-            for param in unit.params
-        ):
-            torch_private.end_graph(_WHY_NO_GRAPH)
-        return None
-    if not sharded.is_leaf:
-        return cast(Any, _Averaged.apply(gather())) if _comes_from_shards(sharded) else None
-    found = _managed(sharded)
-    if found is None:
-        return None
-    with torch.no_grad():
-        values: DTensor = gather()
-    whole = _AsFull.apply(_full_form(*found), torch_private.wait_tensor(values.to_local()))
-    return DTensor.from_local(
-        whole, values.device_mesh, values.placements, run_check=False, shape=values.shape, stride=values.stride()
-    )
-
-
-def _managed(tensor: torch.Tensor) -> tuple[Unit, ShardedParam] | None:
-    return next(((unit, param) for unit in all_units() for param in unit.params if param.sharded is tensor), None)
-
-
-def _comes_from_shards(tensor: torch.Tensor) -> bool:
-    """Return True if ``tensor`` was computed from a sharded parameter in few operations, like ``weight.bfloat16()``."""
-    nodes: list[Any] = [tensor.grad_fn]
-    for _ in range(_NUM_NEAR):
-        if not nodes:
-            break
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, DTensor) and _managed(leaf) is not None:
-            return True
-        if node is not None and node.name() != "_FromTorchTensorBackward":  # activations that users distribute
-            nodes += [each for each, _ in node.next_functions]
-    return False
-
-
-def _full_form(unit: Unit, param: ShardedParam) -> torch.Tensor:
-    """Return the unsharded parameter of ``param``, whose gradient ``unit`` reduces; the first call all-gathers it."""
-    attachment = attachment_of(unit.modules[0])
-    assert attachment is not None
-    provisional_engine(attachment)
-    if param.full is None or unit.diverges:  # then some ranks may have it, and others not
-        unit.reshard()
-        unit.wait()
-        unit.reshard()
-    group = next(group for group in unit.groups if param in group.members)
-    assert param.full is not None
-    group.sync_requires_grad(param, param.full, unit.backward.hook)
-    return param.full
-
 
 # ---- Deep copies: a copied module gets its own units, with copies of the shards.
 
@@ -240,6 +129,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
         )
         copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
         copied.follow_grad_dtype()
+        copied.refuse_gradients()
         copied.beginning = param.beginning
         module = param.module()
         if module is not None and id(module) in memo:
@@ -336,7 +226,6 @@ class _FoundParam:
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     watch_optimizers()
-    watch_gathers()
     if torch_private.accelerator_type() == "cpu":
         torch_private.draw_per_shard()
     note("init", "unit")
@@ -651,6 +540,7 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
         _managed_plain[id(item.param)] = result
     else:
         result.original = weakref.ref(item.param)
+        result.refuse_gradients()
         _sharded_from[item.param] = weakref.ref(result)
         if axes.num_shards > 1:
             result.beginning = Beginning.of(placed.local, result.local)

@@ -247,6 +247,7 @@ def _settings_kept(groups: Sequence[ParamGroup]) -> Generator[None, None, None]:
     for group in groups:
         group.adopt_registered()
     for param in (param for group in groups for param in group.params):
+        param.accumulator = None  # a conversion may swap the contents of two parameters, which torch refuses beside it
         if param.grad_dtype is not None:
             kept.append((param, param.sharded.grad))
             param.sharded.grad = None
@@ -255,6 +256,7 @@ def _settings_kept(groups: Sequence[ParamGroup]) -> Generator[None, None, None]:
     finally:
         for param in (param for group in groups for param in group.params):
             param.hand_on_attributes()
+            param.refuse_gradients()
         for param, gradient in kept:
             param.adopt_registered()
             param.follow_grad_dtype()

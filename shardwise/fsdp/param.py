@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.consistency.store import Sketch, digest_of, sample_of
@@ -145,6 +146,14 @@ def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
     return mine.is_meta or other.is_meta or (mine.dtype is other.dtype and torch.equal(mine, other))
 
 
+class _Edge(torch.autograd.Function):
+    """A function of a leaf whose node leads to the leaf's accumulator."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty((), device="cpu")
+
+
 @dataclass(eq=False)
 class ShardedParam:
     """A parameter that a unit manages, in its three forms: sharded, full, and sharded on a smaller mesh.
@@ -173,6 +182,7 @@ class ShardedParam:
         attributes: the attributes that users have set on it, one dict for all forms; a parameter that conversions or loading
             register lacks them.
         beginning: digests of its values before sharding, until ranks have compared them; None: there is nothing to compare.
+        accumulator: the node by which a backward would accumulate into the shard; see :meth:`refuse_gradients`.
         made_of: the identity of the sharded parameter's storage, and its shard, when both were made.
     """
 
@@ -197,6 +207,7 @@ class ShardedParam:
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
     beginning: Beginning | None = None
     made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
+    accumulator: Any = None
     attributes: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -320,6 +331,27 @@ class ShardedParam:
             self.sharded = current
             self.hand_on_attributes()
             self.follow_grad_dtype()
+            self.refuse_gradients()
+
+    def refuse_gradients(self) -> None:
+        """Make backward raise StateError where a loss has read the shard: no unit would average that gradient over ranks."""
+        sharded, this = self.sharded, weakref.ref(self)
+        if not (isinstance(sharded, DTensor) and sharded.requires_grad):
+            return
+        if self.accumulator is not None and self.accumulator.variable is sharded:
+            return
+
+        def refuse(_: object) -> None:
+            param = this()
+            raise StateError(
+                f"a loss has read {'a parameter' if param is None else param.fqn} outside of the forward of its unit, where it is "
+                "a shard: its gradient is that of this rank's batch, and nothing would average it over the ranks. Read the "
+                "parameter from its module inside forward, or call unshard() on the module before the loss reads it"
+            )
+
+        with torch.enable_grad():
+            self.accumulator = _Edge.apply(sharded).grad_fn.next_functions[0][0]
+        self.accumulator.register_prehook(refuse)
 
     def hand_on_attributes(self) -> None:
         """Give the registered parameters the attributes that users have set on this one."""

@@ -612,6 +612,7 @@ class ParamGroup:
         if wanted and not param.is_hooked:
             param.hook_id = full.register_post_accumulate_grad_hook(on_gradient(param)).id
             param.is_hooked = True
+            param.refuse_gradients()  # it may have been frozen
 
     # ---- version counters, and parameters that stay full ----
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fuzz.zoo import unbox
 
@@ -48,7 +47,7 @@ TRANSFORMS = {"jvp": _jvp, "values of jvp": _jvp_values, "vmap": _vmap, "vjp": _
 MIXED = tuple(
     f"{name} {place}" for name in ("jvp", "vmap") for place in ("first", "last")
 )  # beside an ordinary forward
-OF_WEIGHTS = ("full tensor", "unshard")
+OF_WEIGHTS = ("unshard",)
 LOSSES = ("by address", *TRANSFORMS, *MIXED, *OF_WEIGHTS)
 
 
@@ -67,8 +66,6 @@ def loss_of(s: Any, form: str, number: int, name: str) -> Tensor:
         with by_address():
             return s.loss(s.model(x))
     loss = s.loss(s.model(x))
-    if form == "unshard":
-        s.unit_of(name).unshard()
-    weight = s.param(name)
-    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    s.unit_of(name).unshard()
+    whole = s.param(name)
     return loss + (whole * x.sum().to(whole.dtype)).sum() * (s.seat.num_data_ranks if s.exact else 0.01)

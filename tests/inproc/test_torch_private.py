@@ -7,7 +7,6 @@ import copy
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -825,54 +824,6 @@ def test_all_groups_are_aborted_between_the_group_calls_of_nccl(monkeypatch: pyt
     private.abort_groups()
     assert done == ["start", "first", "second", "end"]
     assert hasattr(dist.ProcessGroup, "abort")
-
-
-def test_what_replicates_leaves_of_a_graph_may_be_taken_over(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = inspect.unwrap(DTensor.redistribute)
-    monkeypatch.setattr(DTensor, "redistribute", original)
-    asked: list[DTensor] = []
-
-    def gather(leaf: DTensor, redistribute: Callable[[], DTensor]) -> DTensor | None:
-        asked.append(leaf)
-        return redistribute() * 2 if leaf.numel() == 2 else None
-
-    private.intercept_redistribute(gather)
-    private.intercept_redistribute(gather)  # once is enough
-    mesh = init_device_mesh("cpu", (1,))
-    first, other = [distribute_tensor(torch.ones(n), mesh, [Shard(0)]).requires_grad_() for n in (2, 3)]
-    assert torch.equal(first.full_tensor(), torch.full((2,), 2.0))
-    assert torch.equal(other.full_tensor(), torch.ones(3))
-    assert [each is leaf for each, leaf in zip(asked, (first, other), strict=True)] == [True, True]
-    first.detach().full_tensor()
-    first.redistribute(placements=[Shard(0)])
-    with torch.no_grad():
-        first.full_tensor()
-    assert len(asked) == 2
-    assert torch.equal(
-        (first * 2).full_tensor(), torch.full((2,), 4.0)
-    )  # what is computed from leaves is asked about, too
-    assert len(asked) == 3
-
-
-def test_an_operation_may_end_the_graph_that_is_traced(one_rank: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DTensor, "redistribute", inspect.unwrap(DTensor.redistribute))
-
-    def gather(_: DTensor, redistribute: Callable[[], DTensor]) -> DTensor:
-        if torch.compiler.is_compiling():
-            private.end_graph("not in a graph")
-        return redistribute() * 3
-
-    private.intercept_redistribute(gather)
-    weight = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
-
-    def run(each: DTensor) -> torch.Tensor:
-        return each.full_tensor()
-
-    torch.compiler.reset()
-    assert torch.equal(torch.compile(run, backend="eager")(weight), torch.full((2,), 3.0))
-    torch.compiler.reset()
-    with pytest.raises(RuntimeError, match="not in a graph"):
-        torch.compile(run, backend="eager", fullgraph=True)(weight)
 
 
 def test_hooks_on_saved_tensors_are_seen_while_they_are_on() -> None:
