@@ -342,11 +342,11 @@ class ShardedParam:
             return
 
         def refuse(_: object) -> None:
-            param = this()
+            name = "a parameter" if (param := this()) is None else param.fqn
             raise StateError(
-                f"a loss has read {'a parameter' if param is None else param.fqn} outside of the forward of its unit, where it is "
-                "a shard: its gradient is that of this rank's batch, and nothing would average it over the ranks. Read the "
-                "parameter from its module inside forward, or call unshard() on the module before the loss reads it"
+                f"a loss has read {name} outside of the forward of its unit, where it is a shard: its gradient is that of this "
+                "rank's batch, and nothing would average it over the ranks. Read the parameter from its module in forward, or "
+                "call unshard() on the module before the loss reads it"
             )
 
         with torch.enable_grad():

@@ -174,7 +174,9 @@ def test_a_loss_that_reads_a_shard_is_refused_and_the_next_step_is_right(api: st
         else:
             for tokens in (_batch(0)[0], _batch(1)[0]):
                 shard = model.head.weight
-                with pytest.raises(StateError, match=r"a loss has read (head\.)?weight outside of the forward of its unit"):
+                with pytest.raises(
+                    StateError, match=r"a loss has read (head\.)?weight outside of the forward of its unit"
+                ):
                     (model(tokens).sum() + read(shard)).backward()
             model.zero_grad()
         for net in (plain, model):
@@ -194,7 +196,9 @@ def test_shards_are_refused_after_conversions_copies_loading_and_once_they_are_t
     frozen = _Net()
     frozen.head.weight.requires_grad_(False)
     _per_layer(frozen)
-    (frozen.head.weight.square().sum().full_tensor() * frozen(_batch(0)[0]).sum()).backward()  # frozen: nothing to refuse
+    (
+        frozen.head.weight.square().sum().full_tensor() * frozen(_batch(0)[0]).sum()
+    ).backward()  # frozen: nothing to refuse
     frozen.head.weight.requires_grad_(True)
     frozen.head(torch.ones(6))
     for net in (model, copy.deepcopy(model), loaded, frozen):

@@ -39,7 +39,6 @@ PLACES: dict[str, tuple[str, ...]] = {
     "shards that one seed has drawn are refused": ("meta",),
     "what has no values is refused": ("meta",),
     "what is on meta shares no memory": ("meta",),
-    "weights that a loss gathers get the mean gradient": ("losses",),
     "graphs within transforms count": ("losses",),
     "weights that hooks hold stay": ("losses",),
     "torch's replicate leaves units alone": ("around",),

@@ -215,7 +215,6 @@ FIXES: dict[str, Callable[[], None]] = {
     "shards that one seed has drawn are refused": _set(unwritten, "_start_of", lambda param: None),
     "what has no values is refused": _set(unwritten, "unwritten_in", lambda *_, **__: []),
     "what is on meta shares no memory": _share_memory_of_meta,
-    "weights that a loss gathers get the mean gradient": _set(build, "watch_gathers", lambda: None),
     "graphs within transforms count": _set(torch_private, "graphs_of", lambda tensor: [tensor]),
     "weights that hooks hold stay": _set(Unit, "count_aliases", lambda self: 0),
     "torch's replicate leaves units alone": _set(torch_private, "enter_composable_api", lambda *_: None),
