@@ -146,7 +146,7 @@ def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
     return mine.is_meta or other.is_meta or (mine.dtype is other.dtype and torch.equal(mine, other))
 
 
-class _Edge(torch.autograd.Function):
+class _Probe(torch.autograd.Function):
     """A function of a leaf whose node leads to the leaf's accumulator."""
 
     @staticmethod
@@ -350,7 +350,7 @@ class ShardedParam:
             )
 
         with torch.enable_grad():
-            self.accumulator = _Edge.apply(sharded).grad_fn.next_functions[0][0]
+            self.accumulator = _Probe.apply(sharded).grad_fn.next_functions[0][0]
         self.accumulator.register_prehook(refuse)
 
     def hand_on_attributes(self) -> None:
