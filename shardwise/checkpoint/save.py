@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,11 @@ from shardwise.checkpoint.format import (
     STEP_KEY,
     BlockSums,
     FileRecord,
-    Held,
     Manifest,
     PartRecord,
     TensorRecord,
     Write,
     bytes_of,
-    dtype_of,
     held_from_text,
     held_to_text,
     make_header,
@@ -134,7 +134,7 @@ _ALIGNMENT = 64  # bytes between tensors
 
 
 class HostCopy:
-    """One buffer, pinned if tensors are on a GPU, with the place of each write, computed once as long as writes do not change.
+    """One buffer, pinned if tensors are on a GPU.
 
     Attributes:
         buffer: None before the first copy.  Its size is that of all writes of a rank, and never shrinks.
@@ -142,42 +142,27 @@ class HostCopy:
 
     def __init__(self) -> None:
         self.buffer: torch.Tensor | None = None
-        self._writes: tuple[Write, ...] | None = None
-        self._places: list[torch.Tensor] = []
-        self._bytes: list[memoryview] = []
 
-    def take(self, writes: tuple[Write, ...], contents: Contents) -> Sequence[memoryview]:
+    def take(self, writes: Sequence[Write], contents: Contents) -> list[memoryview]:
         """Copy the tensors that ``writes`` name; return the bytes of each, in the buffer.
 
         The previous contents are lost, so no save may still write them.  Raises: MemoryError, RuntimeError (no memory).
         """
         tensors = [contents.tensor_at(write.name, write.window) for write in writes]
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
-        if self._writes is not writes:
-            self._lay_out(writes, is_pinned)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            place.copy_(tensor, non_blocking=is_pinned)
-        if is_pinned:
-            torch.cuda.synchronize()
-        return self._bytes
-
-    def _lay_out(self, writes: tuple[Write, ...], is_pinned: bool) -> None:
         sizes = [align(write.num_bytes, _ALIGNMENT) for write in writes]
-        buffer, self._writes, self._places, self._bytes = self.buffer, None, [], []
+        buffer = self.buffer
         if buffer is None or buffer.numel() < sum(sizes):
             self.buffer = buffer = None  # never two buffers at once
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
-            self.buffer = buffer
-        offset = 0
-        for write, size in zip(writes, sizes, strict=True):
-            place = buffer[offset : offset + write.num_bytes]
-            dtype = dtype_of(write.dtype, write.name)
-            # a view of no bytes with another dtype may not start at the end of the buffer
-            sized = place.view(dtype) if write.num_bytes else torch.empty(0, dtype=dtype, device="cpu")
-            self._places.append(sized.view(write.window.sizes))
-            self._bytes.append(bytes_of(place))
-            offset += size
-        self._writes = writes
+            self.buffer = buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
+        places: list[torch.Tensor] = []
+        for write, tensor, start in zip(writes, tensors, accumulate(sizes, initial=0), strict=False):
+            places.append(buffer[start : start + write.num_bytes])
+            if write.num_bytes:
+                places[-1].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=is_pinned)
+        if is_pinned:
+            torch.cuda.synchronize()
+        return [bytes_of(place) for place in places]
 
 
 # ---- The saver of a folder in this process: the plan, host memory, and the save in flight.
@@ -185,29 +170,6 @@ class HostCopy:
 logger = logging.getLogger(__name__)
 
 Collect = Callable[[Known], Contents]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """This rank's part of a save before agreement: ``contents`` as ``text``, or the error that prevented them."""
-
-    contents: Contents
-    text: str
-    digest: str
-    step: int
-    keep: int | None
-    buffers: BufferCheck | None = None
-    params: ParameterCheck | None = None
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """This rank's windows at its last save."""
-
-    held: Mapping[str, Held]
-    text: str
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +191,6 @@ class Job:
     keep: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """The futures that the thread of a save and its caller exchange: the save as agreed; the bytes, once copied."""
-
-    agreed: Future[Job]
-    copied: Future[Sequence[memoryview]]
-
-
 class Saver:
     """Saves into one folder.  Every rank makes the same calls."""
 
@@ -247,9 +201,7 @@ class Saver:
         self._files: Files = files or Files()
         self._plan: SavePlan | None = None
         self._known: Known = {}
-        self._windows = _Windows({}, "", "")
         self.host = HostCopy()
-        self._number = 0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._is_exit_known = False
@@ -258,30 +210,29 @@ class Saver:
 
     def save(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> Path:
         """Write from the live tensors while the caller waits; return the checkpoint's folder."""
-        job = self._agree(self._draft(collect, step, keep, buffers), self._store_gather)
+        job = self._agree(collect, step, keep, buffers)
         tensors = [job.contents.tensor_at(write.name, write.window) for write in job.plan.mine]
         copies = [tensor.detach().cpu().contiguous() for tensor in tensors]
-        return self._write(job, lambda: [bytes_of(each) for each in copies], self._store_gather)
+        return self._write(job, lambda: [bytes_of(each) for each in copies])
 
     def start(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None = None) -> None:
         """Return once the ranks have agreed and this rank's bytes are copied; a thread writes them.
 
-        Ranks agree while the bytes are copied to the places of the last save, which is right if the plan does not
-        change.
         Raises: CheckpointError on every rank if they do not agree.  A failed copy raises in the thread, on all ranks.
         """
-        draft = self._draft(collect, step, keep, buffers)
-        self._number += 1
-        flight, store_gather = _Flight(Future(), Future()), self._store_gather.branch(str(self._number))
-        thread = threading.Thread(target=self._run, args=(draft, flight, store_gather), name=f"shardwise-save-{step}")
-        self._thread = thread
-        thread.start()
+        job = self._agree(collect, step, keep, buffers)
+        copied: Future[Sequence[memoryview]] = Future()
         try:
-            self._copy(draft, flight)
+            copied.set_result(self.host.take(job.plan.mine, job.contents))
+        except (MemoryError, RuntimeError) as error:
+            copied.set_exception(error)
         except BaseException as error:
-            if not flight.copied.done():
-                flight.copied.set_exception(CheckpointError(f"interrupted by {type(error).__name__}"))
+            copied.set_exception(CheckpointError(f"interrupted by {type(error).__name__}"))
             raise
+        finally:
+            job.contents.parts.clear()  # what was gathered for the copy is no longer needed
+            self._thread = threading.Thread(target=self._run, args=(job, copied), name=f"shardwise-save-{step}")
+            self._thread.start()
 
     def settle(self) -> None:
         """Return once no save is in flight, whatever its result."""
@@ -310,90 +261,54 @@ class Saver:
 
     # ---- phases ----
 
-    def _draft(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None) -> Draft:
-        try:
-            contents = collect(self._known)
-            check = BufferCheck(contents, buffers, self.rank)
-            if self._windows.held != contents.held or not self._windows.digest:
-                text = held_to_text(contents.held.values())
-                self._windows = _Windows(contents.held, text, sum_of(text.encode()))
-            params = ParameterCheck(contents, self._windows.digest) if self.size > 1 else None
-        except BaseException as error:  # the others get it when ranks agree
-            return Draft(Contents(), "", "", step, keep, error=error)
-        return Draft(contents, self._windows.text, self._windows.digest, step, keep, check, params)
-
-    def _agree(self, draft: Draft, store_gather: StoreGather) -> Job:
+    def _agree(self, collect: Collect, step: int, keep: int | None, buffers: Buffers | None) -> Job:
         """Agree on the save and on the writer of each part; create the folder to write into."""
+        what = f"{self.folder}: the save of step {step} did not start"
+        exchange = partial(together, self._store_gather, what)
         opened: list[SaveId] = []
+
+        def begin() -> list[Any]:
+            nonlocal contents, text, checks
+            contents = collect(self._known)
+            checks = BufferCheck(contents, buffers, self.rank), None
+            text = held_to_text(contents.held.values())
+            digest = sum_of(text.encode())
+            if self.size > 1:
+                checks = checks[0], ParameterCheck(contents, digest)
+            opens = self._open(step, opened) if self.rank == 0 else ""
+            return [opens, digest, checks[0].mark, step, {} if checks[1] is None else checks[1].marks]
+
+        contents, text = Contents(), ""
+        checks: tuple[BufferCheck, ParameterCheck | None] = BufferCheck(contents, None, self.rank), None
         try:
-            return self._meet(draft, store_gather, opened)
+            reports = exchange(begin)
+            steps = [step for *_, step, _ in reports]  # threads of a rank may save in another order
+            other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+            if other is not None:
+                raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
+            if checks[1] is not None:
+                checks[1].compare(what, [marks for *_, marks in reports], exchange)
+            if len({mark for _, _, mark, *_ in reports}) > 1:
+                checks[0].compare(what, exchange)
+            digests = tuple(str(digest) for _, digest, *_ in reports)
+            if self._plan is None or self._plan.digests != digests:
+                self._plan = None
+                texts = exchange(lambda: text)
+                exchange(lambda: self._make_plan(digests, texts))
+            assert self._plan is not None
+            return Job(SaveId(reports[0][0], step), self._plan, contents, keep)
         except BaseException:
             for save in opened:
                 self._files.remove(self.folder / save.pending)
             raise
 
-    def _meet(self, draft: Draft, store_gather: StoreGather, opened: list[SaveId]) -> Job:
-        what = f"{self.folder}: the save of step {draft.step} did not start"
-
-        def begin() -> list[Any]:
-            if draft.error is not None:
-                raise draft.error
-            assert draft.buffers is not None
-            opens = self._open(draft.step, opened) if store_gather.rank == 0 else ""
-            marks = draft.params.marks if draft.params is not None else {}
-            return [opens, draft.digest, draft.buffers.mark, draft.step, marks]
-
-        reports = together(store_gather, what, begin)
-        steps = [step for *_, step, _ in reports]  # threads of a rank may save in another order
-        other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
-        if other is not None:
-            raise CheckpointError(f"{what}: rank 0 saves step {steps[0]}, rank {other} step {steps[other]}")
-        save, digests = SaveId(reports[0][0], draft.step), tuple(str(digest) for _, digest, *_ in reports)
-        assert draft.buffers is not None
-        if draft.params is not None:
-            draft.params.compare(what, [marks for *_, marks in reports], lambda do: together(store_gather, what, do))
-        if len({mark for _, _, mark, *_ in reports}) > 1 and draft.buffers.settle(
-            what, lambda do: together(store_gather, what, do)
-        ):
-            self._plan = None  # the copy made by the plan has other values
-        if self._plan is None or self._plan.digests != digests:
-            self._plan = None
-            texts = together(store_gather, what, lambda: draft.text)
-            together(store_gather, what, lambda: self._make_plan(digests, texts))
-        assert self._plan is not None
-        return Job(save, self._plan, draft.contents, draft.keep)
-
-    def _copy(self, draft: Draft, flight: _Flight) -> None:
-        """Copy this rank's bytes, by the plan of this save or of an earlier one, and pass them to the thread."""
-        guess, data = self._plan, None
+    def _run(self, job: Job, copied: Future[Sequence[memoryview]]) -> None:
         try:
-            if guess is not None and guess.digests[self.rank] == draft.digest:
-                data = self.host.take(guess.mine, draft.contents)
-        except (MemoryError, RuntimeError):
-            data = None  # try again below, where all ranks get the error
-        plan = flight.agreed.result().plan
-        try:
-            if data is None or plan is not guess:
-                data = self.host.take(plan.mine, draft.contents)
-        except (MemoryError, RuntimeError) as error:
-            flight.copied.set_exception(error)
-            return
-        draft.contents.parts.clear()  # what was gathered for the copy is no longer needed
-        flight.copied.set_result(data)
-
-    def _run(self, draft: Draft, flight: _Flight, store_gather: StoreGather) -> None:
-        try:
-            job = self._agree(draft, store_gather)
-        except BaseException as error:
-            flight.agreed.set_exception(error)
-            return
-        flight.agreed.set_result(job)
-        try:
-            self._write(job, flight.copied.result, store_gather)
+            self._write(job, copied.result)
         except BaseException as error:
             self._failure = error
 
-    def _write(self, job: Job, data: Callable[[], Sequence[memoryview]], store_gather: StoreGather) -> Path:
+    def _write(self, job: Job, data: Callable[[], Sequence[memoryview]]) -> Path:
         """Write this rank's file, of ``data()``, and commit with all others; return the folder of the checkpoint.
 
         Raises: CheckpointError on every rank if one could not write; then nothing of the save remains.
@@ -407,16 +322,16 @@ class Saver:
             chunks = data()
             if not mine:
                 return [None, values, ties]
-            record = write_part(self._files, pending / part_file(store_gather.rank), mine, chunks, job.save)
+            record = write_part(self._files, pending / part_file(self.rank), mine, chunks, job.save)
             return [[record.name, record.num_bytes, record.block_bytes, list(record.sums)], values, ties]
 
         try:
-            reports = together(store_gather, what, write)
+            reports = together(self._store_gather, what, write)
             return Path(
-                together(store_gather, what, lambda: self._commit(job, reports) if store_gather.rank == 0 else "")[0]
+                together(self._store_gather, what, lambda: self._commit(job, reports) if self.rank == 0 else "")[0]
             )
         except BaseException:
-            if store_gather.rank == 0:
+            if self.rank == 0:
                 self._files.remove(pending)
             raise
 
@@ -502,10 +417,9 @@ def save(
             The next :func:`save` or :func:`finish` of the folder raises its errors.  The memory, as many bytes as the
             rank writes, is kept for the next save; its allocation makes the first save slower.
         group: the ranks that have the state (default: all; without a process group, this process only).
-        buffers: what to save of module buffers whose values differ between ranks: "rank0" (those of the lowest rank),
-            "mean" (the mean over ranks; integers: those of the lowest rank), or "per_rank" (those of every rank;
-            :func:`load` restores them at the same number of ranks, else the lowest rank's on all).  None: raise
-            CheckpointError.
+        buffers: what to save of module buffers whose values differ between ranks: "rank0" (those of the lowest rank) or
+            "per_rank" (those of every rank; :func:`load` restores them at the same number of ranks, else the lowest
+            rank's on all).  None: raise CheckpointError.
 
     Returns: the checkpoint's folder, None if ``wait`` is False.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import random
@@ -24,7 +23,6 @@ from shardwise.checkpoint.contents import (
     Contents,
     Known,
     LoadRequests,
-    LocalPart,
     device_of,
     encode,
     groups_of,
@@ -99,7 +97,7 @@ def _text(error: BaseException) -> str:
 
 # ---- Buffers of modules: ranks compare them before a save, because a checkpoint has one value for all ranks.
 
-Buffers = Literal["rank0", "mean", "per_rank"]
+Buffers = Literal["rank0", "per_rank"]
 
 
 def check_choice(choice: object) -> None:
@@ -119,14 +117,14 @@ def own_name(rank: int, name: str) -> str:
 
 
 class BufferCheck:
-    """The buffers of one rank, and what to save if they differ between ranks.
+    """The buffers of one rank, which may not differ between ranks unless the user has chosen what to save.
 
     Attributes:
         mark: equal on ranks with equal buffers and the same choice.
     """
 
     def __init__(self, contents: Contents, choice: Buffers | None, rank: int) -> None:
-        self._contents, self._choice = contents, choice
+        self._choice = choice
         self._digests: dict[str, str] = {}
         if choice == "per_rank":
             for name in list(contents.buffers):
@@ -135,11 +133,10 @@ class BufferCheck:
             self._digests = {name: f"{digest_of(contents.parts[name][0].tensor):x}" for name in contents.buffers}
         self.mark = sum_of(json.dumps([choice, self._digests]).encode())
 
-    def settle(self, what: str, exchange: Callable[[Callable[[], Any]], list[Any]]) -> bool:
-        """Compare buffers with ranks whose marks differ; return True if buffers were averaged.
+    def compare(self, what: str, exchange: Callable[[Callable[[], Any]], list[Any]]) -> None:
+        """Raise CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
 
         ``exchange``: calls its argument and returns the results of every rank.  ``what`` begins the error.
-        Raises: CheckpointError on every rank if buffers differ and ``buffers`` is None, or differs between ranks.
         """
         reports = exchange(lambda: [self._choice, self._digests])
         choices = [choice for choice, _ in reports]
@@ -147,27 +144,8 @@ class BufferCheck:
             each = ", ".join(map(repr, choices))
             raise CheckpointError(f"{what}: buffers is {each} on ranks 0 to {len(reports) - 1}, expected one for all")
         unlike = unlike_buffers([digests for _, digests in reports])
-        if unlike and self._choice is None:
-            raise CheckpointError(f"{what}: {unlike_in_words(list(unlike), next(iter(unlike.values())))}")
         if unlike:
-            self._average(
-                exchange(lambda: {name: self._text(name) for name in unlike if name in self._digests}), unlike
-            )
-        return bool(unlike)
-
-    def _text(self, name: str) -> str:
-        return base64.b64encode(bytes_of(self._contents.parts[name][0].tensor.cpu().contiguous())).decode()
-
-    def _average(self, reports: Sequence[Mapping[str, str]], names: Mapping[str, Any]) -> None:
-        for name in (name for name in names if name in self._digests):
-            (part,) = self._contents.parts[name]
-            if not part.tensor.dtype.is_floating_point and not part.tensor.dtype.is_complex:
-                continue  # counters and indices have no mean: the lowest rank's are saved
-            values = [base64.b64decode(texts[name]) for texts in reports if name in texts]
-            tensors = [torch.frombuffer(bytearray(value), dtype=part.tensor.dtype) for value in values]
-            wide = torch.promote_types(part.tensor.dtype, torch.float64)
-            mean = torch.stack([tensor.to(wide) for tensor in tensors]).mean(0).to(part.tensor.dtype)
-            self._contents.parts[name] = [LocalPart(part.window, mean.view(part.window.sizes))]
+            raise CheckpointError(f"{what}: {unlike_in_words(list(unlike), next(iter(unlike.values())))}")
 
 
 # ---- Parameters: a rank that holds the same part as another must have the same values, since one of them writes it.

@@ -511,11 +511,6 @@ class StoreGather:
         self.rank, self.size = (exchange.rank, exchange.size) if exchange is not None else (0, 1)
         self._track = Track(exchange.prefix if exchange is not None else "")
 
-    def branch(self, name: str) -> StoreGather:
-        """Return another sequence of gathers, for another thread; ``name`` is the same on all ranks and new."""
-        exchange = self._exchange
-        return StoreGather(None if exchange is None else replace(exchange, prefix=f"{exchange.prefix}/{name}"))
-
     def call(self, said: str) -> list[str]:
         """Return every rank's text, in rank order, once all have called.
 

@@ -41,9 +41,9 @@ def unlike_in_words(names: Sequence[str], ranks: Sequence[int]) -> str:
     one, other = ranks
     return (
         f"buffers differ between ranks: {', '.join(names[:_MOST_LISTED])}{more}; rank {one} and rank {other} have different "
-        "values, and a checkpoint holds one. Call save(..., buffers='rank0') to save those of the lowest rank, 'mean' for the "
-        "mean over ranks, or 'per_rank' for those of every rank, which load at the same number of ranks; or keep buffers equal "
-        "during training (SyncBatchNorm)"
+        "values, and a checkpoint holds one. Call save(..., buffers='rank0') to save those of the lowest rank, or "
+        "'per_rank' for those of every rank, which load at the same number of ranks; or keep buffers equal during training "
+        "(SyncBatchNorm)"
     )
 
 
