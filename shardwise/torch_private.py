@@ -462,16 +462,6 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
         tensor.data = local
 
 
-def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor.data``, even if a subclass has a property of that name."""
-    return torch._C.TensorBase.data.__get__(tensor)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Assign ``tensor.data = value``, even if a subclass has a property of that name."""
-    torch._C.TensorBase.data.__set__(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class _ShardDraws:
     """Random numbers of DTensors on CPU ranks: every shard gets numbers of its own, and replicas the same.
 

@@ -396,7 +396,7 @@ class Engine:
         if self._is_graphless and self.comm_ctx.streams.are_concurrent:  # else the end of backward waits
             # User code on the host may write to offloaded shards next, while copies on a stream still read them.
             self.comm_ctx.streams.host_waits_for_copies()
-        self.leave_pass()
+        self.leave_pass(self._is_graphless)
         if self._is_graphless:
             self._reshard_kept()
         if self.forwards.has_reported:
@@ -422,8 +422,11 @@ class Engine:
             if unit.is_full and (unit.uses_default_reshard or not any(group.is_collective for group in unit.groups)):
                 unit.reshard()
 
-    def leave_pass(self) -> None:
-        """End a forward or backward: wait until no rank reads the shards, then copy writes to full parameters into them."""
+    def leave_pass(self, no_backward_follows: bool = True) -> None:
+        """End a forward or backward: wait until no rank reads the shards, then copy writes to full parameters into them.
+
+        ``no_backward_follows``: units that stay unsharded have the shards registered, with which user code goes on.
+        """
         try:
             self.comm_ctx.pass_tracker.end()
         except RuntimeError as error:
@@ -437,6 +440,8 @@ class Engine:
                 unit.reshard()
             for unit in (each for each in self.units if each.is_full):
                 unit.keep(self._post_writes)
+                if no_backward_follows and not (unit.backward.owes_weights or unit.backward.keeps_for_graph):
+                    unit.register_shards()
 
     def _post_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:

@@ -29,7 +29,6 @@ from shardwise.fsdp.clip import after_clips, before_clips
 from shardwise.fsdp.divergence import refuse_manual
 from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
 from shardwise.fsdp.joint_changes import JointChange
-from shardwise.fsdp.parameter_classes import SubShard
 from shardwise.fsdp.reductions import check_weights
 from shardwise.fsdp.roots import (
     Attachment,
@@ -548,11 +547,6 @@ _NOT_OVER_SHARDS: dict[type[torch.optim.Optimizer], str] = {
 def _check_forms(optimizer: torch.optim.Optimizer) -> None:
     number = id(optimizer)
     stepped = _stepped(optimizer)
-    for sub in (each for group in optimizer.param_groups for each in group["params"] if isinstance(each, SubShard)):
-        raise StateError(
-            f"an optimizer was given the sub-sharded form of {sub.kept.fqn}, which stays registered between forward and "
-            "backward; its steps would not reach the model. Build the optimizer before forward"
-        )
     kind = next((kind for kind in _NOT_OVER_SHARDS if isinstance(optimizer, kind)), None)
     unknown = {id(p) for group in optimizer.param_groups for p in group["params"] if kind and isinstance(p, DTensor)}
     early: list[str] = []
@@ -565,10 +559,12 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
         if kind is not None and id(param.sharded) in stepped and any(place.is_shard() for place in placements):
             reason = _NOT_OVER_SHARDS[kind].format(kind.__name__)
             raise ConfigError(f"{kind.__name__} cannot step on {param.fqn}, which is sharded: {reason}")
-        if param.full is not None and param.full is not param.sharded and id(param.full) in stepped:
+        forms = (each for each in (param.full, param.registered_form) if each is not param.sharded)
+        if any(each is not None and id(each) in stepped for each in forms):
             raise StateError(
-                f"an optimizer was given the full form of {param.fqn}, which was registered in a forward: its steps would not "
-                "reach the model. Build the optimizer outside of forward; after an interrupt call reset_iter_state() first"
+                f"an optimizer was given a form of {param.fqn} that is registered in a forward, or between it and backward: "
+                "its steps would not reach the model. Build the optimizer before forward; after an interrupt call "
+                "reset_iter_state() first"
             )
     if early:
         raise StateError(

@@ -12,7 +12,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.mesh import names_of
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.waiting_gradients import WaitingGradient, lies_as, show, withdraw
+from shardwise.fsdp.waiting_gradients import WaitingGradient, show, withdraw
 
 Gradients = dict[ShardedParam, torch.Tensor]
 
@@ -29,15 +29,12 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
         gradient = None if full is None else full.grad
         if full is None or gradient is None:
             continue
-        is_plain = type(gradient) is torch.Tensor
-        if not is_plain and not lies_as(full, gradient):
-            continue  # ``.grad`` of a kept full parameter is that of its shard, which was reduced already
         full.grad = None
         if not param.sharded.requires_grad:
             continue  # user code has frozen it after forward
         dtype = gradient.dtype
         if (
-            not is_plain
+            type(gradient) is not torch.Tensor
             or reduced.get(dtype) is not dtype
             or param.keeps_dtype
             or param.grad_dtype

@@ -327,6 +327,16 @@ class FSDPModule(_Base):
         except RuntimeError as error:
             raise explained_load(error) from error
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients as ``nn.Module`` does, also between forward and backward, when some units are unsharded."""
+        for unit in (each.unit for each in _attachments_in(cast(nn.Module, self), recurse=True)):
+            for param in unit.params if unit.has_copies else ():
+                if set_to_none:
+                    param.sharded.grad = None
+                elif param.sharded.grad is not None:
+                    param.sharded.grad.detach_().zero_()
+        super().zero_grad(set_to_none)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
             f"a {type(self).__name__} cannot be pickled or copied shallowly: its process groups, hooks and memory belong to "

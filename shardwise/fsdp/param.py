@@ -167,7 +167,8 @@ class ShardedParam:
         sharded: the parameter that is registered while sharded, and that optimizers have.
         full: the parameter that is registered while unsharded.  It is made at the first unshard and stays the same object,
             since autograd's saved tensors and accumulators refer to it.
-        subsharded: the parameter that is registered while resharded to a smaller mesh.
+        subsharded: the parameter that is registered while resharded to a smaller mesh.  sub_seen: its version, and
+            ``requires_grad``, when it was made.
         registered_form: the form that shardwise has registered; None: the sharded one.  Any other registered parameter comes
             from user code.
         shard_shape: the shape of this rank's shard.
@@ -196,6 +197,7 @@ class ShardedParam:
     is_handed_out: bool = True
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
+    sub_seen: tuple[int, bool] = (0, True)
     registered_form: nn.Parameter | None = None
     count: VersionCount = field(default_factory=VersionCount)
     ordinal: int = 0
@@ -236,11 +238,6 @@ class ShardedParam:
     def is_strided(self) -> bool:
         """True for a plain parameter whose memory is not row-major; its gradient gets the same strides."""
         return self.full is self.sharded and not self.sharded.is_contiguous()
-
-    @property
-    def is_its_full_form(self) -> bool:
-        """True if the full parameter shares the memory of the shard."""
-        return self.full is not None and self.full.data_ptr() == self.local.data_ptr()
 
     @property
     def version(self) -> int:

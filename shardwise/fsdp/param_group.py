@@ -32,7 +32,7 @@ from shardwise.fsdp.flat_buffer import (
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.parameter_classes import mark_full, mark_sub
+from shardwise.fsdp.parameter_classes import mark_full
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
 from shardwise.fsdp.swap import Swap
 from shardwise.layout import ChunkShard, build_bucket, by_size
@@ -79,7 +79,7 @@ def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: Pa
         rows = cut.rows(axes.shard_rank)
         window.copy_(whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows)))
         param.subsharded = sub_parameter(param, cut, window, axes)
-        mark_sub(param)
+        param.sub_seen = torch_private.versions_of([param.subsharded])[0], param.sharded.requires_grad
         param.register(param.subsharded)
     return sub
 
@@ -157,6 +157,7 @@ class ParamGroup:
         num_packs: how often the parameters were packed.
         is_as_seen: the last :meth:`ensure_packed` found nothing changed.
         last_version: :meth:`version` at that time; shards do not change in the forward or backward that follows.
+        is_kept: full parameters stay registered between passes, where user code can reach them.
         is_written: the engine has written to shards on the current stream, and no gather was ordered after that yet.
         gradient_dtypes: the dtypes of ``.grad`` of all parameters, cached until user code changes something.
         num_replica_sums: how many all-reduces over replicas are due so far, those that a later backward makes included.
@@ -197,7 +198,7 @@ class ParamGroup:
         self.last_version = 0
         self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
         self.is_as_seen = False
-        self.is_written = False
+        self.is_written = self.is_kept = False
         self.in_place: list[ShardedParam] = []
         self._plain_facts: list[tuple[ShardedParam, tuple[object, ...]]] = []
         self.extended = ExtensionParams(axes, precision, place.device)
@@ -516,6 +517,7 @@ class ParamGroup:
         packing = self.packing
         assert packing is not None
         num_trainable = 0
+        self.is_kept = False
         if self._has_new_versions:
             self._follow_writes()
         for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
@@ -564,8 +566,14 @@ class ParamGroup:
             param.is_hooked = False
         elif is_shared and not _lies_as_sharded(param):
             # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
-            torch_private.set_data(full, packing.make_full(param, self.pool).detach())
+            full.data = packing.make_full(param, self.pool).detach()
         return full
+
+    def follow_freezing(self) -> None:
+        """Give shards the ``requires_grad`` that user code has set on their full parameters while these were kept."""
+        for bucket in self.main_buckets:
+            if bucket.swap is not None:
+                bucket.swap.follow_freezing()
 
     def listen_in_place(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
         """Hook the gradients of parameters that stay registered; return how many of them are trainable."""

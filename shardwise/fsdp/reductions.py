@@ -22,7 +22,7 @@ from shardwise.fsdp.gradients import (
     shares,
     split,
 )
-from shardwise.fsdp.local_gradients import Gradients, add_gradients, lies_as, take_gradients
+from shardwise.fsdp.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
@@ -40,18 +40,12 @@ def hold_assigned(units: Iterable[Unit]) -> None:
     since the schedule reads their parameters first.
     """
     for unit in units:
-        unit.hold_added()
-        if unit.is_full and _has_assigned(unit) and (assigned := unit.take_gradients()):
+        has_assigned = any(param.full is not None and param.full.grad is not None for param in unit.params)
+        if unit.is_full and has_assigned and (assigned := unit.take_gradients()):
             unit.earlier.hold(assigned)
         if unit.backward.owes_weights and not unit.diverges:  # then other ranks would not know of this gather
             unit.wait_with_tied(None)
             unit.keep()
-
-
-def _has_assigned(unit: Unit) -> bool:
-    # ``.grad`` of a kept full parameter may be that of its shard, which was reduced already.
-    fulls = (param.full for param in unit.params)
-    return any(full is not None and full.grad is not None and lies_as(full, full.grad) for full in fulls)
 
 
 def check_weights(unit: Unit) -> None:
@@ -588,7 +582,6 @@ class Reductions:
     def withdraw_waiting(self, units: Sequence[Unit]) -> None:
         """Undo :meth:`show_waiting`, and drop the gradients that user code has cleared since."""
         for unit in (each for each in units if each.earlier.waiting):
-            unit.hold_added()
             if cleared := unit.earlier.withdraw():
                 for launch in (each for each in self._deferred if each.unit is unit):
                     launch.taken |= cleared

@@ -105,7 +105,7 @@ class Swap:
     """
 
     def __init__(self, params: Sequence[ShardedParam], fulls: list[nn.Parameter]) -> None:
-        self.fulls, self._classes = fulls, [type(full) for full in fulls]
+        self.fulls, self._classes = fulls, [type(full) for full in fulls]  # Parameter or DTensor
         self.num_trainable = sum(param.sharded.requires_grad for param in params)
         self._rows = rows = [
             (registration, full, param)
@@ -142,6 +142,13 @@ class Swap:
         for registration, full, _ in self._told:
             registration.call_setattr(full)
         return True
+
+    def follow_freezing(self) -> None:
+        """Give shards the ``requires_grad`` that user code has set on full parameters since they were registered."""
+        if [*map(_REQUIRES_GRAD, self._forms[0])] != self._wants:
+            for (_, full, param), wanted in zip(self._rows, self._wants, strict=True):
+                if full.requires_grad is not wanted:
+                    param.sharded.requires_grad_(full.requires_grad)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters; one that user code has put in the place of a full one stays, as on one process."""

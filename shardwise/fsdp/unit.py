@@ -18,10 +18,9 @@ from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.gradients import EarlyBuckets, planned_scatter_bytes, sharing_of
-from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, local_form, take_gradients
+from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.parameter_classes import mark_full
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.fsdp.user_writes import MAX_LOOKS, UserWrites, Written
 from shardwise.observe import (
@@ -253,10 +252,14 @@ class Gathering:
 
 @dataclass(slots=True)
 class Unsharded:
-    """The full parameters are registered; for attributes see :class:`Gathering`."""
+    """The full parameters have memory; for attributes see :class:`Gathering`.
+
+    ``is_registered``: they are registered; between passes the shards may be, of units that stay unsharded.
+    """
 
     version: int
     pass_number: int | None
+    is_registered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,18 +528,19 @@ class Unit:
                     handle.wait()
         except RuntimeError as error:
             raise self._explained(error) from error
+        self._register_full()
+        self.note(Op.WAIT, lambda: (self.full_bytes, False), Unsharded(state.version, pass_number))
+        if listeners:
+            end("wait", self.name, self.full_bytes)
+
+    def _register_full(self) -> None:
         backward = self.backward
-        if pass_number is not None and state.pass_number != pass_number:
-            self.writes.check_copies(self.name, self.groups)
         num_trainable = num_params = 0
         for group in self.groups:
             num_trainable += group.register_full(backward.hook)
             num_params += len(group.params)
         if (num_trainable, num_params) != backward.counted:
             backward.expect(num_trainable, num_params)
-        self.note(Op.WAIT, lambda: (self.full_bytes, False), Unsharded(state.version, pass_number))
-        if listeners:
-            end("wait", self.name, self.full_bytes)
 
     def reshard(self, in_pass: bool = False) -> bool:
         """Copy writes to full parameters into the shards, free the full parameters and register the sharded ones.
@@ -548,6 +552,8 @@ class Unit:
         if isinstance(self.state, Gathering):
             self.discard()
             return True
+        if isinstance(self.state, Subsharded) and not in_pass:
+            self.writes.check_sub(self.name, self.params)
         was_full = self.is_full
         if was_full:
             written = self.writes.find(self.groups)
@@ -693,11 +699,10 @@ class Unit:
             return True
         if state.version != self._version(pass_number is not None):
             return False
-        if isinstance(state, Unsharded) and pass_number is not None:
-            self.writes.check_copies(self.name, self.groups)
-            num_trainable = sum(group.register_full(self.backward.hook) for group in self.groups)
-            if num_trainable != self.backward.counted[0]:
-                self.backward.expect(num_trainable, self.backward.counted[1])
+        if isinstance(state, Unsharded) and (pass_number is not None or not state.is_registered):
+            if not is_in_backward():  # there nobody exchanges weights, and every step would pay
+                self.writes.check_copies(self.name, self.groups)
+            self._register_full()
             self.state = Unsharded(state.version, pass_number)
         return True
 
@@ -718,9 +723,18 @@ class Unit:
         return self.is_full or type(self.state) is Subsharded
 
     def keep(self, see: Callable[[Unit, Written], None] | None = None) -> None:
-        """Keep full parameters registered between passes, and watch them; for ``see`` see :meth:`take_writes`."""
+        """Keep full parameters registered between passes; for ``see`` see :meth:`take_writes`."""
         self.take_writes(see)
-        self.writes.keep(self.groups)
+        for group in self.groups:
+            group.is_kept = True
+
+    def register_shards(self) -> None:
+        """Register the shards while the unit stays unsharded, so that user code finds what optimizers have."""
+        state = self.state
+        assert isinstance(state, Unsharded)
+        for group in self.groups:
+            group.register_sharded(keeps_memory=True)
+        self.state = Unsharded(state.version, state.pass_number, is_registered=False)
 
     # ---- gradients ----
 
@@ -730,13 +744,6 @@ class Unit:
         ``is_late``: some gradients did not arrive before the whole backward ended.
         """
         taken: Gradients = {}
-        stage = self.backward.stage
-        if (
-            not self.is_full
-            or stage is Stage.ARRIVING
-            or (stage is Stage.RUNNING and not self.policy.unshard_in_backward)
-        ):
-            mark_full(self.params)  # no wait has done so, and ``.grad`` of a kept parameter would return the shard's
         for group in self.groups:
             gradients = take_gradients(group)
             if self.policy.reduces_unused:
@@ -753,15 +760,6 @@ class Unit:
     def sums_are_due(self) -> bool:
         """True if a backward reduces the sums over shards of earlier ones over the replicas."""
         return bool(self.earlier.partial) and self.policy.sync and self.policy.syncs_replicas
-
-    def hold_added(self) -> None:
-        """Hold the gradients that a pipeline schedule has added to those that wait for a backward with sync."""
-        for group in self.groups if self.earlier.waiting else ():
-            for param in group.params:
-                mark = self.earlier.waiting.get(param)
-                if mark is not None and mark.added is not None and param.sharded.grad is mark:
-                    self.earlier.hold({param: local_form(mark.added, param, group)})
-                    mark.added = None
 
     def is_read_by_peers(self, links: Container[str]) -> bool:
         """Return True if ranks read each other's shards without help; ``links``: names of the groups whose links are open."""
@@ -796,7 +794,6 @@ class Unit:
 
     def drop_gradients(self) -> None:
         """Drop the gradients of an unfinished backward."""
-        mark_full(self.params)  # ``.grad`` of a kept parameter would be that of its shard
         for param in self.params:
             if param.full is not None:
                 param.full.grad = None

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.errors import StateError
@@ -31,25 +30,23 @@ class WaitingGradient(torch.Tensor):
         fqn: the name of the parameter.
         param: weak reference to the parameter.
         before: the reduced gradient that ``.grad`` was; None if there was none.
-        added: local gradients that were added to it, as pipeline schedules do that compute those of weights later.
     """
 
     fqn: str
     param: Callable[[], ShardedParam | None]
     before: torch.Tensor | None
-    added: torch.Tensor | None
 
     @classmethod
     def of(cls, param: ShardedParam) -> WaitingGradient:
         """Return one for ``param``."""
         local = param.local
         mark = torch_private.tensor_without_memory(cls, param.sharded, param.dtype_of_gradient or local.dtype)
-        mark.fqn, mark.param, mark.before, mark.added = param.fqn, weakref.ref(param), None, None
+        mark.fqn, mark.param, mark.before = param.fqn, weakref.ref(param), None
         return mark
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Zero what waits, or add to it, if ``func`` does so; allow queries of attributes; refuse all else."""
+        """Zero what waits if ``func`` does so; allow queries of attributes; refuse all else."""
         name = getattr(func, "__name__", "")
         if name in _ZEROING:
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
@@ -60,10 +57,6 @@ class WaitingGradient(torch.Tensor):
             if others:
                 func(others)
             return args[0] if name == "zero_" else None
-        if name in ("__iadd__", "add_") and not kwargs and isinstance(args[1], torch.Tensor):
-            mark, more = args
-            mark.added = more if mark.added is None else mark.added + more
-            return mark
         if name in _PASSIVE:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
@@ -104,13 +97,6 @@ def waits_for_sync(fqn: str) -> str:
     )
 
 
-def lies_as(full: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Return True if ``gradient`` belongs to the full parameter, not to its shard."""
-    if not isinstance(gradient, DTensor):
-        return not isinstance(full, DTensor) and not isinstance(gradient, WaitingGradient)
-    return isinstance(full, DTensor) and gradient.device_mesh == full.device_mesh
-
-
 class _Waits(Protocol):
     waiting: dict[ShardedParam, WaitingGradient]
 
@@ -123,14 +109,9 @@ def show(waiting: dict[ShardedParam, WaitingGradient], params: Iterable[ShardedP
         mark = waiting.get(param)
         if mark is None:
             mark = waiting[param] = WaitingGradient.of(param)
-        gradient = param.sharded.grad
-        if gradient is mark:
-            continue
-        if gradient is not None and param.full is not None and lies_as(param.full, gradient):
-            mark.added = gradient
-        else:
-            mark.before = gradient
-        param.sharded.grad = mark
+        if param.sharded.grad is not mark:
+            mark.before = param.sharded.grad
+            param.sharded.grad = mark
 
 
 def withdraw(waiting: dict[ShardedParam, WaitingGradient]) -> set[ShardedParam]:

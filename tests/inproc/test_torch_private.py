@@ -169,20 +169,6 @@ def test_chunks_of_tensors_are_rows_of_one() -> None:
     assert rows.tolist() == [[0, 1, 0, 1, 2, 3], [2, 3, 4, 5, 6, 7]]
 
 
-def test_data_is_reached_past_a_property_of_that_name() -> None:
-    class Hides(torch.Tensor):
-        @property
-        def data(self) -> torch.Tensor:
-            raise ArithmeticError
-
-    tensor, other = torch.zeros(3).as_subclass(Hides), torch.ones(3)
-    with pytest.raises(ArithmeticError):
-        _ = tensor.data
-    assert private.data_of(tensor).data_ptr() == tensor.data_ptr()
-    private.set_data(tensor, other)
-    assert private.data_of(tensor).data_ptr() == other.data_ptr()
-
-
 def test_a_frame_that_is_skipped_runs_as_it_is_with_all_that_it_calls() -> None:
     graphs: list[Any] = []
 
