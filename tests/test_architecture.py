@@ -477,8 +477,6 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "mix_in": "the one swap that stays: FSDP2's API, a module that becomes an FSDPModule",
         "mark_freed": RESHARDED,
         "mark_full": RESHARDED,
-        "mark_kept": RESHARDED,
-        "mark_sub": RESHARDED,
         "Swap.mark_freed": RESHARDED,
         "Swap.register_full": RESHARDED,
     },

@@ -562,9 +562,9 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
         forms = (each for each in (param.full, param.registered_form) if each is not param.sharded)
         if any(each is not None and id(each) in stepped for each in forms):
             raise StateError(
-                f"an optimizer was given a form of {param.fqn} that is registered in a forward, or between it and backward: "
-                "its steps would not reach the model. Build the optimizer before forward; after an interrupt call "
-                "reset_iter_state() first"
+                f"an optimizer was given the full form of {param.fqn}, or its form on a smaller mesh, which are registered "
+                "from forward to backward: its steps would not reach the model. Build the optimizer before forward; after an "
+                "interrupt call reset_iter_state() first"
             )
     if early:
         raise StateError(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.parameter_classes import FreedParameter, mark_freed
 
@@ -144,7 +145,16 @@ class Swap:
         return True
 
     def follow_freezing(self) -> None:
-        """Give shards the ``requires_grad`` that user code has set on full parameters since they were registered."""
+        """Give shards the ``requires_grad`` that user code has set on full parameters since they were registered.
+
+        Raises: StateError if it has registered a hook on the gradient of one, which is not reduced.
+        """
+        if torch_private.have_gradient_hooks(self.fulls)[0]:
+            fqn = next(param.fqn for _, full, param in self._rows if torch_private.gradient_hooks([full]))
+            raise StateError(
+                f"a hook was registered on the full form of {fqn}, whose gradient is that of this rank alone. Remove it, and "
+                "register it on the shard, outside of forward and backward: it then gets the reduced gradient"
+            )
         if [*map(_REQUIRES_GRAD, self._forms[0])] != self._wants:
             for (_, full, param), wanted in zip(self._rows, self._wants, strict=True):
                 if full.requires_grad is not wanted:

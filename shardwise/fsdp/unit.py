@@ -700,7 +700,7 @@ class Unit:
         if state.version != self._version(pass_number is not None):
             return False
         if isinstance(state, Unsharded) and (pass_number is not None or not state.is_registered):
-            if not is_in_backward():  # there nobody exchanges weights, and every step would pay
+            if not is_in_backward():  # every step would pay, and weights are exchanged outside of one
                 self.writes.check_copies(self.name, self.groups)
             self._register_full()
             self.state = Unsharded(state.version, pass_number)

@@ -125,12 +125,12 @@ class UserWrites:
             sub = param.subsharded
             if sub is None:
                 continue
-            if sub.grad is not None:
+            if sub.grad is not None or torch_private.gradient_hooks([sub]):
                 sub.grad = None
                 raise StateError(
-                    f"{param.fqn} ({unit_in_words(name)}) was used in a loss after its forward, when its form on the smaller "
-                    "mesh of reshard_after_forward was registered, whose gradient does not reach the shards. Compute with it "
-                    "inside forward, or call unshard() on the module first"
+                    f"{param.fqn} ({unit_in_words(name)}) was used in a loss after its forward, or given a hook, when its "
+                    "form on the smaller mesh of reshard_after_forward was registered, whose gradient does not reach the "
+                    "shards. Compute with it inside forward, or call unshard() on the module first; register hooks before it"
                 )
             version, (seen, was_trainable) = torch_private.versions_of([sub])[0], param.sub_seen
             param.sub_seen = version, sub.requires_grad
@@ -172,6 +172,7 @@ def _differing(group: ParamGroup) -> ShardedParam | None:
 
 def _uncounted(param: ShardedParam) -> StateError:
     return StateError(
-        f"a write to {param.fqn} in forward, through .data, has not reached the shards: torch does not count such writes. "
+        f"a write to {param.fqn} in forward, or while it was unsharded, through .data, has not reached the shards: torch does "
+        "not count such writes. "
         f"Write to the parameter itself under torch.no_grad(): {param.fqn.rpartition('.')[2]}.copy_(values)"
     )

@@ -46,7 +46,6 @@ def test_gradients_are_dropped_through_what_was_unsharded_by_hand(way: str, wait
     handle = model.unshard(async_op=not waits)
     if handle is not None:
         handle.wait()
-    assert all(param.grad is shard.grad for param, shard in zip(model.parameters(), shards, strict=True))
     model.zero_grad()
     assert all(shard.grad is None for shard in shards)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import StateError, replicate
+from shardwise import replicate
 from shardwise.testing.models import build
 
 EVALUATIONS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -63,21 +63,21 @@ def test_after_an_evaluation_the_modules_have_what_the_optimizer_has(api: str, n
 
 
 @on_ranks(2)
-def test_full_tensor_of_a_weight_that_is_unsharded_says_what_to_do() -> None:
+def test_a_weight_that_is_unsharded_is_a_plain_parameter_until_backward() -> None:
     model, plain = shard_whole("plain"), build("plain")
     weight = next(plain.parameters())
     with torch.no_grad():
         model(torch.zeros(3, 7))
     assert torch.equal(next(model.parameters()).full_tensor(), weight)
     loss = loss_of(model)
-    with pytest.raises(StateError, match=r"0.norm.weight is unsharded until its backward.*unshard\(\)"):
-        next(model.parameters()).full_tensor()
+    assert type(next(model.parameters())) is torch.nn.Parameter
+    assert torch.equal(next(model.parameters()), weight)
     loss.backward()
     assert torch.equal(next(model.parameters()).full_tensor(), weight)
 
 
 @on_ranks(2)
-def test_a_backward_with_parameters_that_are_unsharded_as_inputs_trains_or_is_refused() -> None:
+def test_a_backward_with_parameters_that_are_unsharded_as_inputs_trains() -> None:
     for api in ("fully_shard", "replicate"):
         model, plain = made(api, "matrices") if api == "replicate" else shard_whole("matrices"), build("matrices")
         for each in (model, plain):
@@ -85,11 +85,6 @@ def test_a_backward_with_parameters_that_are_unsharded_as_inputs_trains_or_is_re
             loss.backward(inputs=list(each.parameters()))
         average_gradients(plain)
         assert_same(model, plain, REORDERED)
-    model = made("fully_shard", "plain")
-    loss = loss_of(model)
-    if any(not hasattr(param, "placements") for param in model.parameters()):
-        with pytest.raises(StateError, match="and of shards"):
-            loss.backward(inputs=list(model.parameters()))
 
 
 def shard_whole(name: str) -> Any:
