@@ -11,20 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwise.cli import check_extras
 from shardwise.errors import ConfigError
-from shardwise.formatting import format_size
-from shardwise.planner.advice import Choices, Plan, plan
-from shardwise.planner.hardware import HARDWARE, hardware_json, read_hardware, with_hosts
-from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, SHARDING, STRATEGIES
+from shardwise.planner.advice import Choices, plan
+from shardwise.planner.hardware import HARDWARE, read_hardware, with_hosts
+from shardwise.planner.profile import OPTIMIZERS, STRATEGIES
 from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
-from shardwise.recipes.memory import planned_model
-from shardwise.recipes.sharding import HEADS, LLAMA_HEADS
+from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own
 from shardwise.safe_files import replace_file
 
 _GPT = "gpt-"
@@ -63,11 +59,6 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help=f"{', '.join(HARDWARE)}, or a JSON file (default: h100)",
     )
     parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="with --hardware cpu: time this machine's operations, and how its processes share memory, first",
-    )
-    parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16", help="of the computation (default: bf16)"
     )
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
@@ -85,16 +76,11 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help="with --model-from: what parallelize_module takes for one block of the model (a preset has its own)",
     )
     parser.add_argument("--shard", nargs="+", choices=STRATEGIES, help="strategies to consider (default: all but DDP)")
-    parser.add_argument(
-        "--doors", nargs="+", dest="shard", choices=STRATEGIES, help=argparse.SUPPRESS
-    )  # the name in 0.2
-    parser.add_argument("--out", metavar="FOLDER", help="write plan.json, train.py and memory.png there")
+    parser.add_argument("--out", metavar="FOLDER", help="write plan.json there")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Print the plan, and write it down if asked to; return 0.  Raises: ConfigError."""
-    if arguments.out is not None:
-        check_extras(("matplotlib",), "plan")
+    """Print the plan and the call to paste, and write it down if asked to; return 0.  Raises: ConfigError."""
     hardware = read_hardware(arguments.hardware)
     if arguments.hosts is not None:
         hardware = with_hosts(hardware, arguments.ranks, arguments.hosts)
@@ -102,8 +88,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         accumulate=arguments.accumulate,
         optimizer=arguments.optimizer,
-        measures=arguments.measure,
-        threads=torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1,  # as train gives a rank
         tensor=tuple(arguments.tp),
         tensor_plan=_tensor_plan_of(arguments),
     )
@@ -111,51 +95,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
         choices = replace(choices, strategies=tuple(arguments.shard))
     inputs = (arguments.batch, arguments.seq)
     found = plan(_model_of(arguments), inputs, arguments.ranks, hardware=hardware, choices=choices)
-    show(found, arguments.out)
-    command = _train_command(arguments, found)
-    if command:
-        print(f"\nor, with the model of this preset: {command}")
-    if arguments.measure and arguments.out is not None:
-        path = Path(arguments.out) / "hardware.json"
-        path.write_text(hardware_json(found.hardware))
-        print(f"what was measured: {path}; next time, in place of --measure: --hardware {path}")
+    print(f"{found.table()}\n\n{found.code()}", end="")
+    if arguments.out is not None:
+        folder = Path(arguments.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder, "plan.json", found.to_json())
+        print(f"written: {folder}/plan.json")
     return 0
-
-
-def _train_command(arguments: argparse.Namespace, found: Plan) -> str:
-    """Return the command that trains the best way, where ``shardwise train`` has the model and the way; else nothing."""
-    preset = str(arguments.preset or "").removeprefix(_GPT)
-    if found.best is None or preset not in PRESETS or arguments.optimizer != "adamw":
-        return ""
-    setting = found.best.setting
-    words = [f"--model {preset} --context {arguments.seq} --shard {setting.strategy} --nproc {arguments.ranks}"]
-    words.append(f"--batch {arguments.batch * setting.ranks * setting.accumulate} --dtype {setting.precision}")
-    if setting.strategy in SHARDING:
-        whole = -(-4 * found.num_parameters >> 20) << 20  # of fp32 parameters, in MiB: then all blocks are one unit
-        size = whole if setting.min_unit_bytes >= ONE_UNIT else setting.min_unit_bytes
-        words.append(f"--min-unit-bytes {format_size(size)}")
-    for name, value, default in (
-        ("replicas", setting.replicas, 1),
-        ("tp", setting.tensor, 1),
-        ("accumulate", setting.accumulate, 1),
-    ):
-        words += [f"--{name} {value}"] if value != default else []
-    words += [f"--{name}" for name, is_on in (("recompute", setting.recompute), ("offload", setting.offload)) if is_on]
-    return " ".join(["shardwise train", *words])
-
-
-def show(found: Plan, out: str | None) -> None:
-    """Print a plan and its code; write both, and the picture, to the folder ``out``."""
-    print(found.table())
-    print(f"\n{found.code()}", end="")
-    if out is None:
-        return
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder, "plan.json", found.to_json())
-    replace_file(folder, "train.py", found.code())
-    found.picture(folder / "memory.png")
-    print(f"written: {folder}/plan.json, train.py, memory.png")
 
 
 def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
@@ -175,14 +121,13 @@ def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
     if device == "cpu":  # all ranks of the command are on this host
         hardware = with_hosts(hardware, ranks, 1)
     size = (batch, config.model.context)
-    found = plan(
-        lambda: planned_model(replace(config, recompute=False), NUM_BYTES),
-        size,
-        ranks,
-        hardware=hardware,
-        choices=choices,
-    )
-    print(found.table())
+
+    def build() -> nn.Module:
+        if config.model_from is not None:
+            return build_own(config.model_from, config.seed, NUM_BYTES, config.model.context)
+        return GPT(config.model)
+
+    print(plan(build, size, ranks, hardware=hardware, choices=choices))
     return 0
 
 

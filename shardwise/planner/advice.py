@@ -2,175 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwise.collectives.codec import CompressionPolicy
-from shardwise.collectives.host.send_recv import MAX_RANKS
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
-from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, compress_paths
-from shardwise.planner.dry_run import DryRun, Loss, TensorSplit, default_loss, dry_run
+from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
+from shardwise.planner.dry_run import Loss, TensorSplit, default_loss, dry_run
 from shardwise.planner.hardware import Hardware, read_hardware
-from shardwise.planner.profile import (
-    ONE_UNIT,
-    OPTIMIZERS,
-    SEND_RECV,
-    SHARDING,
-    SHARED,
-    TIERS,
-    UNIT_STRATEGIES,
-    Profile,
-    Setting,
-)
-from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankStep, RankTime, draw_memory, step_of
+from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, SHARED, UNIT_STRATEGIES, Profile, Setting
+from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankTime, step_of
 from shardwise.planner.rank_units import rank_units, steps_of, unit_paths
 
-# ---- The code of a setting, to paste into a training script.
 
-
-def code_of(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[str, ParallelStyle]) -> str:
-    """Return Python that trains ``model`` with ``setting``, under ``torchrun``, on all of its ranks."""
-    return "\n".join([*_imports(setting, tensor_plan), "", *_body(setting, profile, device, tensor_plan)]) + "\n"
-
-
-def _imports(setting: Setting, tensor_plan: Mapping[str, ParallelStyle]) -> Iterator[str]:
-    if setting.recompute:
-        yield "import functools"
-        yield ""
-    yield "import torch"
-    if setting.strategy in UNIT_STRATEGIES:
-        yield "from torch.distributed.device_mesh import init_device_mesh"
-    else:
-        yield "from torch.nn.parallel import DistributedDataParallel"
-    if setting.tensor > 1:
-        if any(_style(each) != f"{type(each).__name__}()" for each in tensor_plan.values()):
-            yield "from torch.distributed.tensor import Replicate, Shard"
-        kinds = sorted({type(each).__name__ for each in tensor_plan.values()})
-        yield f"from torch.distributed.tensor.parallel import {', '.join([*kinds, 'parallelize_module'])}"
-    if setting.recompute:
-        yield "from torch.utils.checkpoint import checkpoint"
-    names = {"ddp": {"replicate"}, "zero1": {"ZeroRedundancyOptimizer"}, "none": set[str]()}
-    wanted = set(names.get(setting.strategy, {"shard_model"}))
-    if setting.strategy == "zero3" and setting.min_unit_bytes >= ONE_UNIT:
-        wanted = {"fully_shard"}
-    if setting.strategy in UNIT_STRATEGIES and setting.precision == "bf16":
-        wanted.add("MixedPrecisionPolicy")
-    if setting.strategy in UNIT_STRATEGIES and setting.offload:
-        wanted.add("CPUOffloadPolicy")
-    if setting.matrices:
-        wanted.add("ShardedOptimizer")
-    if setting.compression is not None:
-        wanted.add("CompressionPolicy")
-    if setting.accumulate > 1 and setting.strategy in UNIT_STRATEGIES:
-        wanted.add("policy")
-    if wanted:
-        yield ""
-        yield f"from shardwise import {', '.join(sorted(wanted))}"
-
-
-def _body(setting: Setting, profile: Profile, device: str, tensor_plan: Mapping[str, ParallelStyle]) -> Iterator[str]:
-    if setting.recompute:
-        blocks = compress_paths(profile.blocks[1:]) or "no repeated blocks"
-        parents = list(dict.fromkeys(path.rpartition(".")[0] for path in profile.blocks[1:]))
-        yield f"# {blocks}: keep only the inputs, recompute in backward"
-        for parent in parents:
-            yield f'for block in model.get_submodule("{parent}").children():'
-            yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
-    if setting.strategy in UNIT_STRATEGIES:
-        yield from _mesh(setting, device)
-        if setting.tensor > 1:
-            yield from _split(profile, tensor_plan)
-        yield from _shard(setting, profile)
-        if setting.matrices:
-            yield "named = dict(model.named_parameters())"
-            yield "matrices = {name: param for name, param in named.items() if param.ndim == 2}"
-            yield "optimizer = ShardedOptimizer(matrices, torch.optim.Muon, lr=3e-4)"
-            yield "rest = torch.optim.AdamW([param for param in named.values() if param.ndim != 2], lr=3e-4, fused=True)"
-        elif setting.tensor > 1:
-            yield "groups = {}  # a fused update takes tensors of one mesh"
-            yield "for param in model.parameters():"
-            yield "    groups.setdefault(param.device_mesh, []).append(param)"
-            groups = '[{"params": params} for params in groups.values()]'
-            yield f"optimizer = torch.optim.AdamW({groups}, lr=3e-4, fused=True)"
-        else:
-            yield "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)"
-    else:
-        yield "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)"
-        if setting.strategy == "none":
-            yield "optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-4, fused=True)"
-        else:
-            yield 'optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition="even", lr=3e-4)'
-    if setting.precision == "bf16" and setting.strategy not in UNIT_STRATEGIES:
-        yield f'# around forward and loss: with torch.autocast("{device}", torch.bfloat16)'
-    if setting.accumulate > 1 and setting.strategy in UNIT_STRATEGIES:
-        yield f"# {setting.accumulate} microbatches: around all but the last: with policy(model, sync=False)"
-
-
-def _mesh(setting: Setting, device: str) -> Iterator[str]:
-    axes = {"replicate": setting.replicas, "shard": setting.num_shards} if setting.strategy == "hsdp" else {}
-    axes = axes or {"shard" if setting.strategy in SHARDING else "replicate": setting.ranks}
-    axes |= {"tp": setting.tensor} if setting.tensor > 1 else {}
-    yield f'mesh = init_device_mesh("{device}", {tuple(axes.values())}, mesh_dim_names={_quoted(axes)})'
-
-
-def _quoted(names: Iterable[str]) -> str:
-    words = [f'"{name}"' for name in names]
-    return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
-
-
-def _split(profile: Profile, tensor_plan: Mapping[str, ParallelStyle]) -> Iterator[str]:
-    yield "for block in (  # the ranks of one tp group take the same batches"
-    for parent in dict.fromkeys(path.rpartition(".")[0] for path in profile.blocks[1:]):
-        yield f'    *model.get_submodule("{parent}").children(),'
-    yield "):"
-    yield '    parallelize_module(block, mesh["tp"], {'
-    yield from (f'        "{name}": {_style(style)},' for name, style in tensor_plan.items())
-    yield "    })"
-
-
-def _style(style: ParallelStyle) -> str:
-    plain = type(style)
-    try:
-        return f"{plain.__name__}()" if repr(plain()) == repr(style) else repr(style)
-    except TypeError:  # a style that requires arguments
-        return repr(style)
-
-
-def _shard(setting: Setting, profile: Profile) -> Iterator[str]:
-    data = (
-        '"replicate", "shard"'
-        if setting.strategy == "hsdp"
-        else '"shard"'
-        if setting.strategy in SHARDING
-        else '"replicate"'
+def code_of(setting: Setting, device: str) -> str:
+    """Return the call that shards ``model`` on all ranks, under ``torchrun``; comments say what else ``setting`` asks."""
+    has_units, is_bf16 = setting.strategy in UNIT_STRATEGIES, setting.precision == "bf16"
+    notes = (
+        ("parallelize_module(block, mesh['tp'], tensor_plan) of every block comes first", setting.tensor > 1),
+        ("every block under torch.utils.checkpoint", setting.recompute),
+        ("forward and loss under torch.autocast", is_bf16 and not has_units),
+        ("policy(model, sync=False) around all microbatches but the last", setting.accumulate > 1 and has_units),
     )
-    options = [f"mesh=mesh[{data}]" if setting.tensor > 1 else "mesh=mesh"]
-    if setting.precision == "bf16":
+    lines = [f"# {note}" for note, is_on in notes if is_on]
+    if not has_units:
+        call = "ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)"
+        zero = 'optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, partition="even", lr=3e-4)'
+        return "\n".join([*lines, call, *[zero] * (setting.strategy == "zero1"), ""])
+    axes = {"replicate": setting.replicas} if setting.strategy == "hsdp" else {}
+    axes["shard" if setting.strategy != "ddp" else "replicate"] = setting.ranks // setting.replicas
+    data, sizes = tuple(axes), (*axes.values(), *[setting.tensor] * (setting.tensor > 1))
+    names = (*data, *["tp"] * (setting.tensor > 1))
+    lines.append(f'mesh = init_device_mesh("{device}", {sizes}, mesh_dim_names={names})')
+    one_unit = setting.strategy == "zero3" and setting.min_unit_bytes >= ONE_UNIT
+    options = [] if one_unit else [f'strategy="{setting.strategy}"', f"min_unit_bytes={setting.min_unit_bytes}"]
+    options.append(f"mesh=mesh[{data}]" if setting.tensor > 1 else "mesh=mesh")
+    if is_bf16:
         options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
-    if setting.offload:
-        options.append("offload_policy=CPUOffloadPolicy()")
-    if setting.compression is not None:
-        options.append(f"compression={setting.compression!r}")
-    if setting.strategy == "zero2":
-        options.insert(0, 'strategy="zero2"')
-    if setting.strategy == "ddp":
-        yield f"options = dict({', '.join(options)})"
-        for parent in dict.fromkeys(path.rpartition(".")[0] for path in profile.blocks[1:]):
-            yield f'for block in model.get_submodule("{parent}").children():'
-            yield "    replicate(block, **options)"
-        yield "replicate(model, **options)"
-    elif setting.strategy == "zero3" and setting.min_unit_bytes >= ONE_UNIT:
-        yield f"fully_shard(model, {', '.join(options)})"
-    else:
-        yield f"shard_model(model, min_unit_bytes={setting.min_unit_bytes}, {', '.join(options)})"
+    options += ["offload_policy=CPUOffloadPolicy()"] * setting.offload
+    return "\n".join([*lines, f"{'fully_shard' if one_unit else 'shard_model'}(model, {', '.join(options)})", ""])
 
 
 # ---- The search: the ways to train, their costs, which to take, and what to change if none fits.
@@ -186,18 +63,14 @@ class Choices:
     """The options to choose from.
 
     Attributes:
-        strategies: as ``shardwise train --shard`` names them.  doors: their deprecated name.
+        strategies: as ``shardwise train --shard`` names them.
         unit_bytes: sizes up to which blocks are merged; sizes that give the same units count once.
         recompute, offload: whether to try without, with, or both.
         precision: "fp32" or "bf16".
         accumulate: microbatches of a step.
-        optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``, ``muon`` (whole matrices, the rest
-            AdamW).
-        measures: time this machine's operations and links first.  threads: of a rank that shares a CPU host with
-            others, as ``shardwise train`` and torchrun set it.
+        optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``.
         tensor: numbers of ranks that may split every block (tensor parallelism); 1: none.
         tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
-        compression: the compression of parameters and gradients, for the strategies that take such a policy.
     """
 
     strategies: tuple[str, ...] = ("zero3", "hsdp", "ddp", "zero2", "zero1")
@@ -207,23 +80,14 @@ class Choices:
     precision: str = "bf16"
     accumulate: int = 1
     optimizer: str = "adamw"
-    measures: bool = False
-    threads: int = 1
     tensor: tuple[int, ...] = (1,)
     tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict[str, ParallelStyle])
-    compression: CompressionPolicy | None = None
-    doors: InitVar[tuple[str, ...] | None] = None
 
-    def __post_init__(self, doors: tuple[str, ...] | None) -> None:
-        if doors is not None:
-            warnings.warn("Choices(doors=) is called strategies= now", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "strategies", doors)
+    def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}")
         if self.precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {self.precision!r}, expected fp32 or bf16")
-        if self.threads < 1:
-            raise ConfigError(f"threads is {self.threads}, expected 1 or more")
         if not self.tensor or min(self.tensor) < 1:
             raise ConfigError(f"tensor is {self.tensor}, expected numbers of ranks, 1 or more")
         if max(self.tensor) > 1 and not self.tensor_plan:
@@ -284,40 +148,28 @@ class SearchResult:
 def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidate:
     """Return the costs of ``setting`` on ``hardware``, in closed form in ranks.
 
-    CPU ranks whose shards are all on one host read each other's memory, unless it is compressed.
+    CPU ranks whose shards are all on one host read each other's memory.
     """
-    if hardware.shared is not None and setting.strategy in UNIT_STRATEGIES and setting.compression is None:
-        setting = _routed(setting, max(hardware.ranks_per_host // setting.tensor, 1))
+    near = hardware.data_ranks_per_host(setting.tensor)
+    if hardware.shared is not None and setting.strategy in UNIT_STRATEGIES and setting.num_shards <= near:
+        setting = replace(setting, transport=SHARED)
     units = rank_units(profile, setting, hardware.device)
     steps = steps_of(profile, units, setting.depth)
-    step = step_of(profile, units, steps, setting, hardware)
-    peak = step.memory.peak
-    numel = profile.numel
+    memory, time = step_of(profile, units, steps, setting, hardware)
     padded = sum(unit.padding_ratio * sum(profile.params[p].numel for p in unit.params) for unit in units)
     return Candidate(
         setting=setting,
-        peak=peak,
-        host_bytes=step.memory.host_bytes,
-        time=step.time,
-        fits=peak.total <= hardware.usable * hardware.memory_bytes,
-        padding_ratio=padded / numel if numel else 1.0,
+        peak=memory.peak,
+        host_bytes=memory.host_bytes,
+        time=time,
+        fits=memory.peak.total <= hardware.limit_bytes,
+        padding_ratio=padded / profile.numel if profile.numel else 1.0,
         num_units=len(units),
         copied_bytes=setting.accumulate * sum(call.copied_bytes for call in steps.plan.calls),
     )
 
 
-def _routed(setting: Setting, ranks_per_host: int) -> Setting:
-    """Return ``setting`` with the transport of CPU ranks, as collectives/host/local_peers.py chooses it."""
-    shards = setting.num_shards
-    if shards <= ranks_per_host:
-        is_near = setting.num_replicas > 1 and setting.ranks <= ranks_per_host
-        return replace(setting, transport=SHARED, near_replicas=is_near)
-    if shards % ranks_per_host or shards > ranks_per_host * MAX_RANKS:
-        return setting
-    return replace(setting, transport=SEND_RECV if ranks_per_host == 1 else TIERS, hosts=shards // ranks_per_host)
-
-
-def step_under(profile: Profile, setting: Setting, hardware: Hardware) -> RankStep:
+def step_under(profile: Profile, setting: Setting, hardware: Hardware) -> tuple[RankMemory, RankTime]:
     """Return the step of ``setting`` on ``hardware``, with the transport that it names."""
     units = rank_units(profile, setting, hardware.device)
     return step_of(profile, units, steps_of(profile, units, setting.depth), setting, hardware)
@@ -337,178 +189,104 @@ class Search:
         """Return candidates, the fastest that fit first, then those that do not fit, the smallest first."""
         candidates = list(self._candidates())
         candidates.sort(key=lambda each: (not each.fits, each.rank_s if each.fits else each.peak.total))
-        changes = () if any(each.fits for each in candidates) else tuple(self._changes(candidates))
+        changes = tuple(self._changes(candidates)) if candidates and not candidates[0].fits else ()
         return SearchResult(tuple(candidates), changes, tuple(dict.fromkeys(self.left_out)))
 
+    def _evaluate(self, setting: Setting, batch: int = 0) -> Candidate:
+        profile = self.profile_of(setting.computes_in, setting.recompute, setting.tensor)
+        return evaluate(profile.for_batch(batch) if batch else profile, setting, self.hardware)
+
     def _candidates(self) -> Iterator[Candidate]:
+        choices = self.choices
         for setting in self._settings():
-            plain = [False] if False in self.choices.offload else [True]
-            for recompute in self.choices.recompute:
-                chosen = replace(setting, recompute=recompute, offload=plain[0] and setting.strategy in UNIT_STRATEGIES)
-                if self._is_hopeless(chosen):
-                    continue
-                found = self._evaluate(chosen)
+            has_units = setting.strategy in UNIT_STRATEGIES
+            offloads = has_units and False not in choices.offload
+            may_offload = has_units and len(set(choices.offload)) == 2 and self.hardware.device != "cpu"
+            for recompute in choices.recompute:
+                found = self._evaluate(replace(setting, recompute=recompute, offload=offloads))
                 yield found
-                if self.may_offload(chosen) and not found.fits and self._frees_enough(found):
-                    yield self._evaluate(replace(chosen, offload=True))
-
-    def may_offload(self, setting: Setting) -> bool:
-        """Return True if state may be in the host's memory: that costs time, so it is tried only if nothing else fits."""
-        is_wanted = True in self.choices.offload and not setting.offload
-        return is_wanted and setting.strategy in UNIT_STRATEGIES and self.hardware.device != "cpu"
-
-    def _frees_enough(self, found: Candidate) -> bool:
-        """Return True if ``found`` may fit without what offload moves."""
-        moved = sum(found.peak.held[:3])  # parameters, optimizer, gradients
-        return found.peak.total - moved <= self.hardware.usable * self.hardware.memory_bytes
-
-    def _evaluate(self, setting: Setting) -> Candidate:
-        return evaluate(self._profile(setting), setting, self.hardware)
-
-    def _profile(self, setting: Setting) -> Profile:
-        return self.profile_of(setting.computes_in, setting.recompute, setting.tensor)
-
-    def _is_hopeless(self, setting: Setting) -> bool:
-        """Return True if full parameters and gradients alone exceed the memory, so that a dry run is not worthwhile."""
-        if setting.strategy in UNIT_STRATEGIES:
-            return False
-        numel = self.profile_of(self.choices.precision, False, 1).numel
-        least = 8 * numel
-        if least <= self.hardware.usable * self.hardware.memory_bytes:
-            return False
-        self.left_out.append(
-            f"{setting.strategy}: whole fp32 parameters and gradients alone are {least / 1e9:.4g} GB on every rank"
-        )
-        return True
+                # State in the host's memory costs time, so it is tried only if nothing else fits, and if it frees enough.
+                left = found.peak.total - sum(found.peak.held[:3])  # without parameters, optimizer, gradients
+                if may_offload and not found.fits and left <= self.hardware.limit_bytes:
+                    yield self._evaluate(replace(found.setting, offload=True))
 
     def _settings(self) -> Iterator[Setting]:
-        for tensor in self.choices.tensor:
+        choices = self.choices
+        for tensor in choices.tensor:
             if self.ranks % tensor:
                 self.left_out.append(f"tp {tensor}: it does not divide {self.ranks:,} ranks")
-                continue
-            yield from self._settings_of(tensor)
-
-    def _settings_of(self, tensor: int) -> Iterator[Setting]:
-        choices = self.choices
-        for strategy in choices.strategies:
-            if tensor > 1 and strategy not in UNIT_STRATEGIES:
-                continue
-            if choices.optimizer == "muon" and strategy not in SHARDING:
-                self.left_out.append(f"{strategy}: whole matrices are planned for the strategies that shard parameters")
-                continue
-            policy = choices.compression
-            if policy is not None and (
-                strategy not in UNIT_STRATEGIES or (policy.gather is not None and strategy not in SHARDING - {"hsdp"})
-            ):
-                self.left_out.append(
-                    f"{strategy}: it takes no CompressionPolicy" + " that gathers" * (strategy in UNIT_STRATEGIES)
-                )
                 continue
             base = Setting(
                 ranks=self.ranks // tensor,
                 tensor=tensor,
-                compression=policy,
                 precision=choices.precision,
                 accumulate=choices.accumulate,
                 state_bytes=OPTIMIZERS[choices.optimizer],
-                matrices=choices.optimizer == "muon" and strategy in SHARDING,
             )
-            if strategy == "hsdp":
-                for replicas in self._replicas(base.ranks, tensor):
-                    yield replace(base, strategy=strategy, replicas=replicas)
-                continue
-            profile = self.profile_of(base.computes_in, choices.recompute[0], tensor)
-            seen: set[tuple[tuple[str, ...], ...]] = set()
-            for unit_bytes in choices.unit_bytes if strategy == "zero3" else choices.unit_bytes[:1]:
-                setting = replace(base, strategy=strategy, min_unit_bytes=unit_bytes)
-                paths = tuple(unit_paths(profile, setting))
-                if paths not in seen:
-                    seen.add(paths)
-                    yield setting
+            for strategy in choices.strategies:
+                if strategy == "hsdp":
+                    yield from (replace(base, strategy=strategy, replicas=each) for each in self._replicas(base))
+                elif tensor == 1 or strategy in UNIT_STRATEGIES:
+                    sizes = choices.unit_bytes if strategy == "zero3" else choices.unit_bytes[:1]
+                    yield from self._distinct(replace(base, strategy=strategy, min_unit_bytes=each) for each in sizes)
 
-    def _replicas(self, ranks: int, tensor: int) -> Iterator[int]:
+    def _distinct(self, settings: Iterator[Setting]) -> Iterator[Setting]:
+        """Yield the settings whose units differ."""
+        seen: set[tuple[tuple[str, ...], ...]] = set()
+        for setting in settings:
+            profile = self.profile_of(setting.computes_in, self.choices.recompute[0], setting.tensor)
+            paths = tuple(unit_paths(profile, setting))
+            if paths not in seen:
+                seen.add(paths)
+                yield setting
+
+    def _replicas(self, setting: Setting) -> Iterator[int]:
         """Yield numbers of replicas: shards over one host, two, four, and so on, up to two replicas."""
-        shards = min(max(self.hardware.ranks_per_host // tensor, 1), ranks // 2)
-        while shards and shards * 2 <= ranks:
-            if ranks % shards == 0 and shards > 1:
-                yield ranks // shards
+        shards = min(self.hardware.data_ranks_per_host(setting.tensor), setting.ranks // 2)
+        while shards and shards * 2 <= setting.ranks:
+            if setting.ranks % shards == 0 and shards > 1:
+                yield setting.ranks // shards
             shards *= 2
 
-    # ---- where nothing fits ----
-
     def _changes(self, candidates: list[Candidate]) -> Iterator[Change]:
-        """Yield single changes after which something fits."""
+        """Yield single changes after which something fits, of each kind the smallest."""
         settings = [each.setting for each in candidates]
-        if not settings:
-            return
-        for words, changed in (
-            ("recompute blocks in backward", [replace(each, recompute=True) for each in settings]),
-            (
-                "compute in bf16",
-                [replace(each, precision="bf16") for each in settings if self.choices.precision == "fp32"],
-            ),
-            (
-                "keep shards and optimizer state in the host's memory (offload)",
-                [replace(each, offload=True) for each in settings if each.strategy in UNIT_STRATEGIES],
-            ),
-        ):
-            new = [each for each in changed if each not in settings]
-            if self.hardware.device == "cpu":
-                new = [each for each in new if not each.offload]
-            best = self._fastest([self._evaluate(each) for each in new])
-            if best is not None:
-                yield Change(words, best)
-        yield from self._split(settings)
-        yield from self._smaller_batch(settings)
-        yield from self._more_ranks(settings)
-        yield from self._larger_memory(candidates)
+        done: set[str] = set()
+        for kind, words, changed, batch in self._neighbours(settings):
+            new = [] if kind in done else [each for each in dict.fromkeys(changed) if batch or each not in settings]
+            fitting = [each for each in (self._evaluate(setting, batch) for setting in new) if each.fits]
+            if fitting:
+                done.add(kind)
+                yield Change(words, min(fitting, key=lambda each: each.rank_s))
+        least = min(candidates, key=lambda each: each.peak.total)
+        needed, found = least.peak.total / self.hardware.usable / 1e9, self.hardware.memory_bytes / 1e9
+        yield Change(f"devices with {needed:.4g} GB, in place of {found:.4g} GB", least)
 
-    @staticmethod
-    def _fastest(candidates: list[Candidate]) -> Candidate | None:
-        fitting = [each for each in candidates if each.fits]
-        return min(fitting, key=lambda each: each.rank_s) if fitting else None
-
-    def _split(self, settings: list[Setting]) -> Iterator[Change]:
-        """Yield tensor parallelism, over the fewest ranks of a host with which something fits."""
-        able = [each for each in settings if each.strategy == "zero3"]
+    def _neighbours(self, settings: list[Setting]) -> Iterator[tuple[str, str, Sequence[Setting], int]]:
+        """Yield changes: their kind, their words, the settings to try, and the batch if it is another one."""
+        sharded = [each for each in settings if each.strategy == "zero3"]
+        yield "recompute", "recompute blocks in backward", [replace(each, recompute=True) for each in settings], 0
+        yield "bf16", "compute in bf16", [replace(each, precision="bf16") for each in settings], 0
+        if self.hardware.device != "cpu":
+            words = "keep shards and optimizer state in the host's memory (offload)"
+            yield "offload", words, [replace(each, offload=each.strategy in UNIT_STRATEGIES) for each in settings], 0
         tensor = max(self.choices.tensor) * 2
-        while self.choices.tensor_plan and able and tensor <= min(self.hardware.ranks_per_host, self.ranks):
-            if self.ranks % tensor == 0:
-                tried = [replace(each, ranks=self.ranks // tensor, tensor=tensor) for each in able]
-                best = self._fastest([self._evaluate(each) for each in dict.fromkeys(tried)])
-                if best is not None:
-                    yield Change(f"split every block over {tensor} ranks (tensor parallelism)", best)
-                    return
+        while self.choices.tensor_plan and tensor <= min(self.hardware.ranks_per_host, self.ranks):
+            split = [replace(each, ranks=self.ranks // tensor, tensor=tensor) for each in sharded]
+            yield "split", f"split every block over {tensor} ranks (tensor parallelism)", split, 0
             tensor *= 2
-
-    def _smaller_batch(self, settings: list[Setting]) -> Iterator[Change]:
-        batch = self._profile(settings[0]).batch
-        whole = batch
+        first = settings[0]
+        batch = whole = self.profile_of(first.computes_in, first.recompute, first.tensor).batch
         while batch > 1:
             batch //= 2
-            tried = [evaluate(self._profile(each).for_batch(batch), each, self.hardware) for each in settings]
-            best = self._fastest(tried)
-            if best is not None:
-                more = -(-whole // batch)
-                words = f"a batch of {batch} in place of {whole} on every rank: {more} microbatches make the same step"
-                yield Change(words, best)
-                return
-
-    def _more_ranks(self, settings: list[Setting]) -> Iterator[Change]:
-        ranks, sharded = self.ranks, [each for each in settings if each.strategy == "zero3"]
+            more = -(-whole // batch)
+            words = f"a batch of {batch} in place of {whole} on every rank: {more} microbatches make the same step"
+            yield "batch", words, settings, batch
+        ranks = self.ranks
         while sharded and ranks * 2 <= _MOST_RANKS:
             ranks *= 2
-            best = self._fastest([self._evaluate(replace(s, ranks=ranks // s.tensor)) for s in sharded])
-            if best is not None:
-                yield Change(f"{ranks:,} ranks in place of {self.ranks:,}, with the same batch on each", best)
-                return
-
-    def _larger_memory(self, candidates: list[Candidate]) -> Iterator[Change]:
-        least = min(candidates, key=lambda each: each.peak.total)
-        needed = least.peak.total / self.hardware.usable
-        yield Change(
-            f"devices with {needed / 1e9:.4g} GB, in place of {self.hardware.memory_bytes / 1e9:.4g} GB", least
-        )
+            words = f"{ranks:,} ranks in place of {self.ranks:,}, with the same batch on each"
+            yield "ranks", words, [replace(each, ranks=ranks // each.tensor) for each in sharded], 0
 
 
 _HEADINGS = (
@@ -528,42 +306,28 @@ _HEADINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(SearchResult):
     """The ways to train a model on some ranks, their costs, and which to take.
 
     Attributes:
-        model: name of its class.  num_parameters: elements.
-        ranks: all of them.  batch: of a microbatch of one data-parallel rank.
-        hardware: of a rank.
         candidates: the fastest that fit first, then those that do not fit, the smallest first.
         changes: if nothing fits: single changes after which something does, the smallest first.
         left_out: ways that were not evaluated, and why.
+        model: name of its class.  num_parameters: elements.
+        ranks: all of them.  batch: of a microbatch of one data-parallel rank.
+        hardware: of a rank.
     """
 
-    model: str
-    num_parameters: int
-    ranks: int
-    batch: int
-    hardware: Hardware
-    found: SearchResult
-    _profiles: tuple[Profile, ...]
-    tensor_plan: Mapping[str, ParallelStyle]
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """All evaluated ways, the best first."""
-        return self.found.candidates
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        """What to change if nothing fits, the smallest change first."""
-        return self.found.changes
+    model: str = field(kw_only=True)
+    num_parameters: int = field(kw_only=True)
+    ranks: int = field(kw_only=True)
+    batch: int = field(kw_only=True)
+    hardware: Hardware = field(kw_only=True)
 
     @property
     def best(self) -> Candidate | None:
         """The fastest way that fits; None if none does."""
-        first = self.found.candidates[0] if self.found.candidates else None
-        return first if first is not None and first.fits else None
+        return next((each for each in self.candidates[:1] if each.fits), None)
 
     def why(self) -> str:
         """Return in a sentence or two why to take this way, or what to change."""
@@ -588,28 +352,24 @@ class Plan:
         first = self.changes[0]
         others = "".join(f"\n  or: {each.words} ({each.best.setting.label})" for each in self.changes[1:])
         return (
-            f"Nothing fits in {format_bytes(self._limit)}. The smallest change that makes it fit: {first.words} "
+            f"Nothing fits in {format_bytes(self.hardware.limit_bytes)}. The smallest change that makes it fit: {first.words} "
             f"({first.best.setting.label}, {format_bytes(first.best.peak.total)}).{others}"
         )
-
-    @property
-    def _limit(self) -> float:
-        return self.hardware.usable * self.hardware.memory_bytes
 
     def table(self, most: int = 16) -> str:
         """Return the candidates as text, at most ``most``, and the reasons."""
         head = (
             f"{self.model}: {self.num_parameters:,} parameters on {self.ranks:,} ranks, batch {self.batch} on each; "
-            f"{self.hardware.name}; a plan may fill {format_bytes(self._limit)}"
+            f"{self.hardware.name}; a plan may fill {format_bytes(self.hardware.limit_bytes)}"
         )
         if not self.candidates:
-            return "\n".join([head, *[f"left out: {each}" for each in self.found.left_out], "", self.why()])
+            return "\n".join([head, *[f"left out: {each}" for each in self.left_out], "", self.why()])
         rows = [_HEADINGS, *[self._cells(each) for each in self.candidates[:most]]]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         more = len(self.candidates) - most
         notes = [f"... and {more} more"] if more > 0 else []
-        notes += [f"left out: {each}" for each in self.found.left_out]
+        notes += [f"left out: {each}" for each in self.left_out]
         return "\n".join([head, "", *lines, *notes, "", self.why()])
 
     def _cells(self, candidate: Candidate) -> tuple[str, ...]:
@@ -634,29 +394,15 @@ class Plan:
     def __str__(self) -> str:
         return self.table()
 
-    def _chosen(self) -> Candidate:
-        if self.best is not None:
-            return self.best
-        if self.changes:
-            return self.changes[0].best
-        reasons = "".join(f" ({each})" for each in self.found.left_out)
-        raise ConfigError(
-            f"no way to train was looked at{reasons}; name other strategies, or numbers of ranks that go together"
-        )
-
     def code(self) -> str:
-        """Return Python to paste: the best way, or that of the smallest change if nothing fits."""
-        chosen = self._chosen()
-        return code_of(chosen.setting, self._profile(chosen), self.hardware.device, self.tensor_plan)
-
-    def _profile(self, candidate: Candidate) -> Profile:
-        wanted = (candidate.setting.computes_in, candidate.setting.recompute, candidate.setting.tensor)
-        return next(p for p in self._profiles if (p.precision, p.recomputes, p.tensor) == wanted)
-
-    def memory(self, candidate: Candidate | None = None) -> RankMemory:
-        """Return a rank's memory over the step of ``candidate``, by default that of :meth:`code`."""
-        chosen = candidate or self._chosen()
-        return step_under(self._profile(chosen), chosen.setting, self.hardware).memory
+        """Return the call to paste: of the best way, or of the smallest change if nothing fits.  Raises: ConfigError."""
+        chosen = self.best or next((each.best for each in self.changes), None)
+        if chosen is None:
+            reasons = "".join(f" ({each})" for each in self.left_out)
+            raise ConfigError(
+                f"no way to train was looked at{reasons}; name other strategies, or numbers of ranks that go together"
+            )
+        return code_of(chosen.setting, self.hardware.device)
 
     def to_json(self) -> str:
         """Return everything as JSON: bytes, seconds."""
@@ -669,17 +415,11 @@ class Plan:
             "candidates": [_json_of(each) for each in self.candidates],
             "best": None if self.best is None else self.best.setting.label,
             "changes": [{"change": each.words, "way": _json_of(each.best)} for each in self.changes],
-            "left_out": list(self.found.left_out),
+            "left_out": list(self.left_out),
             "why": self.why(),
             "code": self.code() if self.candidates else "",
         }
         return json.dumps(values, indent=2)
-
-    def picture(self, path: str | Path) -> None:
-        """Draw the memory of the chosen way over the step, stacked by kind, with the peak labelled (needs matplotlib)."""
-        chosen = self._chosen()
-        title = f"{self.model} on {self.ranks:,} ranks: {chosen.setting.label}"
-        draw_memory(self.memory(chosen), title, self._limit, Path(path))
 
 
 def plan(
@@ -717,50 +457,26 @@ def plan(
     """
     if ranks < 1:
         raise ConfigError(f"ranks is {ranks}, expected at least 1")
-    built = _build(model)
-    given = _inputs(inputs)
-    runs = _Runs(built, given, loss, choices.tensor_plan)
+    built, given = _build(model), _inputs(inputs)
     machine = hardware if isinstance(hardware, Hardware) else read_hardware(hardware)
-    if choices.measures:
-        from shardwise.planner.measure import measured
 
-        machine = measured(machine, list(runs.all_of(choices)), ranks, choices.threads)
-    found = Search(runs.profile, ranks, machine, choices).run()
-    if not runs.done:  # no way suits this number of ranks
-        runs.all_of(replace(choices, tensor=(1,)))
-    profiles = tuple(run.profile for run in runs.done.values())
-    first = profiles[0]
-    numel = sum(param.numel() for param in built.parameters())
-    return Plan(first.model, numel, ranks, first.batch, machine, found, profiles, choices.tensor_plan)
+    @functools.cache
+    def profile_of(precision: str, recompute: bool, tensor: int) -> Profile:
+        split = TensorSplit(tensor, choices.tensor_plan) if tensor > 1 else None
+        return dry_run(built, given, loss, precision=precision, recompute=recompute, split=split)
 
-
-class _Runs:
-    """Dry runs of one model, each made when it is first needed."""
-
-    def __init__(
-        self, model: nn.Module, inputs: Sequence[object], loss: Loss, tensor_plan: Mapping[str, ParallelStyle]
-    ) -> None:
-        self.model, self.inputs, self.loss, self.tensor_plan = model, inputs, loss, tensor_plan
-        self.done: dict[tuple[str, bool, int], DryRun] = {}
-
-    def profile(self, precision: str, recompute: bool, tensor: int) -> Profile:
-        """Return the profile of a precision, with or without recomputation, with blocks split over ``tensor`` ranks."""
-        key = (precision, recompute, tensor)
-        if key not in self.done:
-            split = TensorSplit(tensor, self.tensor_plan) if tensor > 1 else None
-            self.done[key] = dry_run(
-                self.model, self.inputs, self.loss, precision=precision, recompute=recompute, split=split
-            )
-        return self.done[key].profile
-
-    def all_of(self, choices: Choices) -> Sequence[DryRun]:
-        """Return the runs that ``choices`` may need."""
-        precisions = ["fp32"] if choices.precision == "fp32" else ["bf16", "autocast"]
-        for precision in precisions:
-            for recompute in choices.recompute:
-                for tensor in choices.tensor if precision != "autocast" else (1,):
-                    self.profile(precision, recompute, tensor)
-        return list(self.done.values())
+    found = Search(profile_of, ranks, machine, choices).run()
+    first = next(each for each in given if isinstance(each, torch.Tensor))
+    return Plan(
+        found.candidates,
+        found.changes,
+        found.left_out,
+        model=type(built).__name__,
+        num_parameters=sum(param.numel() for param in built.parameters()),
+        ranks=ranks,
+        batch=first.shape[0] if first.ndim else 1,
+        hardware=machine,
+    )
 
 
 def _build(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

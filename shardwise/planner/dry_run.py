@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from shardwise import torch_private
 from shardwise.errors import ConfigError
 from shardwise.fsdp.shard_model import families_of
-from shardwise.plan.grouping import Child, group_blocks
+from shardwise.plan.grouping import group_blocks
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.profile import ROOT, ParamFacts, Profile, StepMark, Stretch, Work
 
@@ -87,39 +86,18 @@ _RINGS = {
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Replaces a tensor in the arguments of an operation that is to be repeated."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class OpCall:
-    """An operation and its arguments, tensors as :class:`TensorSpec`."""
-
-    function: Callable[..., object]
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-
-
 class OpWatch:
     """Counts the live bytes that operations have allocated, and their work, from mark to mark.
 
     Attributes:
         stretches: those that have ended.
         live_bytes: now.
-        calls: distinct operations by name and shapes, numbered in this order.
     """
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         """``given``: tensors whose memory does not count."""
         self.stretches: list[Stretch] = []
         self.live_bytes = 0
-        self.calls: dict[str, OpCall] = {}
-        self._numbers: dict[str, int] = {}
         self._mark: StepMark | None = None
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in given:
@@ -135,17 +113,14 @@ class OpWatch:
     def end(self) -> None:
         """End the current stretch."""
         if self._mark is not None:
-            ops = tuple(sorted(self._ops.items()))
-            num_ops = sum(count for _, count in ops) + self._rings
-            work = Work(self._flops, self._traffic, num_ops, ops, self._ring_bytes, self._rings)
+            work = Work(self._flops, self._traffic, self._num_ops + self._rings, self._ring_bytes, self._rings)
             self.stretches.append(Stretch(self._mark, self._peak, self.live_bytes, work))
             self._mark = None
 
     def _restart(self) -> None:
         self._peak = self.live_bytes
         self._flops = self._traffic = self._ring_bytes = 0.0
-        self._rings = 0
-        self._ops: dict[int, int] = {}
+        self._rings = self._num_ops = 0
 
     def after(self, func: Any, given: tuple[Any, Any], out: object) -> None:
         """Record an operation that has just run."""
@@ -165,7 +140,11 @@ class OpWatch:
             self._rings += rings
             self._ring_bytes += rings * max(t.numel() * t.element_size() for t in [*inputs, *outputs])
         elif made or torch_private.is_mutating(func):
-            self._count(func, given, [*inputs, *outputs], out)
+            self._num_ops += 1
+            flops = flops_of(func, *given, out)
+            self._flops += flops
+            sizes = ((t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in [*inputs, *outputs])
+            self._traffic += 0 if flops else sum(map(min, sizes))
 
     def _follow(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key = id(storage)  # a storage keeps its Python object alive as long as it lives
@@ -176,32 +155,6 @@ class OpWatch:
 
         self._storages[key] = weakref.ref(storage, forget)
         self.live_bytes += num_bytes
-
-    def _count(self, func: Any, given: tuple[Any, Any], tensors: Sequence[torch.Tensor], out: object) -> None:
-        args, kwargs = given
-        name = f"{func}({', '.join([_shape_of(each) for each in torch_private.leaves_of(given)])})"
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = len(self._numbers)
-            specs = torch_private.map_tensors(_spec_of, given)
-            self.calls[name] = OpCall(func, specs[0], specs[1])
-        self._ops[number] = self._ops.get(number, 0) + 1
-        flops = flops_of(func, args, kwargs, out)
-        if flops:
-            self._flops += flops
-        else:
-            self._traffic += sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
-
-
-def _spec_of(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def _shape_of(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        dense = "" if value.is_contiguous() else str(list(value.stride()))
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{dense}"
-    return str(value)
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object) -> float:
@@ -221,27 +174,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object
     return 0.0
 
 
-def numel_of(spec: TensorSpec) -> int:
-    """Return the number of elements that memory under ``spec`` must have."""
-    if 0 in spec.shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
-
-
-def num_bytes_of(spec: TensorSpec) -> int:
-    """Return the bytes of the elements of ``spec``."""
-    return math.prod(spec.shape) * spec.dtype.itemsize
-
-
 Loss = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    """A profile, and its operations by number, so that they can be timed."""
-
-    profile: Profile
-    calls: tuple[OpCall, ...]
 
 
 def default_loss(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
@@ -262,7 +195,7 @@ def dry_run(
     precision: str = "fp32",
     recompute: bool = False,
     split: TensorSplit | None = None,
-) -> DryRun:
+) -> Profile:
     """Run ``loss(model, *inputs).backward()`` on fake tensors and return what it does.
 
     Args:
@@ -279,61 +212,43 @@ def dry_run(
     families = tuple(families_of(model, frozenset()))
     paths = {path for each in families for group in group_blocks(each, 0) for path in group}
     blocks = ("", *[path for path, _ in model.named_modules() if path in paths])
-    _check_whole(model)
-    if split is None:
-        return _Question(model, inputs, loss, precision, recompute, families, blocks).answer()
-    with split_copy(model, blocks, split) as twin:
-        families = tuple(families_of(twin, frozenset()))
-        return _Question(twin, inputs, loss, precision, recompute, families, blocks, split.ranks).answer()
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What to run, and its blocks."""
-
-    model: nn.Module
-    inputs: Sequence[object]
-    loss: Loss
-    precision: str
-    recompute: bool
-    families: tuple[tuple[Child, ...], ...]
-    blocks: tuple[str, ...]
-    tensor: int = 1
-
-    def answer(self) -> DryRun:
-        """Run forward and backward."""
-        model, precision = self.model, self.precision
-        with torch_private.fake_mode(), torch.enable_grad():
-            fakes = {id(param): _fake_parameter(param, precision) for param in model.parameters()}
-            buffers = {id(each): _fake(each) for each in model.buffers()}
-            given = [_fake(each) if isinstance(each, torch.Tensor) else each for each in self.inputs]
-            tensors = [each for each in given if isinstance(each, torch.Tensor)]
-            watch = OpWatch([*map(torch_private.local_of, fakes.values()), *buffers.values(), *tensors])
-            steps = _Steps(model, self.blocks, watch, precision)
-            with _standing_in(model, fakes, buffers), steps.hooked(fakes, self.recompute):
-                autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
-                with torch_private.watching(watch.after):
-                    with autocast:
-                        value = self.loss(model, *given)
-                    value.backward()
-                watch.end()
-        params = tuple(_facts(name, param, steps.block_of[id(param)]) for name, param in model.named_parameters())
-        profile = Profile(
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"{name} is a DTensor: plan the model before fully_shard, shard_model or replicate is called on it"
+            )
+    with ExitStack() as stack:
+        if split is not None:
+            model = stack.enter_context(split_copy(model, blocks, split))
+            families = tuple(families_of(model, frozenset()))
+        stack.enter_context(torch_private.fake_mode())
+        stack.enter_context(torch.enable_grad())
+        fakes = {id(param): _fake_parameter(param, precision) for param in model.parameters()}
+        buffers = {id(each): _fake(each) for each in model.buffers()}
+        given = [_fake(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        watch = OpWatch([*map(torch_private.local_of, fakes.values()), *buffers.values(), *tensors])
+        steps = _Steps(model, blocks, watch, precision)
+        with _standing_in(model, fakes, buffers), steps.hooked(fakes, recompute):
+            autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
+            with torch_private.watching(watch.after):
+                with autocast:
+                    value = loss(model, *given)
+                value.backward()
+            watch.end()
+        return Profile(
             model=type(model).__name__,
-            params=params,
+            params=tuple(_facts(name, param, steps.block_of[id(param)]) for name, param in model.named_parameters()),
             buffer_bytes=sum(each.numel() * each.element_size() for each in buffers.values()),
             input_bytes=sum(each.numel() * each.element_size() for each in tensors),
-            blocks=self.blocks,
-            families=self.families,
+            blocks=blocks,
+            families=families,
             stretches=tuple(watch.stretches),
-            saved_bytes=tuple(steps.saved_bytes),
-            op_names=tuple(watch.calls),
             precision=precision,
-            recomputes=self.recompute,
+            recomputes=recompute,
             batch=tensors[0].shape[0] if tensors and tensors[0].ndim else 1,
-            tensor=self.tensor,
+            tensor=1 if split is None else split.ranks,
         )
-        return DryRun(profile, tuple(watch.calls.values()))
 
 
 def _facts(name: str, param: nn.Parameter, block: int) -> ParamFacts:
@@ -345,27 +260,16 @@ def _fake(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
 
 
-def _check_whole(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            raise ConfigError(
-                f"{name} is a DTensor: plan the model before fully_shard, shard_model or replicate is called on it"
-            )
-
-
 def _fake_parameter(param: nn.Parameter, precision: str) -> nn.Parameter:
     dtype = torch.bfloat16 if precision == "bf16" and param.is_floating_point() else param.dtype
-    fake = _in_dtype(param, dtype)
+    if isinstance(param, DTensor):
+        spec = torch_private.spec_in(torch_private.spec_of(param), dtype)
+        local = _fake(torch_private.local_of(param), dtype)
+        fake = torch_private.parameter_from_local(local, spec, param.requires_grad)
+    else:
+        fake = nn.Parameter(_fake(param, dtype), requires_grad=param.requires_grad)
     torch_private.give_attributes(dict(torch_private.attributes_of(param)), fake)
     return fake
-
-
-def _in_dtype(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    if isinstance(param, DTensor):
-        local = _fake(torch_private.local_of(param), dtype)
-        spec = torch_private.spec_in(torch_private.spec_of(param), dtype)
-        return torch_private.parameter_from_local(local, spec, param.requires_grad)
-    return nn.Parameter(_fake(param, dtype), requires_grad=param.requires_grad)
 
 
 @contextmanager
@@ -392,41 +296,11 @@ def _standing_in(
             held.update(tensors)
 
 
-def hook_blocks(modules: Sequence[nn.Module], passes: Callable[[StepEvent, int], None]) -> list[Any]:
-    """Call ``passes`` with each event of each of ``modules`` and the module's number; return the handles of the hooks.
-
-    The backward of a module begins with the first gradient of its outputs.
-    """
-
-    def hooks_of(number: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        def leave(_module: nn.Module, _args: object, output: object) -> None:
-            passes(StepEvent.POST_FORWARD, number)
-            begun: list[bool] = []
-
-            def enter_backward(_: torch.Tensor) -> None:
-                if not begun:
-                    begun.append(True)
-                    passes(StepEvent.PRE_BACKWARD, number)
-
-            for each in torch_private.leaves_of(output):
-                if isinstance(each, torch.Tensor) and each.requires_grad:
-                    each.register_hook(enter_backward)
-
-        return lambda *_: passes(StepEvent.PRE_FORWARD, number), leave
-
-    handles: list[Any] = []
-    for number, module in enumerate(modules):
-        enter, leave = hooks_of(number)
-        handles += [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
-    return handles
-
-
 class _Steps:
     """Marks the events of blocks and the arrival of gradients while a model runs.
 
     Attributes:
         block_of: number of the block of each parameter, by its id.
-        saved_bytes: of each block.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], watch: OpWatch, precision: str) -> None:
@@ -437,8 +311,6 @@ class _Steps:
         for number in range(len(blocks) - 1, ROOT, -1):  # a tied parameter belongs to the first block
             self.block_of |= {id(param): number for param in self._modules[number].parameters()}
         self._order = {id(param): number for number, param in enumerate(model.parameters())}
-        self.saved_bytes = [0] * len(blocks)
-        self._entered = [0] * len(blocks)
 
     @contextmanager
     def hooked(self, fakes: dict[int, nn.Parameter], recompute: bool) -> Generator[None, None, None]:
@@ -451,7 +323,10 @@ class _Steps:
             if recompute and number != ROOT and "forward" not in vars(module):
                 module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
                 replaced.append(module)
-        handles += hook_blocks(self._modules, self._pass)
+        for number, module in enumerate(self._modules):
+            enter = functools.partial(self._pass, StepEvent.PRE_FORWARD, number)
+            leave = functools.partial(self._leave_forward, number)
+            handles += [module.register_forward_pre_hook(enter, prepend=True), module.register_forward_hook(leave)]
         for key, fake in fakes.items():
             if fake.requires_grad:
                 mark = StepMark(None, self.block_of[key], self._order[key])
@@ -464,12 +339,21 @@ class _Steps:
             for module in replaced:
                 del module.forward
 
-    def _pass(self, event: StepEvent, number: int) -> None:
-        if event is StepEvent.PRE_FORWARD:
-            self._entered[number] = self._watch.live_bytes
-        elif event is StepEvent.POST_FORWARD:
-            self.saved_bytes[number] = max(self._watch.live_bytes - self._entered[number], 0)
+    def _pass(self, event: StepEvent, number: int, *_: object) -> None:
         self._watch.mark(StepMark(event, number))
+
+    def _leave_forward(self, number: int, _module: nn.Module, _args: object, output: object) -> None:
+        self._pass(StepEvent.POST_FORWARD, number)
+        begun: list[bool] = []
+
+        def enter_backward(_: torch.Tensor) -> None:  # with the first gradient of the outputs
+            if not begun:
+                begun.append(True)
+                self._pass(StepEvent.PRE_BACKWARD, number)
+
+        for each in torch_private.leaves_of(output):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(enter_backward)
 
     def _arrive(self, mark: StepMark, param: torch.Tensor) -> None:
         param.grad = None  # the memory of gradients from here on depends on the API: the plan adds it

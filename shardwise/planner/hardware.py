@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -40,10 +40,6 @@ class Hardware:
             nothing else runs meanwhile; None: they use ``inside``.
         ranks_per_host: devices of a host.
         overlaps: communication overlaps computation.
-        op_seconds: measured seconds of operations by name and shapes, instead of the rates.  ``host_s_per_op`` is then
-            the overhead of Python and autograd for each of them.
-        cast_elements_per_s: measured, from fp32 to bf16 and back.  update_elements_per_s: of the optimizer, AdamW,
-            fused. 0: both at the speed of memory.
     """
 
     name: str
@@ -62,23 +58,25 @@ class Hardware:
     host_s_per_unit: float = 2.5e-4
     host_s_per_update: float = 1e-5
     overlaps: bool = True
-    op_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    cast_elements_per_s: float = 0.0
-    update_elements_per_s: float = 0.0
     library_bytes: int = 0
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes that a plan may fill."""
+        return self.usable * self.memory_bytes
+
+    def data_ranks_per_host(self, tensor: int) -> int:
+        """Return how many data-parallel ranks a host has, if ``tensor`` ranks split every block."""
+        return max(self.ranks_per_host // tensor, 1)
 
 
 GB = 1e9
 GIB = 2**30
 
 
-def cublas_bytes(capability: int) -> int:
-    """Return the bytes that torch reserves for cuBLAS on a GPU of this major compute capability.
-
-    One workspace for the thread of forward and one for that of backward.  Source: ``CUBLAS_WORKSPACE_CONFIG`` in
-    torch's notes on reproducibility, and measurements on an H100.
-    """
-    return 2 * (32 * 2**20 if capability >= 9 else 2 * 4096 * 2**10 + 8 * 16 * 2**10)
+# cuBLAS's workspaces, one for the thread of forward and one for that of backward.  Source: ``CUBLAS_WORKSPACE_CONFIG`` in
+# torch's notes on reproducibility, and measurements on an H100.
+_CUBLAS_HOPPER, _CUBLAS = 2 * 32 * 2**20, 2 * (2 * 4096 * 2**10 + 8 * 16 * 2**10)
 
 
 _H100 = Hardware(
@@ -91,7 +89,7 @@ _H100 = Hardware(
     between=Wire(45 * GB, 8e-6),
     host_memory=Wire(50 * GB, 1e-5),
     efficiency=0.55,
-    library_bytes=cublas_bytes(9),
+    library_bytes=_CUBLAS_HOPPER,
 )
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
@@ -104,7 +102,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             inside=Wire(235 * GB, 3e-6),
             between=Wire(22 * GB, 8e-6),
             host_memory=Wire(24 * GB, 1e-5),
-            library_bytes=cublas_bytes(8),
+            library_bytes=_CUBLAS,
         ),
         "h100": _H100,
         "h200": replace(
@@ -155,7 +153,7 @@ def read_hardware(source: str | Path) -> Hardware:
         raise ConfigError(f"{path}: found {type(given).__name__}, expected a JSON object with the fields of Hardware")
     values: dict[str, object] = {str(key): value for key, value in given.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     like = values.pop("like", None)
-    base = _fields_of(HARDWARE[str(like)]) if like in HARDWARE else {}
+    base = asdict(HARDWARE[str(like)]) if like in HARDWARE else {}
     return _made(base | values, path)
 
 
@@ -174,35 +172,21 @@ def _made(values: dict[str, object], path: Path) -> Hardware:
         raise ConfigError(f"{path}: {error}; name a preset with 'like' to give only what differs") from error
 
 
-def hardware_json(hardware: Hardware) -> str:
-    """Return the JSON that :func:`read_hardware` reads."""
-    values = _fields_of(hardware)
-    values |= {name: asdict(wire) for name in _WIRES if (wire := getattr(hardware, name)) is not None}
-    values |= {"flops_per_s": dict(hardware.flops_per_s), "op_seconds": dict(hardware.op_seconds)}
-    return json.dumps(values, indent=2)
-
-
-def _fields_of(hardware: Hardware) -> dict[str, object]:
-    return {each.name: getattr(hardware, each.name) for each in fields(Hardware)}
-
-
 def matrix_rate(hardware: Hardware, precision: str) -> float:
     """Return the floating-point operations per second that matrix products reach in "fp32", or else in bf16."""
     return hardware.efficiency * hardware.flops_per_s["fp32" if precision == "fp32" else "bf16"]
 
 
-def ring_s(hardware: Hardware, num_bytes: float, ranks: int, is_within: bool) -> float:
+def ring_s(hardware: Hardware, num_bytes: float, ranks: int, near: int, is_within: bool) -> float:
     """Return the seconds of a ring all-gather, whose result has ``num_bytes``, or of a reduce-scatter with such an input.
 
+    ``near``: so many of the ranks are on one host; ``is_within``: all of them.
     Source: (n - 1) / n of the bytes pass every link, in n - 1 steps: Patarasuk and Yuan 2009.
     """
     if ranks < 2 or not num_bytes:
         return 0.0
+    hops, hosts = ranks - 1, 1 if is_within else math.ceil(ranks / near)
     wire = hardware.inside if is_within else hardware.between
-    hops = ranks - 1
-    if is_within:
-        return num_bytes * hops / ranks / wire.bytes_per_s + hops * wire.latency_s
-    hosts = math.ceil(ranks / hardware.ranks_per_host)
     return (
         num_bytes * hops / ranks / wire.bytes_per_s
         + (hosts - 1) * wire.latency_s

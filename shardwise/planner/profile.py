@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from shardwise.collectives.codec import CompressionPolicy
 from shardwise.errors import ConfigError
 from shardwise.fsdp.placements import STRATEGIES as ROWS
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child
@@ -20,15 +19,11 @@ STRATEGIES = (*(name for name in ROWS if name != "hfsdp"), "none")
 SHARDING = frozenset(name for name in STRATEGIES[:-1] if "sharded" in ROWS[name].optimizer)  # parameters, between steps
 RESHARDING = frozenset(name for name in SHARDING if "sharded" in ROWS[name].parameter)  # parameters, after forward
 UNIT_STRATEGIES = SHARDING | {"ddp"}  # of our engine; the others are under torch's DDP
-SHARED, SEND_RECV, TIERS = "shared memory", "send/recv", "shared memory, send/recv between hosts"
-ROUTES = ("collective", SHARED, SEND_RECV, TIERS)
+COLLECTIVE, SHARED = "collective", "shared memory"
 ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
 
 # Bytes of state per parameter of element-wise optimizers, in fp32.
-OPTIMIZERS: Mapping[str, int] = MappingProxyType(
-    {"adamw": 8, "adam": 8, "adagrad": 4, "momentum": 4, "sgd": 0, "muon": 8}  # Muon: AdamW for all but matrices
-)
-MATRIX_STATE_BYTES = 4  # of Muon's momentum
+OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 8, "adam": 8, "adagrad": 4, "momentum": 4, "sgd": 0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +41,7 @@ class Setting:
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
         depth: units to prefetch.
-        transport: of CPU ranks, one of ``ROUTES``: "collective" is the backend's, the others are those of units.
-        hosts: number of hosts of the ranks of one parameter's shards, with ``TIERS``.
-        near_replicas: CPU ranks with the same shard are on one host, and sum gradients in shared memory.
-        matrices: parameters of two dims are updated whole, each by an owner that gathers it, as ``ShardedOptimizer``
-            does for Muon; the rest, of ``state_bytes``, element by element.
-        compression: the compression of parameters and gradients, of the APIs with units.
+        transport: ``COLLECTIVE``: the backend's; ``SHARED``: CPU ranks of one host read each other's memory.
     """
 
     strategy: str = "zero3"
@@ -65,11 +55,7 @@ class Setting:
     state_bytes: int = OPTIMIZERS["adamw"]
     depth: int = 1
     tensor: int = 1
-    compression: CompressionPolicy | None = None
-    transport: str = "collective"
-    hosts: int = 1
-    near_replicas: bool = False
-    matrices: bool = False
+    transport: str = COLLECTIVE
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -114,9 +100,6 @@ class Setting:
         if self.tensor > 1:
             words.append(f"tp {self.tensor}")
         words += [word for word, is_on in (("recompute", self.recompute), ("offload", self.offload)) if is_on]
-        if self.compression is not None:
-            ways = (("gather", self.compression.gather), ("reduce", self.compression.reduce))
-            words += [f"{way} {coding}" for way, coding in ways if coding is not None]
         if self.accumulate > 1:
             words.append(f"{self.accumulate} microbatches")
         return ", ".join(words)
@@ -165,14 +148,12 @@ class Work:
         flops: floating-point operations of matrix products and attention.
         traffic_bytes: read and written by the memory-bound operations.
         num_ops: operations that the host launches.
-        ops: (number of the operation in ``Profile.op_names``, how often it runs).
         ring_bytes, num_rings: of collectives among ranks that split a block: an all-reduce is two rings over its bytes.
     """
 
     flops: float = 0.0
     traffic_bytes: float = 0.0
     num_ops: int = 0
-    ops: tuple[tuple[int, int], ...] = ()
     ring_bytes: float = 0.0
     num_rings: int = 0
 
@@ -213,8 +194,6 @@ class Profile:
         blocks: paths of the root ("", number ``ROOT``) and of the repeated blocks, in module order.
         families: for each module with repeated blocks, its children, for grouping.
         stretches: the step in order.
-        saved_bytes: for each block, what autograd saves of its forward for its backward.
-        op_names: operations by number.
         precision: "fp32", "bf16" (parameters are cast) or "autocast".  recomputes: blocks are recomputed in backward.
         batch: sequences, or rows, of a microbatch.
         tensor: ranks that split every block: parameters and work are those of the first of them.
@@ -227,8 +206,6 @@ class Profile:
     blocks: tuple[str, ...]
     families: tuple[tuple[Child, ...], ...]
     stretches: tuple[Stretch, ...]
-    saved_bytes: tuple[int, ...]
-    op_names: tuple[str, ...]
     precision: str
     recomputes: bool
     batch: int
@@ -248,16 +225,16 @@ class Profile:
         """Return the profile of another microbatch: activations and work scale with the batch, parameters do not."""
         factor = batch / self.batch
         stretches = tuple(_scaled(stretch, factor) for stretch in self.stretches)
-        saved = tuple(int(num_bytes * factor) for num_bytes in self.saved_bytes)
-        inputs = int(self.input_bytes * factor)
-        return replace(self, stretches=stretches, saved_bytes=saved, input_bytes=inputs, batch=batch)
+        return replace(self, stretches=stretches, input_bytes=int(self.input_bytes * factor), batch=batch)
 
 
 def _scaled(stretch: Stretch, factor: float) -> Stretch:
-    # Operations that were timed one by one no longer have this size: use the roofline.
     done = stretch.work
-    work = Work(
-        done.flops * factor, done.traffic_bytes * factor, done.num_ops, (), done.ring_bytes * factor, done.num_rings
+    work = replace(
+        done,
+        flops=done.flops * factor,
+        traffic_bytes=done.traffic_bytes * factor,
+        ring_bytes=done.ring_bytes * factor,
     )
     return Stretch(stretch.mark, int(stretch.peak_bytes * factor), int(stretch.left_bytes * factor), work)
 

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from shardwise.collectives.buffer_pool import size_class
-from shardwise.collectives.host.send_recv import NUM_INBOXES
-from shardwise.collectives.host.shared_memory import NUM_SLOTS, sum_slot_bytes, sums_bytes
-from shardwise.errors import ConfigError
+from shardwise.collectives.host.shared_memory import NUM_SLOTS
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.flat_buffer import KEPT_BYTES
-from shardwise.fsdp.gradients import FULL_BYTES_ON_HOST
 from shardwise.observe import Call, Op
 from shardwise.planner.hardware import Hardware, Wire, matrix_rate, ring_s
-from shardwise.planner.profile import (
-    MATRIX_STATE_BYTES,
-    OPTIMIZERS,
-    SHARED,
-    TIERS,
-    UNIT_STRATEGIES,
-    Profile,
-    Setting,
-    Stretch,
-)
-from shardwise.planner.rank_units import (
-    Exchanges,
-    Passage,
-    RankUnit,
-    Steps,
-    exchanges_of,
-    optimizer_transfers,
-)
+from shardwise.planner.profile import SHARED, UNIT_STRATEGIES, Profile, Setting, Stretch
+from shardwise.planner.rank_units import Passage, RankUnit, Steps
 
 KINDS: tuple[str, ...] = (
     "parameters",  # shards, replicated parameters, and the model's buffers
@@ -49,16 +26,14 @@ KINDS: tuple[str, ...] = (
     "idle buffers",  # of the buffer pool, on CPU; elsewhere the device's allocator has them
     "libraries",  # workspaces of the accelerator's libraries
 )
-UPDATE = "optimizer step"  # the last event of a step
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a step: its place, the bytes of each of ``KINDS``, and the last event of a block before it."""
+    """A moment of a step: its place, and the bytes of each of ``KINDS``."""
 
     place: str
     held: tuple[int, ...]
-    event: str = ""
 
     @property
     def total(self) -> int:
@@ -82,11 +57,6 @@ class RankMemory:
     def peak(self) -> Moment:
         """The moment of the highest memory."""
         return max(self.moments, key=lambda moment: moment.total)
-
-    def by_event(self) -> tuple[Moment, ...]:
-        """Return, for each event of a block in order, the highest moment before the next event."""
-        groups = groupby(self.moments, key=lambda moment: moment.event)
-        return tuple(max(group, key=lambda moment: moment.total) for _, group in groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +83,9 @@ class RankTime:
     waits: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """The memory and the time of a warm step of one rank."""
-
-    memory: RankMemory
-    time: RankTime
-
-
 def step_of(
     profile: Profile, units: Sequence[RankUnit], steps: Steps, setting: Setting, hardware: Hardware
-) -> RankStep:
+) -> tuple[RankMemory, RankTime]:
     """Return a warm step of ``setting``: all of its microbatches, and the update.
 
     Args:
@@ -142,17 +104,14 @@ def step_of(
     else:
         clock.end_without_units(profile, compute)
     update = _update_s(profile, units, setting, hardware)
-    if setting.matrices and setting.num_shards > 1:
-        update += memory.exchanges.flops / matrix_rate(hardware, "bf16")
-        clock.exchange_matrices(profile)
     num_ops = setting.accumulate * sum(passage.stretch.work.num_ops for passage in steps.passages)
     host = num_ops * hardware.host_s_per_op
     host += len(units) * setting.accumulate * hardware.host_s_per_unit if has_units else 0.0
-    seconds = max(clock.now, host) if hardware.overlaps else clock.now + (host if hardware.op_seconds else 0.0)
+    seconds = max(clock.now, host) if hardware.overlaps else clock.now
     waits = tuple(sorted(clock.waits.items(), key=lambda item: -item[1]))
     sent = (int(clock.inside), int(clock.between))
     time = RankTime(seconds + update, compute, sum(clock.waits.values()), host, update, clock.moved_s, *sent, waits)
-    return RankStep(RankMemory(tuple(memory.moments), memory.host_bytes), time)
+    return RankMemory(tuple(memory.moments), memory.host_bytes), time
 
 
 def _walk(memory: _Memory, clock: _Clock, profile: Profile, steps: Steps) -> float:
@@ -162,46 +121,33 @@ def _walk(memory: _Memory, clock: _Clock, profile: Profile, steps: Steps) -> flo
     memory.moments.clear()
     for left in reversed(range(setting.accumulate)):
         for passage in steps.passages:
-            mark = passage.mark
+            stretch, mark = passage.stretch, passage.stretch.mark
             if mark.event is not None:
-                memory.event = f"{mark.event.value} {profile.blocks[mark.block] or '(root)'}"
-            elif has_units:
+                place = f"{mark.event.value} {profile.blocks[mark.block] or '(root)'}"
+            else:
                 param = profile.params[mark.param]
-                is_cast = profile.precision == "bf16" and param.is_floating
-                memory.gradient_comes(passage, param.numel * (2 if is_cast else param.itemsize))
+                place = f"gradient of {param.name}"
+                if has_units:
+                    is_cast = profile.precision == "bf16" and param.is_floating
+                    memory.gradient_comes(passage, param.numel * (2 if is_cast else param.itemsize))
             for call in passage.calls if has_units else ():
                 call = Call(Op.HOLD, call.unit) if call.op is Op.REDUCE and left else call
                 memory.call(call)
                 clock.call(call, memory.of[call.unit].unit)
-            memory.compute(profile, passage)
-            seconds = seconds_of(passage.stretch, profile, clock.hardware)
+            memory.note(place, profile.input_bytes + stretch.peak_bytes)
+            memory.held["activations"] = profile.input_bytes + stretch.left_bytes
+            work = stretch.work
+            seconds = work.flops / matrix_rate(clock.hardware, profile.precision)
+            seconds += work.traffic_bytes / clock.hardware.memory_bytes_per_s
             compute += seconds
             clock.now += seconds
-            clock.sum_split(passage.stretch)
+            clock.sum_split(stretch)
         if has_units:
             memory.end_backward(steps, is_last=not left)
-    memory.update(profile)
+    memory.note("optimizer step", 0)
+    if has_units:
+        memory.held["gradients"] = sum(of.kept for of in memory.units)  # zero_grad
     return compute
-
-
-@dataclass(slots=True)
-class _Pool:
-    """Storages by size class: on CPU the pool keeps those that are released."""
-
-    keeps: bool
-    free: Counter[int] = field(default_factory=Counter[int])
-
-    @property
-    def idle(self) -> int:
-        return sum(size * count for size, count in self.free.items())
-
-    def acquire(self, num_bytes: int) -> int:
-        size = size_class(num_bytes) if self.keeps and num_bytes else num_bytes
-        self.free[size] -= self.free[size] > 0
-        return size
-
-    def take_back(self, size: int) -> None:
-        self.free[size] += self.keeps
 
 
 @dataclass(slots=True)
@@ -212,7 +158,6 @@ class _Held:
         sizes: of buffers in use, by what they are for.
         arrived: bytes of gradients since the last reduction.  waiting: of unsynced ones, for later microbatches.
         kept: of a small section that stays from step to step.
-        flying: of coded gradients in flight.  sent: of gradients that are sent in place.
     """
 
     unit: RankUnit
@@ -220,8 +165,6 @@ class _Held:
     arrived: int = 0
     waiting: int = 0
     kept: int = 0
-    flying: int = 0
-    sent: int = 0
 
 
 class _Memory:
@@ -232,84 +175,58 @@ class _Memory:
         self.on_cpu = hardware.device == "cpu"
         self.units = [_Held(unit) for unit in units]
         self.of = {each.unit.facts.name: each for each in self.units}
-        self.pool = _Pool(self.on_cpu)
+        self.free = Counter[int]()  # buffers that the pool keeps, by size
         self.moments: list[Moment] = []
-        self.event = ""
         self.reducing: list[_Held] = []  # units whose gradients are on the way
-        self.exchanges = exchanges_of(profile, setting) if setting.matrices else Exchanges()
         self.held = dict.fromkeys(KINDS, 0)
         self.held["libraries"] = hardware.library_bytes
-        if setting.strategy in UNIT_STRATEGIES:
-            self._hold_shards(profile, units)
+        self.host_bytes = 0
+        if setting.strategy not in UNIT_STRATEGIES:
+            trainable = [param for param in profile.params if param.is_trainable]
+            owners = setting.ranks if setting.strategy != "none" else 1
+            self.held["parameters"] = profile.buffer_bytes + sum(param.num_bytes for param in profile.params)
+            self.held["optimizer"] = -(-sum(param.numel for param in trainable) // owners) * setting.state_bytes
+            self.held["gradients"] = sum(param.num_bytes for param in trainable)  # DDP's buckets
             return
-        trainable = [param for param in profile.params if param.is_trainable]
-        owners = setting.ranks if setting.strategy != "none" else 1
-        self.held["parameters"] = profile.buffer_bytes + sum(param.num_bytes for param in profile.params)
-        self.held["optimizer"] = -(-sum(param.numel for param in trainable) // owners) * setting.state_bytes
-        self.held["gradients"] = sum(param.num_bytes for param in trainable)  # DDP's buckets
+        shards, state = sum(unit.shard_bytes for unit in units), sum(unit.state_numel for unit in units)
+        self.held["parameters"] = profile.buffer_bytes
+        if self.is_on_host:
+            self.host_bytes = shards + sum(unit.section_bytes for unit in units) + state * setting.state_bytes
+        else:
+            self.held["parameters"] += shards
+            self.held["optimizer"] = state * setting.state_bytes
+        if setting.transport == SHARED and setting.num_shards > 1:
+            outboxes = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
+            # pages of shared memory take memory when they are written
+            self.held["staging"] = sum(max(outboxes[slot::NUM_SLOTS], default=0) for slot in range(NUM_SLOTS))
 
     @property
     def is_on_host(self) -> bool:
         return self.setting.offload and not self.on_cpu
 
-    @property
-    def host_bytes(self) -> int:
-        if not self.is_on_host or self.setting.strategy not in UNIT_STRATEGIES:
-            return 0
-        return sum(each.unit.shard_bytes + each.unit.section_bytes for each in self.units) + self._state_bytes
-
-    @property
-    def _state_bytes(self) -> int:
-        elementwise = sum(each.unit.state_numel for each in self.units) - self.exchanges.matrix_numel
-        return elementwise * self.setting.state_bytes + self.exchanges.owned_numel * MATRIX_STATE_BYTES
-
-    def _hold_shards(self, profile: Profile, units: Sequence[RankUnit]) -> None:
-        held, setting = self.held, self.setting
-        held["parameters"] = profile.buffer_bytes
-        held["optimizer"] = sum(unit.residual_bytes for unit in units)
-        if not self.is_on_host:
-            held["parameters"] += sum(unit.shard_bytes for unit in units)
-            held["optimizer"] += self._state_bytes
-        if setting.transport in (SHARED, TIERS) and setting.num_shards > 1:
-            outbox_sizes = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
-            # pages of shared memory take memory when they are written
-            held["staging"] = sum(max(outbox_sizes[slot::NUM_SLOTS], default=0) for slot in range(NUM_SLOTS))
-            sections = max((unit.moved_bytes // setting.num_shards for unit in units), default=0)
-            held["staging"] += NUM_INBOXES * (setting.hosts - 1) * sections
-        if setting.near_replicas:  # the largest chunk that replicas sum: of a unit, or of a bucket
-            sizes = [unit.section_bytes for unit in units]
-            shared = min(sum(sizes), FULL_BYTES_ON_HOST) if setting.strategy == "ddp" else 0
-            held["staging"] += sums_bytes(sum_slot_bytes(max(shared, *sizes)))
-
     def note(self, place: str, activations: int = -1) -> None:
         """Record the current bytes; ``activations``: at the peak of the computation here."""
         if activations >= 0:
             self.held["activations"] = activations
-        self.held["idle buffers"] = self.pool.idle
-        self.moments.append(Moment(place, tuple([self.held[kind] for kind in KINDS]), self.event))
+        self.held["idle buffers"] = sum(size * count for size, count in self.free.items())
+        self.moments.append(Moment(place, tuple([self.held[kind] for kind in KINDS])))
 
-    def note_with(self, kind: str, num_bytes: int, place: str) -> None:
-        """Record the current bytes with ``num_bytes`` more, which are there for this moment alone."""
-        self.held[kind] += num_bytes
+    def note_with(self, num_bytes: int, place: str) -> None:
+        """Record the current bytes with ``num_bytes`` more of full gradients, which are there for this moment alone."""
+        self.held["full gradients"] += num_bytes
         self.note(place)
-        self.held[kind] -= num_bytes
+        self.held["full gradients"] -= num_bytes
 
     def acquire(self, of: _Held, what: str, num_bytes: int) -> None:
-        size = self.pool.acquire(num_bytes)
+        size = size_class(num_bytes) if self.on_cpu and num_bytes else num_bytes
+        self.free[size] -= self.free[size] > 0
         of.sizes[what] += size
         self.held["full parameters" if what == "full" else "staging"] += size
 
     def give_back(self, of: _Held, what: str) -> None:
         size = of.sizes.pop(what, 0)
-        self.pool.take_back(size)
+        self.free[size] += self.on_cpu
         self.held["full parameters" if what == "full" else "staging"] -= size
-
-    def compute(self, profile: Profile, passage: Passage) -> None:
-        """Count the computation after a mark."""
-        mark, stretch = passage.mark, passage.stretch
-        place = "gradient of " + profile.params[mark.param].name if mark.event is None else self.event
-        self.note(place, profile.input_bytes + stretch.peak_bytes)
-        self.held["activations"] = profile.input_bytes + stretch.left_bytes
 
     def call(self, call: Call) -> None:
         """Carry out a call of the engine."""
@@ -325,7 +242,7 @@ class _Memory:
         elif call.op is Op.WAIT:
             if not facts.in_place:
                 self.acquire(of, "full", facts.full_bytes)
-            self.note_with("staging", unit.decoding_bytes, place)
+            self.note(place)
             self.give_back(of, "gather")
             self.held["staging"] -= unit.cast_bytes
         elif call.op is Op.RESHARD:
@@ -346,8 +263,7 @@ class _Memory:
         if passage.ends and unit.reduced_bytes != unit.gradient_bytes:
             self.held["full gradients"] += unit.reduced_bytes - of.arrived
             of.arrived = unit.reduced_bytes
-            largest = unit.largest_gradient_bytes
-            self.note_with("full gradients", largest, f"cast gradients of {unit.facts.name or '(root)'}")
+            self.note_with(unit.largest_gradient_bytes, f"cast gradients of {unit.facts.name or '(root)'}")
 
     def _reduce(self, of: _Held, place: str) -> None:
         unit, held = of.unit, self.held
@@ -361,15 +277,8 @@ class _Memory:
                 self.acquire(of, "scatter", unit.facts.reduce_bytes)
             held["gradients"] += 0 if of.kept or self.is_on_host else unit.section_bytes
             of.kept = unit.section_bytes if unit.section_bytes <= KEPT_BYTES else 0
-        self.note_with("staging", unit.coding_bytes, place)
-        if unit.coded_bytes:  # the packed gradients are messages now
-            self.give_back(of, "scatter")
-            of.flying = unit.coded_bytes
-            held["staging"] += unit.coded_bytes
-        if unit.sends:
-            of.sent = summed + of.arrived  # messages are sent in place
-        else:
-            held["full gradients"] -= summed + of.arrived
+        self.note(place)
+        held["full gradients"] -= summed + of.arrived
         if stays:
             held["gradients"] += unit.reduced_bytes
         of.arrived = 0
@@ -378,9 +287,6 @@ class _Memory:
     def end_reductions(self) -> None:
         for of in self.reducing:
             self.give_back(of, "scatter")
-            self.held["staging"] -= of.flying
-            self.held["full gradients"] -= of.sent
-            of.flying = of.sent = 0
         self.reducing.clear()
 
     def end_backward(self, steps: Steps, is_last: bool) -> None:
@@ -398,19 +304,9 @@ class _Memory:
         for of in self.units:
             num_bytes = of.unit.reduced_bytes
             if of.waiting > num_bytes:
-                self.note_with("full gradients", num_bytes, f"add gradients of {of.unit.facts.name or '(root)'}")
+                self.note_with(num_bytes, f"add gradients of {of.unit.facts.name or '(root)'}")
                 self.held["full gradients"] -= of.waiting - num_bytes
                 of.waiting = num_bytes
-
-    def update(self, profile: Profile) -> None:
-        """Count the step of the optimizer, and free the gradients."""
-        setting = self.setting
-        self.event = UPDATE
-        self.note(UPDATE, 0)
-        for place, staged in self.exchanges.moments() if setting.matrices and setting.num_shards > 1 else ():
-            self.note_with("staging", staged, place)
-        if setting.strategy in UNIT_STRATEGIES:
-            self.held["gradients"] = sum(of.kept for of in self.units)  # zero_grad
 
 
 @dataclass(slots=True)
@@ -433,14 +329,14 @@ class _Clock:
     ends: dict[str, float] = field(default_factory=dict[str, float])
     waits: dict[str, float] = field(default_factory=dict[str, float])
 
-    def is_near(self, ranks: int) -> bool:
-        """Return True if so many data-parallel ranks are on one host, beside those that split blocks with them."""
-        return ranks <= max(self.hardware.ranks_per_host // self.setting.tensor, 1)
+    def launch(self, unit: str, num_bytes: float, ranks: int, spread: int = 0) -> float:
+        """Start a ring collective over ``ranks`` for ``unit``; return its end time.
 
-    def launch(self, unit: str, num_bytes: float, ranks: int, is_near: bool, per_host: int | None = None) -> float:
-        """Start a ring collective over ``ranks``, ``per_host`` of them on a host, for ``unit``; return its end time."""
-        near = max(self.hardware.ranks_per_host // self.setting.tensor, 1) if per_host is None else per_host
-        seconds = ring_s(replace(self.hardware, ranks_per_host=near), num_bytes, ranks, is_near)
+        ``spread``: data-parallel ranks among which they are, if these are more: they may be on several hosts.
+        """
+        near = self.hardware.data_ranks_per_host(self.setting.tensor)
+        is_near = max(spread, ranks) <= near
+        seconds = ring_s(self.hardware, num_bytes, ranks, near, is_near)
         self.send(num_bytes * (ranks - 1) / ranks, seconds, is_near)
         self.comm_free_at = max(self.comm_free_at, self.now) + seconds
         if not self.hardware.overlaps:
@@ -454,11 +350,6 @@ class _Clock:
         self.between += 0 if is_near else num_bytes
         self.moved_s += seconds
 
-    def block(self, unit: str, num_bytes: float, seconds: float, is_near: bool = True) -> None:
-        """Send while nothing else runs."""
-        self.send(num_bytes, seconds, is_near)
-        self.wait(unit, self.now + seconds)
-
     def wait(self, unit: str, end: float) -> None:
         """Continue computation at ``end`` at the earliest."""
         if end > self.now:
@@ -469,82 +360,56 @@ class _Clock:
         """Count the collectives of the ranks that split a block: the next operation needs them: they overlap nothing."""
         work, ranks = stretch.work, self.setting.tensor
         if work.num_rings:
-            is_near = ranks <= self.hardware.ranks_per_host
-            seconds = work.num_rings * ring_s(self.hardware, work.ring_bytes / work.num_rings, ranks, is_near)
-            self.block("split blocks", work.ring_bytes * (ranks - 1) / ranks, seconds, is_near)
+            near = self.hardware.ranks_per_host
+            seconds = work.num_rings * ring_s(
+                self.hardware, work.ring_bytes / work.num_rings, ranks, near, ranks <= near
+            )
+            self.send(work.ring_bytes * (ranks - 1) / ranks, seconds, ranks <= near)
+            self.wait("split blocks", self.now + seconds)
 
     def call(self, call: Call, unit: RankUnit) -> None:
         """Carry out a call of the engine."""
         setting, hardware, name = self.setting, self.hardware, call.unit or "(root)"
+        shards, copy_s = setting.num_shards, 2 / hardware.memory_bytes_per_s
         self.now += _cast_s(call, unit, hardware)
-        copy_s = 2 / hardware.memory_bytes_per_s
         offloads = setting.offload and hardware.device != "cpu"
-        if setting.transport in (SHARED, TIERS) and hardware.shared is not None and setting.num_shards > 1:
+        if setting.transport == SHARED and hardware.shared is not None and shards > 1:
             self._copy_in_memory(call, unit, hardware.shared)
         elif call.op is Op.UNSHARD:
-            self.ends[name] = self.launch(name, unit.moved_bytes, setting.num_shards, self.is_near(setting.num_shards))
+            self.ends[name] = self.launch(name, unit.moved_bytes, shards)
             if offloads:
-                self.ends[name] += unit.moved_bytes / setting.num_shards / hardware.host_memory.bytes_per_s
+                self.ends[name] += unit.moved_bytes / shards / hardware.host_memory.bytes_per_s
         elif call.op is Op.WAIT:
             self.wait(name, self.ends.get(name, 0.0))
             self.now += 0.0 if unit.facts.in_place else unit.moved_bytes * copy_s
         elif call.op is Op.REDUCE:
-            self.now += unit.reduced_bytes * copy_s if setting.num_shards > 1 and not unit.sends else 0.0
-            self.launch(name, unit.scattered_bytes, setting.num_shards, self.is_near(setting.num_shards))
-        if call.op is not Op.REDUCE:
-            return
-        if setting.near_replicas and hardware.shared is not None:
-            self._sum_in_memory(unit, hardware.shared)
-        elif setting.num_replicas > 1:
-            self.launch(name, unit.summed_bytes, setting.num_replicas, self.is_near(setting.ranks))
-        if offloads:
+            self.now += unit.reduced_bytes * copy_s if shards > 1 else 0.0
+            self.launch(name, unit.section_bytes * shards, shards)
+        if call.op is Op.REDUCE and setting.num_replicas > 1:
+            self.launch(name, 2 * unit.section_bytes, setting.num_replicas, setting.ranks)
+        if call.op is Op.REDUCE and offloads:
             self.comm_free_at += unit.section_bytes / hardware.host_memory.bytes_per_s
 
     def _copy_in_memory(self, call: Call, unit: RankUnit, shared: Wire) -> None:
         """Count the copies by which this rank reads all sections, copies its gradients to the outbox, and sums its own."""
-        num_shards, hosts, name = self.setting.num_shards, self.setting.hosts, call.unit or "(root)"
-        if call.op is Op.WAIT:
-            num_bytes, added = unit.moved_bytes, 0
-        elif call.op is Op.REDUCE:
-            num_bytes, added = unit.scattered_bytes, (num_shards + 1) * unit.section_bytes
-        else:
+        shards = self.setting.num_shards
+        num_bytes, added = unit.moved_bytes, 0
+        if call.op is Op.REDUCE:
+            num_bytes, added = unit.section_bytes * shards, (shards + 1) * unit.section_bytes
+        elif call.op is not Op.WAIT:
             return
         seconds = num_bytes / shared.bytes_per_s + added / self.hardware.memory_bytes_per_s + shared.latency_s
-        if hosts > 1:  # each section enters a host once, each sum leaves it once: a ring over the ranks of a column
-            self.launch(name, num_bytes * hosts / num_shards, hosts, is_near=False, per_host=1)
-        self.block(name, num_bytes * (1 - hosts / num_shards), seconds)
-
-    def _sum_in_memory(self, unit: RankUnit, shared: Wire) -> None:
-        """Count the copies by which this rank publishes a unit's gradients to replicas, sums a slice, and reads the others'."""
-        replicas, num_bytes = self.setting.num_replicas, unit.section_bytes
-        moved = 2 * num_bytes * (replicas - 1) // replicas
-        added = (replicas + 1) * num_bytes / replicas
-        seconds = moved / shared.bytes_per_s + added / self.hardware.memory_bytes_per_s + shared.latency_s
-        self.block(unit.facts.name or "(root)", moved, seconds)
+        self.send(num_bytes * (shards - 1) / shards, seconds, is_near=True)
+        self.wait(call.unit or "(root)", self.now + seconds)
 
     def end_without_units(self, profile: Profile, compute: float) -> None:
         """Count DDP's reduction during the last backward, and ZeRO-1's broadcasts of parameters."""
-        setting, is_near = self.setting, self.is_near(self.setting.ranks)
+        setting = self.setting
         num_bytes = sum(param.num_bytes for param in profile.params if param.is_trainable)
         hidden = compute / setting.accumulate * 2 / 3 if self.hardware.overlaps else 0.0
-        self.wait("gradients", self.launch("gradients", 2 * num_bytes, setting.ranks, is_near) - hidden)
+        self.wait("gradients", self.launch("gradients", 2 * num_bytes, setting.ranks) - hidden)
         if setting.strategy != "none":
-            self.wait("parameters", self.launch("parameters", num_bytes, setting.ranks, is_near))
-
-    def exchange_matrices(self, profile: Profile) -> None:
-        """Count the two all-to-alls by which owners of whole matrices get shards, and send them back updated."""
-        ranks = self.setting.num_shards
-        for transfer in optimizer_transfers(profile, self.setting):
-            self.wait("matrices", self.launch("matrices", transfer.num_bytes, ranks, self.is_near(ranks)))
-
-
-def seconds_of(stretch: Stretch, profile: Profile, hardware: Hardware) -> float:
-    """Return the seconds of the computation after a mark."""
-    work, known = stretch.work, hardware.op_seconds
-    names = [profile.op_names[number] for number, _ in work.ops] if known else []
-    if names and all(name in known for name in names):
-        return sum(known[name] * count for name, (_, count) in zip(names, work.ops, strict=True))
-    return work.flops / matrix_rate(hardware, profile.precision) + work.traffic_bytes / hardware.memory_bytes_per_s
+            self.wait("parameters", self.launch("parameters", num_bytes, setting.ranks))
 
 
 def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:
@@ -555,7 +420,7 @@ def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:
         numel = unit.reduced_bytes // 4
     else:
         return 0.0
-    return numel / (hardware.cast_elements_per_s or hardware.memory_bytes_per_s / 6)
+    return numel * 6 / hardware.memory_bytes_per_s
 
 
 def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, hardware: Hardware) -> float:
@@ -569,49 +434,4 @@ def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, har
         numel = -(-sum(param.numel for param in trainable) // owners)
     if setting.offload and hardware.device != "cpu":
         rate = hardware.host_memory.bytes_per_s
-    if hardware.update_elements_per_s and not setting.offload and setting.state_bytes == OPTIMIZERS["adamw"]:
-        return host + numel / hardware.update_elements_per_s
     return host + numel * (setting.state_bytes * 2 + 3 * 4) / rate
-
-
-# ---- A drawing of one rank's memory over a step: stacked by kind, with the peak labelled.
-
-COLOURS = ("#4c72b0", "#8172b3", "#937860", "#55a868", "#c44e52", "#dd8452", "#64b5cd", "#cccccc", "#8c8c8c")
-
-
-def draw_memory(memory: RankMemory, title: str, limit: float, path: Path) -> None:
-    """Draw ``memory`` to ``path``; ``limit``: bytes that a plan may fill.  Raises: ConfigError without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("a picture needs matplotlib, which is not installed here: pip install 'shardwise[train]'")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    plt: Any = pyplot
-    moments, peak = memory.moments, memory.peak
-    figure, axes = plt.subplots(figsize=(12, 6))
-    rows = [[moment.held[kind] / 1e9 for moment in moments] for kind in range(len(KINDS))]
-    shown = [number for number, row in enumerate(rows) if any(row)]
-    places = range(len(moments))
-    colours = [COLOURS[number] for number in shown]
-    axes.stackplot(
-        places, *[rows[number] for number in shown], labels=[KINDS[number] for number in shown], colors=colours
-    )
-    at = moments.index(peak)
-    axes.annotate(
-        f"{peak.total / 1e9:.3g} GB: {peak.place}",
-        xy=(at, peak.total / 1e9),
-        xytext=(0.5, 1.02),
-        textcoords="axes fraction",
-        ha="center",
-        arrowprops={"arrowstyle": "->"},
-    )
-    if limit < 2 * peak.total:
-        axes.axhline(limit / 1e9, color="black", linestyle="--", linewidth=1, label="what a plan may fill")
-    axes.set(xlabel="moments of the step", ylabel="GB on one rank", xlim=(0, len(moments) - 1))
-    axes.set_title(title, pad=24)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -26,10 +26,8 @@ from rich.table import Table
 
 from shardwise.formatting import drop_output, format_bytes, plain
 from shardwise.loop.meter import summary
-from shardwise.plan.schedule import StepEvent
-from shardwise.planner.rank_step import COLOURS, KINDS, UPDATE
 from shardwise.recipes.data import TextFacts
-from shardwise.recipes.memory import HeldBytes, HeldMemory, StepMemory, fold_held
+from shardwise.recipes.memory import HeldBytes, fold_held
 from shardwise.recipes.run_folder import TrainRun, drop_later_metrics
 from shardwise.safe_files import open_append, replace_file
 
@@ -251,9 +249,9 @@ def draw_report(
     title: str,
     metrics: Sequence[Mapping[str, float | str]],
     facts: TextFacts,
-    memory: HeldMemory,
+    memory: tuple[Sequence[HeldBytes], HeldBytes],
 ) -> None:
-    """Draw loss curves over tokens per second, both by steps, beside memory: per rank, and over one step beside the plan.
+    """Draw loss curves over tokens per second, both by steps, beside what each rank held, and an unsharded run would hold.
 
     Written as PNG at ``path``.
     """
@@ -268,10 +266,7 @@ def draw_report(
     figure.suptitle(title, fontsize=12)
     _draw_loss(loss, metrics, facts)
     _draw_speed(speed, metrics)
-    rows = right.add_gridspec(2, 1, height_ratios=(1.0, 1.1)) if memory.step is not None else right.add_gridspec(1, 1)
-    _draw_memory(right.add_subplot(rows[0]), memory.held, memory.unsharded)
-    if memory.step is not None:
-        _draw_step(right.add_subplot(rows[1]), memory.step)
+    _draw_memory(right.add_subplot(1, 1, 1), *memory)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=110)
     replace_file(path.parent, path.name, drawn.getvalue())
@@ -359,44 +354,6 @@ def _draw_memory(axes: Axes, held: Sequence[HeldBytes], unsharded: HeldBytes) ->
     axes.set_title("What each rank holds between passes (no activations)")
     axes.legend(loc="upper left", frameon=False)
     axes.grid(axis="y", alpha=0.25)
-
-
-def _draw_step(axes: Axes, step: StepMemory) -> None:
-    """Draw the most bytes between events of blocks, measured, over the plan's, stacked by kind."""
-    places = np.arange(len(step.peaks) + 1)
-    if step.planned is not None:
-        moments = step.planned.by_event()
-        at = np.linspace(0, len(step.peaks), len(moments) + 1)  # the same places wherever the same events came
-        rows = [[moment.held[kind] / 1e6 for moment in moments] for kind in range(len(KINDS))]
-        shown = [kind for kind, row in enumerate(rows) if any(row)]
-        axes.stackplot(
-            at,
-            *[[*rows[kind], rows[kind][-1]] for kind in shown],
-            labels=[f"planned: {KINDS[kind]}" for kind in shown],
-            colors=[COLOURS[kind] for kind in shown],
-            step="post",
-            alpha=0.75,
-        )
-    measured = [num_bytes / 1e6 for _, num_bytes in step.peaks]
-    axes.step(places, [*measured, measured[-1]], where="post", color="black", linewidth=1.6, label="measured")
-    for name, event, side in (("backward", StepEvent.PRE_BACKWARD.value, "left"), ("update", UPDATE, "right")):
-        begin = next((place for place, (each, _) in enumerate(step.peaks) if each.startswith(event)), None)
-        if begin is not None:
-            axes.axvline(begin, color=_REFERENCE, linestyle=":", linewidth=1.0)
-            axes.annotate(
-                name, xy=(begin, 0.985), xycoords=("data", "axes fraction"), xytext=(3 if side == "left" else -3, 0),
-                textcoords="offset points", ha=side, va="top", fontsize=8, color=_REFERENCE,
-            )  # fmt: skip
-    event, most = step.peak
-    title = f"Over step {step.step}, rank {step.rank}: {most / 1e6:.1f} MB at most ({event})"
-    if step.planned is not None:
-        planned = step.planned.peak
-        title += f"\nplanned: {planned.total / 1e6:.1f} MB ({planned.event})"
-    highest = max(most, 0 if step.planned is None else step.planned.peak.total) / 1e6
-    axes.set(xlim=(0, len(step.peaks)), ylim=(0, 1.08 * highest), xticks=[], ylabel="megabytes in tensors")
-    axes.set_xlabel("edges of blocks, in the order of the step")
-    axes.set_title(title, fontsize=10)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncol=3, frameon=False, fontsize=8)
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

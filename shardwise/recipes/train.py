@@ -30,15 +30,9 @@ from shardwise.recipes.data import (
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
 from shardwise.recipes.memory import (
     HeldBytes,
-    HeldMemory,
-    StepMemory,
-    StepMemoryMeter,
     StepWatch,
-    largest_of,
     measure_held,
-    measured_number,
     peak_bytes,
-    planned_memory,
     traced_steps,
     unsharded_of,
 )
@@ -427,39 +421,16 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         if start.resume is not None and run.done is None:
             run_log.say("this run has ended before its first checkpoint: it begins again")
         with listening() as asked:
-            meter = metering(trainer, start.trace_steps)
-            watches = [meter.watch] if meter else []
-            finished = train_steps(trainer, run_log, asked, [*tracing(trainer, start.trace_steps, run_log), *watches])
+            finished = train_steps(trainer, run_log, asked, tracing(trainer, start.trace_steps, run_log))
         if isinstance(finished, Stopped):
             run_log.say(
                 f"stopped and saved after step {finished.step}; go on with: shardwise train --resume {run.folder}"
             )
             return finished.signal
         sample = _sample(trainer)
-        memory = _largest_step(trainer, meter)
     if ranks.is_first:
-        _conclude(trainer, finished, sample, memory)
+        _conclude(trainer, finished, sample)
     return 0
-
-
-def metering(trainer: Trainer, traced: int) -> StepMemoryMeter | None:
-    """Return the measurement of the memory of a step after the first ``traced`` + 1; None if operations are not visible."""
-    config, start = trainer.config, trainer.run.start_step
-    if config.compile or start >= config.steps:  # allocations in a compiled part are not visible
-        return None
-    number = measured_number(config, start, traced)
-    return StepMemoryMeter(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.ranks.device, number)
-
-
-def _largest_step(trainer: Trainer, meter: StepMemoryMeter | None) -> StepMemory | None:
-    """Return the measured step of the rank with the most memory, on rank 0 with its plan.  Collective."""
-    if meter is None:
-        return None
-    run, ranks = trainer.run, trainer.ranks
-    found = largest_of(ranks, run.start_step + meter.number + 1, meter.peaks)
-    if found is None or not ranks.is_first:
-        return found
-    return replace(found, planned=planned_memory(run.config, run.facts.vocabulary, ranks, trainer.model))
 
 
 def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> list[StepWatch]:
@@ -533,7 +504,7 @@ def _sample(trainer: Trainer) -> str:
         return vocabulary.decode(sampled)
 
 
-def _conclude(trainer: Trainer, finished: Finished, sample: str, memory: StepMemory | None) -> None:
+def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
     from shardwise.recipes.report import draw_report  # matplotlib: only rank 0, only after training
 
     run, config = trainer.run, trainer.config
@@ -549,7 +520,7 @@ def _conclude(trainer: Trainer, finished: Finished, sample: str, memory: StepMem
         title,
         [*read_metrics(run.metrics), *read_restarts(run.folder)],
         run.facts,
-        HeldMemory(finished.held, unsharded, memory),
+        (finished.held, unsharded),
     )
     display = ProgressDisplay(config.steps, config.steps, is_shown=True)
     if sample:
@@ -557,7 +528,5 @@ def _conclude(trainer: Trainer, finished: Finished, sample: str, memory: StepMem
         display.say(sample + "\n")
     peak_name = "peak GPU memory" if on_gpu else "peak of the process (all)"
     display.show(memory_table(finished.held, unsharded, peak_name))
-    if memory is not None:
-        display.say(str(memory))
     display.say(f"{finished.tokens_per_s:,.0f} tokens/s; report: {path}; figures: {run.metrics}")
     display.say(f"continue with: shardwise train --resume {run.folder} --steps {2 * config.steps}")
