@@ -1,39 +1,36 @@
-"""What ``shardwise plan`` says beside what a rank really holds and how long its step really takes, on this machine.
+"""What ``shardwise plan`` says beside what a rank really holds.
 
 Memory is counted where torch allocates tensors, at every operation of the third step, the largest of all ranks: what
-``torch.cuda.max_memory_allocated`` says of a GPU.  Buffers inside gloo are not torch's and do not count.  Time is that of
-the thread that makes the step, which other processes on the same cores do not change: the median of steps beside a plan
-with figures of this rank, measured in turns with the steps.
+``torch.cuda.max_memory_allocated`` says of a GPU.  Buffers inside gloo are not torch's and do not count.
 
-Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--time] [--out results.json]
+Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--out results.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import resource
-import statistics
-import time
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import shard_model
-from shardwise.planner.advice import evaluate, step_under
-from shardwise.planner.dry_run import DryRun, TensorSplit, dry_run
-from shardwise.planner.hardware import HARDWARE, Hardware
-from shardwise.planner.measure import OnOneHost, measured, measured_shared, with_ranks
-from shardwise.planner.profile import ONE_UNIT, SEND_RECV, SHARED, UNIT_STRATEGIES, Setting
+from shardwise import shard_model, torch_private
+from shardwise.collectives.host.local_peers import foreign_ranges
+from shardwise.planner.advice import step_under
+from shardwise.planner.dry_run import TensorSplit, dry_run
+from shardwise.planner.hardware import HARDWARE
+from shardwise.planner.profile import ONE_UNIT, SHARED, Profile, Setting
 from shardwise.planner.rank_step import KINDS, RankMemory
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.gpt import GPT
-from shardwise.recipes.memory import LiveBytes
 from shardwise.recipes.sharding import HEADS, STRATEGIES, split_heads
 from shardwise.testing import WorkerPool
 from shardwise.testing.models import TiedModel
@@ -104,21 +101,8 @@ CASES = (
     Case("hybrid 2x2", Setting(strategy="hsdp", ranks=4, replicas=2), batch=2),
     Case("full, shared memory", replace(FULL, transport=SHARED), transport="auto"),
     Case("full, shared memory, bf16", replace(FULL, transport=SHARED, precision="bf16"), transport="auto"),
-    Case(
-        "hybrid 2x2, shared memory",
-        Setting(strategy="hsdp", ranks=4, replicas=2, transport=SHARED, near_replicas=True),
-        batch=2,
-        transport="auto",
-    ),
-    Case("full, send/recv", replace(FULL, transport=SEND_RECV), transport="gloo"),
-    Case("full, send/recv, bf16", replace(FULL, transport=SEND_RECV, precision="bf16"), transport="gloo"),
     Case("full 2, tp 2", replace(FULL, tensor=2), batch=2),
     Case("replicate", Setting(strategy="ddp", ranks=2)),
-    Case(
-        "replicate, shared memory",
-        Setting(strategy="ddp", ranks=2, transport=SHARED, near_replicas=True),
-        transport="auto",
-    ),
     Case("replicate, bf16", Setting(strategy="ddp", ranks=2, precision="bf16")),
     Case("ZeRO-2", Setting(strategy="zero2", ranks=2)),
     Case("ZeRO-1 under DDP", Setting(strategy="zero1", ranks=2)),
@@ -170,9 +154,70 @@ class Job:
         self.optimizer.zero_grad()
 
 
+class LiveBytes:
+    """Counts the storages that operations allocate or use.
+
+    Memory that neither Python nor an operation has used does not count, nor memory that other ranks share with this one.
+
+    Attributes:
+        live: current bytes.
+        peak: most bytes since :meth:`restart`.  at: the operation with it.
+    """
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self.at = ""
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._ranges: dict[int, tuple[int, int]] = {}
+
+    def restart(self) -> None:
+        """Forget the peak except the current bytes."""
+        self.peak, self.at = self.live, ""
+
+    @contextmanager
+    def watching(self) -> Generator[None, None, None]:
+        """Count inside the context; tensors that Python knows at its begin count from the start."""
+        for each in gc.get_objects():
+            if type(each) in (torch.Tensor, nn.Parameter) and each.device.type == "cpu":
+                self._follow(each.untyped_storage())
+        self.restart()
+        with torch_private.watching(self._after, is_seen=False):
+            yield
+
+    def _after(self, func: Any, given: object, out: object) -> None:
+        for each in torch_private.leaves_of((given, out)):
+            if isinstance(each, torch.Tensor):
+                local = torch_private.local_of(each)
+                if type(local) in (torch.Tensor, nn.Parameter):
+                    self._follow(local.untyped_storage())
+        if self.live > self.peak:
+            self.peak, self.at = self.live, str(func)
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)  # a storage keeps its Python object alive as long as it lives
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+        start = storage.data_ptr() if size else 0  # torch refuses the address of a storage without memory
+        # a copy: storages that are collected meanwhile, or on another thread, change it
+        is_part = any(low <= start and start + size <= high for low, high in [*self._ranges.values()])
+        if is_part or any(low <= start < high for low, high in foreign_ranges()):
+            size = 0  # it is counted already, or elsewhere
+
+        def forget(_: object) -> None:
+            self.live -= size
+            self._storages.pop(key, None)
+            self._ranges.pop(key, None)
+
+        self._storages[key] = weakref.ref(storage, forget)
+        if size:
+            self._ranges[key] = (start, start + size)
+        self.live += size
+
+
 def held_on_rank(case: Case) -> dict[str, Any]:
     """Return the peak of the third step on this rank."""
-    meter = LiveBytes(torch.device("cpu"))
+    meter = LiveBytes()
     with meter.watching():
         job = Job(case)
         inputs = case.inputs()
@@ -183,15 +228,15 @@ def held_on_rank(case: Case) -> dict[str, Any]:
         return {"peak": meter.peak, "at": meter.at, "between": meter.live}
 
 
-def profile_of(case: Case) -> DryRun:
+def profile_of(case: Case) -> Profile:
     with torch.device("meta"):
         model = case.build()
     split = TensorSplit(case.setting.tensor, HEADS) if case.setting.tensor > 1 else None
     return dry_run(model, case.inputs(), loss_of, precision=case.setting.computes_in, split=split)
 
 
-def predict(case: Case, run: DryRun) -> RankMemory:
-    return step_under(run.profile, case.setting, HARDWARE["cpu"]).memory
+def predict(case: Case, profile: Profile) -> RankMemory:
+    return step_under(profile, case.setting, HARDWARE["cpu"])[0]
 
 
 def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
@@ -210,90 +255,19 @@ def compare_memory(case: Case, pool: WorkerPool) -> dict[str, Any]:
     }
 
 
-ROUNDS = 3  # figures and steps take turns, so that both see the same machine
-
-
-def timed_with_figures(case: Case, steps: int) -> dict[str, Any]:
-    """Return this rank's own figures, measured on all ranks at the same time, and its steps, in turns."""
-    torch.set_num_threads(1)
-    job, inputs, run = Job(case), case.inputs(), profile_of(case)
-    for _ in range(WARM_STEPS):
-        job.step(*inputs)
-    figures: list[Hardware] = []
-    clock: list[float] = []
-    own: list[float] = []
-    fresh: list[int] = []
-    for _ in range(ROUNDS):
-        dist.barrier()
-        figures.append(measured(HARDWARE["cpu"], [run]))
-        job.step(*inputs)  # finds caches and the heap as the figures left them
-        for _ in range(steps // ROUNDS):
-            dist.barrier()
-            begin = time.perf_counter(), time.thread_time()
-            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-            job.step(*inputs)
-            clock.append(time.perf_counter() - begin[0])
-            own.append(time.thread_time() - begin[1])
-            fresh.append(resource.getpagesize() * (resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults))
-    names = set.intersection(*[set(each.op_seconds) for each in figures])
-    ops = {name: statistics.median([each.op_seconds[name] for each in figures]) for name in names}
-    rates = ("memory_bytes_per_s", "host_s_per_op", "cast_elements_per_s", "update_elements_per_s")
-    return {
-        "clock": statistics.median(clock),
-        "own": statistics.median(own),
-        "fresh": statistics.median(fresh),
-        "ops": ops,
-        "rates": {name: statistics.median([getattr(each, name) for each in figures]) for name in rates},
-    }
-
-
-def compare_time(case: Case, pool: WorkerPool, shared: OnOneHost) -> dict[str, Any]:
-    case = replace(case, transport="auto")  # what ranks of one host use unless they are told otherwise
-    found = pool.run(timed_with_figures, num_ranks=case.ranks, timeout_s=300, case=case, steps=9)
-    slowest = max(found, key=lambda each: each["own"])
-    hardware = replace(
-        with_ranks(HARDWARE["cpu"], shared), op_seconds=slowest["ops"], ranks_per_host=case.ranks, **slowest["rates"]
-    )
-    planned = evaluate(profile_of(case).profile, case.setting, hardware).time
-    is_shared = case.setting.strategy in UNIT_STRATEGIES  # then what is exposed are this rank's own copies
-    work, own = planned.step_s - (0.0 if is_shared else planned.exposed_s), slowest["own"]
-    return {
-        "name": case.name,
-        "measured": own,
-        "planned": work,
-        "error": work / own - 1,
-        "clock": slowest["clock"],
-        "parts": {"compute": planned.compute_s, "host": planned.host_s, "optimizer": planned.optimizer_s},
-        "at": f"by the clock {1e3 * slowest['clock']:.2f} ms, {slowest['fresh'] / 1e6:.1f} MB of fresh pages",
-        "place": ", ".join(
-            f"{name} {1e3 * seconds:.2f}"
-            for name, seconds in (
-                ("compute", planned.compute_s),
-                ("copies and waits", planned.exposed_s),
-                ("host", planned.host_s),
-                ("optimizer", planned.optimizer_s),
-            )
-        ),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--time", action="store_true", help="seconds in place of bytes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     chosen = [case for case in CASES if not options.only or case.name in options.only]
     rows: list[dict[str, Any]] = []
-    shared = measured_shared(2) if options.time else None
     with WorkerPool(max_ranks=4) as pool:
         for case in chosen:
-            rows.append(compare_time(case, pool, shared) if shared else compare_memory(case, pool))
+            rows.append(compare_memory(case, pool))
             row = rows[-1]
-            scale, unit = (1e-3, "ms") if options.time else (1e6, "MB")
             print(
-                f"{row['name']:30} measured {row['measured'] / scale:8.2f} {unit}  "
-                f"planned {row['planned'] / scale:8.2f} {unit}  "
+                f"{row['name']:30} measured {row['measured'] / 1e6:8.2f} MB  planned {row['planned'] / 1e6:8.2f} MB  "
                 f"{100 * row['error']:+.2f} %  ({row['at']} | {row['place']})",
                 flush=True,
             )

@@ -277,7 +277,6 @@ ONE_IDEA = {
     "checkpoint/save.py:Saver": "one folder that is saved into",
     "consistency/recorder.py:Watch": "one thread that listens",
     "plan/schedule.py:_Simulation": "the units of a step as it goes on, without tensors",
-    "planner/dry_run.py:OpWatch": "counts from mark to mark",
 }
 MOST_ATTRIBUTES = 10
 
@@ -328,12 +327,12 @@ BUDGETS = {
     "fsdp": 8900,  # with plan 5900, and checks 600
     "collectives": 3600,  # 2800
     "checkpoint": 2750,  # with transaction 2900
-    "recipes": 2500,  # with cli and loop 3600
+    "recipes": 2100,  # with cli and loop 3600
     "consistency": 2450,  # 1800
-    "planner": 2200,  # 1500
+    "planner": 1400,
     "optim": 2100,  # 1700
     "zero": 1100,
-    "cli": 1500,
+    "cli": 1350,
     "(top)": 1600,  # with testing 1500
     "transaction": 700,
     "loop": 650,

@@ -45,7 +45,6 @@ EXCEPTIONS = {
     ("fsdp/trace.py", "lane"): "shardwise.Span.lane is public: a row of a trace, as Perfetto calls it",
     ("fsdp/trace.py", "on its way"): "shardwise.Span.what is public, and has these words",
     ("cli/checkpoint.py", "edge"): "options of rich's tables",
-    ("planner/advice.py", "door"): "the name of shardwise.Choices.strategies in 0.2",
 }
 
 

@@ -175,6 +175,16 @@ def step_under(profile: Profile, setting: Setting, hardware: Hardware) -> tuple[
     return step_of(profile, units, steps_of(profile, units, setting.depth), setting, hardware)
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A change, and the settings that it makes; ``batch``: of a microbatch, if that is changed."""
+
+    kind: str
+    words: str
+    settings: Sequence[Setting]
+    batch: int = 0
+
+
 @dataclass(slots=True)
 class Search:
     """The search for one model, number of ranks and hardware."""
@@ -201,6 +211,11 @@ class Search:
         for setting in self._settings():
             has_units = setting.strategy in UNIT_STRATEGIES
             offloads = has_units and False not in choices.offload
+            numel = 0 if has_units else self.profile_of(choices.precision, False, 1).numel
+            if 8 * numel > self.hardware.limit_bytes:  # a dry run is not worthwhile
+                words = f"whole fp32 parameters and gradients alone are {8 * numel / 1e9:.4g} GB on every rank"
+                self.left_out.append(f"{setting.strategy}: {words}")
+                continue
             may_offload = has_units and len(set(choices.offload)) == 2 and self.hardware.device != "cpu"
             for recompute in choices.recompute:
                 found = self._evaluate(replace(setting, recompute=recompute, offload=offloads))
@@ -226,9 +241,11 @@ class Search:
             for strategy in choices.strategies:
                 if strategy == "hsdp":
                     yield from (replace(base, strategy=strategy, replicas=each) for each in self._replicas(base))
+                elif strategy == "zero3":
+                    sized = (replace(base, strategy=strategy, min_unit_bytes=each) for each in choices.unit_bytes)
+                    yield from self._distinct(sized)
                 elif tensor == 1 or strategy in UNIT_STRATEGIES:
-                    sizes = choices.unit_bytes if strategy == "zero3" else choices.unit_bytes[:1]
-                    yield from self._distinct(replace(base, strategy=strategy, min_unit_bytes=each) for each in sizes)
+                    yield replace(base, strategy=strategy, min_unit_bytes=choices.unit_bytes[0])
 
     def _distinct(self, settings: Iterator[Setting]) -> Iterator[Setting]:
         """Yield the settings whose units differ."""
@@ -252,28 +269,34 @@ class Search:
         """Yield single changes after which something fits, of each kind the smallest."""
         settings = [each.setting for each in candidates]
         done: set[str] = set()
-        for kind, words, changed, batch in self._neighbours(settings):
-            new = [] if kind in done else [each for each in dict.fromkeys(changed) if batch or each not in settings]
-            fitting = [each for each in (self._evaluate(setting, batch) for setting in new) if each.fits]
+        for trial in self._neighbours(settings):
+            if trial.kind in done:
+                continue
+            new = [each for each in dict.fromkeys(trial.settings) if trial.batch or each not in settings]
+            fitting = [each for each in (self._evaluate(setting, trial.batch) for setting in new) if each.fits]
             if fitting:
-                done.add(kind)
-                yield Change(words, min(fitting, key=lambda each: each.rank_s))
+                done.add(trial.kind)
+                yield Change(trial.words, min(fitting, key=lambda each: each.rank_s))
         least = min(candidates, key=lambda each: each.peak.total)
         needed, found = least.peak.total / self.hardware.usable / 1e9, self.hardware.memory_bytes / 1e9
         yield Change(f"devices with {needed:.4g} GB, in place of {found:.4g} GB", least)
 
-    def _neighbours(self, settings: list[Setting]) -> Iterator[tuple[str, str, Sequence[Setting], int]]:
-        """Yield changes: their kind, their words, the settings to try, and the batch if it is another one."""
+    def _neighbours(self, settings: list[Setting]) -> Iterator[_Trial]:
+        """Yield changes to try, of each kind the smallest first."""
         sharded = [each for each in settings if each.strategy == "zero3"]
-        yield "recompute", "recompute blocks in backward", [replace(each, recompute=True) for each in settings], 0
-        yield "bf16", "compute in bf16", [replace(each, precision="bf16") for each in settings], 0
+        yield _Trial("recompute", "recompute blocks in backward", [replace(each, recompute=True) for each in settings])
+        yield _Trial("bf16", "compute in bf16", [replace(each, precision="bf16") for each in settings])
         if self.hardware.device != "cpu":
             words = "keep shards and optimizer state in the host's memory (offload)"
-            yield "offload", words, [replace(each, offload=each.strategy in UNIT_STRATEGIES) for each in settings], 0
+            yield _Trial(
+                "offload", words, [replace(each, offload=each.strategy in UNIT_STRATEGIES) for each in settings]
+            )
         tensor = max(self.choices.tensor) * 2
         while self.choices.tensor_plan and tensor <= min(self.hardware.ranks_per_host, self.ranks):
-            split = [replace(each, ranks=self.ranks // tensor, tensor=tensor) for each in sharded]
-            yield "split", f"split every block over {tensor} ranks (tensor parallelism)", split, 0
+            split = [
+                replace(each, ranks=self.ranks // tensor, tensor=tensor) for each in sharded if not self.ranks % tensor
+            ]
+            yield _Trial("split", f"split every block over {tensor} ranks (tensor parallelism)", split)
             tensor *= 2
         first = settings[0]
         batch = whole = self.profile_of(first.computes_in, first.recompute, first.tensor).batch
@@ -281,12 +304,12 @@ class Search:
             batch //= 2
             more = -(-whole // batch)
             words = f"a batch of {batch} in place of {whole} on every rank: {more} microbatches make the same step"
-            yield "batch", words, settings, batch
+            yield _Trial("batch", words, settings, batch)
         ranks = self.ranks
         while sharded and ranks * 2 <= _MOST_RANKS:
             ranks *= 2
             words = f"{ranks:,} ranks in place of {self.ranks:,}, with the same batch on each"
-            yield "ranks", words, [replace(each, ranks=ranks // each.tensor) for each in sharded], 0
+            yield _Trial("ranks", words, [replace(each, ranks=ranks // each.tensor) for each in sharded])
 
 
 _HEADINGS = (

@@ -190,7 +190,7 @@ def test_the_copies_of_units_are_planned_before_any_unit_is_there() -> None:
             model(noise(0, 7)).sum().backward()
         with shardwise.trace(model) as trace:
             model(noise(0, 7)).sum().backward()
-        profile = dry_run(plain, [torch.empty(4, 7)], lambda model, x: model(x).sum()).profile
+        profile = dry_run(plain, [torch.empty(4, 7)], lambda model, x: model(x).sum())
         setting = Setting(ranks=num_ranks, min_unit_bytes=0)
         planned = steps_of(profile, rank_units(profile, setting, "cpu"), setting.depth).plan.calls
         assert trace.calls == [*planned]

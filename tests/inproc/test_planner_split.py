@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed import device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 from shardwise import ConfigError
-from shardwise.planner.advice import Choices, code_of, evaluate
+from shardwise.plan.schedule import StepEvent
+from shardwise.planner.advice import Choices, evaluate
 from shardwise.planner.dry_run import TensorSplit, dry_run
 from shardwise.planner.hardware import HARDWARE
-from shardwise.planner.profile import Setting
+from shardwise.planner.profile import Setting, StepMark
 from shardwise.testing.models import Block
 
 WIDTH, INNER, BATCH, COUNT = 32, 128, 16, 3
@@ -35,7 +37,7 @@ def blocks() -> nn.Module:
 def profile(ranks: int, **how: Any) -> Any:
     return dry_run(
         blocks(), [torch.empty(BATCH, WIDTH)], split=TensorSplit(ranks, HALVES) if ranks > 1 else None, **how
-    ).profile
+    )
 
 
 @pytest.fixture
@@ -57,7 +59,12 @@ def test_a_rank_of_a_split_holds_its_part_of_the_modules_that_are_split() -> Non
 
 
 def test_activations_between_split_modules_are_cut_and_the_others_are_not() -> None:
-    kept = {ranks: profile(ranks).saved_bytes[2] for ranks in (1, 2, 4)}
+    last = (StepEvent.POST_FORWARD, StepEvent.PRE_FORWARD)
+    kept: dict[int, int] = {}
+    for ranks in (1, 2, 4):
+        left = {each.mark: before.left_bytes for before, each in pairwise(profile(ranks).stretches)}
+        after, before = (left[StepMark(event, 2)] for event in last)
+        kept[ranks] = after - before
     inner = 2 * 4 * BATCH * INNER  # what GELU was given, and what it made
     assert kept[1] - kept[2] == inner // 2
     assert kept[1] - kept[4] == 3 * inner // 4
@@ -101,20 +108,16 @@ def test_the_code_of_a_split_runs_beside_a_plan_that_leaves_process_groups_alone
         found = shardwise.plan(blocks, (torch.empty(4, WIDTH),), 4, hardware="cpu", choices=choices)
         assert dist.group.WORLD is group
         assert dist.get_world_size() == 4
-        names: dict[str, Any] = {"model": blocks()}
-        exec(compile(found.code(), "plan", "exec"), names)
+        first, mesh, call = [line for line in found.code().splitlines() if "checkpoint" not in line]
+        assert "parallelize_module" in first
+        names: dict[str, Any] = {**vars(shardwise), **vars(device_mesh), "model": blocks()}
+        exec(mesh, names)
+        for block in names["model"]:
+            parallelize_module(block, names["mesh"]["tp"], HALVES)
+        exec(call, names)
         names["model"](torch.zeros(4, WIDTH)).sum().backward()
-        names["optimizer"].step()
         sizes = [names["model"].get_parameter("1.up.weight").device_mesh.size(axis) for axis in (0, 1)]
         assert sizes == [2, 2]
-
-
-def test_styles_with_arguments_are_written_with_them() -> None:
-    plan = {**HALVES, "norm": ColwiseParallel(output_layouts=Replicate())}
-    code = code_of(Setting(ranks=2, tensor=2), profile(2), "cpu", plan)
-    assert '"up": ColwiseParallel(),' in code
-    assert '"norm": ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Replicate(),)' in code
-    assert "from torch.distributed.tensor import Replicate, Shard" in code
 
 
 def test_a_split_that_cannot_be_is_refused() -> None:

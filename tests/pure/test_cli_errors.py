@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardwise import Choices, ConfigError, plan
+from shardwise import ConfigError
 from shardwise.cli import check_extras, train
 from shardwise.cli.main import build_parser, main
-from shardwise.cli.plan import _train_command
 from shardwise.cli.train import read_train_request
 from shardwise.formatting import format_size
-from shardwise.planner.profile import ONE_UNIT
 from shardwise.recipes.config import PRESETS, TrainConfig, config_to_json
-from shardwise.recipes.gpt import GPT
 
 SMALL = ["--layers", "1", "--width", "8", "--heads", "2", "--context", "8"]
 
@@ -96,28 +92,6 @@ def test_sizes_are_read_in_powers_of_1024(size: str, num_bytes: int) -> None:
 @given(st.integers(0, 2**50) | st.integers(0, 2**20).map(lambda number: number * 2**19))
 def test_a_printed_size_is_read_back(num_bytes: int) -> None:
     assert train.read_num_bytes(format_size(num_bytes)) == num_bytes
-
-
-@pytest.mark.parametrize("min_unit_bytes", [None, 64 << 20, ONE_UNIT])
-def test_the_command_that_a_plan_prints_can_be_typed(min_unit_bytes: int | None) -> None:
-    words = ["plan", "--preset", "gpt-tiny", "--ranks", "4", "--seq", "128", "--hardware", "cpu", "--shard", "zero3"]
-    arguments = build_parser().parse_args(words)
-    found = plan(lambda: GPT(PRESETS["tiny"]), (1, 128), 4, hardware="cpu", choices=Choices(strategies=("zero3",)))
-    best = found.best
-    assert best is not None
-    if min_unit_bytes is not None:
-        best = replace(best, setting=replace(best.setting, min_unit_bytes=min_unit_bytes))
-    printed = _train_command(arguments, replace(found, found=replace(found.found, candidates=(best,))))
-    config = _request(*printed.split()[2:]).config
-    assert printed.startswith("shardwise train ")
-    assert "1024G" not in printed
-    expected = best.setting.min_unit_bytes
-    if expected == ONE_UNIT:
-        assert 4 * found.num_parameters <= config.min_unit_bytes < 4 * found.num_parameters + 2**20
-    else:
-        assert config.min_unit_bytes == expected
-        assert f"units >= {expected / 2**20:g} MiB" in best.setting.label
-        assert train.read_num_bytes(f"{expected / 2**20:g} MiB") == expected, "as the table shows it"
 
 
 @pytest.mark.parametrize("size", ["-1", "M", "1T", "1 5M", "1e6", "", "x"])

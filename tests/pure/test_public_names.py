@@ -28,22 +28,20 @@ FOR_USERS = {
     "CompressionPolicy": "block error_feedback exact gather min_bytes reduce warn_above",
     "CompressionState": "load_state_dict state_dict",
     "CPUOffloadPolicy": "pin_memory",
-    "Choices": """accumulate compression doors measures offload optimizer precision recompute strategies tensor tensor_plan
-        threads unit_bytes""",
+    "Choices": "accumulate offload optimizer precision recompute strategies tensor tensor_plan unit_bytes",
     "DDPMeshInfo": _MESH,
     "DataParallelMeshDims": "replicate shard",
     "FSDPMeshInfo": _MESH,
     "FSDPModule": _MODULE,
     "GradientReductionHandle": "wait",
     "HSDPMeshInfo": _MESH,
-    "Hardware": """between cast_elements_per_s device efficiency flops_per_s host_memory host_s_per_op host_s_per_unit
-        host_s_per_update inside library_bytes memory_bytes memory_bytes_per_s name op_seconds overlaps ranks_per_host
-        shared update_elements_per_s usable""",
+    "Hardware": """between data_ranks_per_host device efficiency flops_per_s host_memory host_s_per_op host_s_per_unit
+        host_s_per_update inside library_bytes limit_bytes memory_bytes memory_bytes_per_s name overlaps ranks_per_host
+        shared usable""",
     "Loaded": "missing num_bytes_read path skipped step unexpected",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
     "Placements": "gradient held moves optimizer parameter sent strategy",
-    "Plan": """batch best candidates changes code found hardware memory model num_parameters picture ranks table
-    tensor_plan to_json why""",
+    "Plan": "batch best candidates changes code hardware left_out model num_parameters ranks table to_json why",
     "RandomState": "load_state_dict state_dict",
     "ReplicateModule": f"{_MODULE} no_sync require_backward_grad_sync",
     "ShardPlacementResult": "mesh_info placement",

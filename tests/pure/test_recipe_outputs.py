@@ -18,14 +18,11 @@ from rich.console import Console
 
 from shardwise import StepMeter
 from shardwise.formatting import format_bytes
-from shardwise.planner.rank_step import UPDATE, Moment, RankMemory
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.data import TextFacts, Windows
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
 from shardwise.recipes.memory import (
     HeldBytes,
-    HeldMemory,
-    StepMemory,
     local_bytes,
     measure_held,
     unsharded_of,
@@ -37,7 +34,7 @@ from shardwise.recipes.train import Trainer, _train_step
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
 FACTS = TextFacts("", 1, 100, 10, 2.9, "")
-HELD = HeldMemory([HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
+HELD = ([HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
 
 
 def test_the_model_is_a_function_of_its_seed_and_starts_at_the_uniform_loss() -> None:
@@ -172,23 +169,6 @@ def test_the_picture_shows_the_speed_of_every_step_that_tells_it(tmp_path: Path)
         draw_report(tmp_path / f"{name}.png", "title", lines, FACTS, HELD)
         pixels = np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255).astype(int)
         assert bool((pixels == (23, 190, 207)).all(-1).any()) == (name == "new")
-
-
-def test_the_picture_shows_what_a_rank_held_over_a_step_beside_the_plan(tmp_path: Path) -> None:
-    metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
-    events = ("enter forward (root)", "enter backward (root)", UPDATE)
-    peaks = tuple((event, 10**6 * number) for number, event in enumerate(events, 2))
-    moments = tuple(Moment(event, (10**6, *[0] * 5, 10**6, 0, 0), event) for event in events)
-    for name, step in (("measured", StepMemory(3, 1, peaks)), ("both", StepMemory(3, 1, peaks, RankMemory(moments)))):
-        draw_report(tmp_path / "r.png", "title", metrics, FACTS, replace(HELD, step=step))
-        pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int)
-        right = pixels[len(pixels) // 2 :, int(pixels.shape[1] * 0.6) :]
-        black = (right == 0).all(-1).sum(1)
-        assert (black > 100).sum() >= 3, f"{name}: a line along each of three edges"
-        areas = [(119, 149, 195), (139, 199, 218)]  # of parameters and of activations, over white
-        found = [(abs(right - colour).max(-1) < 4).sum() for colour in areas]
-        assert all(count > 3000 for count in found) == (name == "both"), found
-    assert str(step) == "memory of step 3: 4 MB at most on rank 1 (optimizer step), planned 2 MB (enter forward (root))"
 
 
 class _Scalars:

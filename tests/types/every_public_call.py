@@ -218,10 +218,9 @@ def plans(model: FSDPModule) -> str:
     wire = Wire(bytes_per_s=4e11, latency_s=1e-6)
     machine = Hardware("mine", "cuda", 80 << 30, {"fp32": 6e13, "bf16": 1e15}, 3e12, wire, wire, wire)
     halves = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    coded = CompressionPolicy(reduce="int8")
-    choices = Choices(strategies=("zero3",), tensor=(1, 2), tensor_plan=halves, compression=coded)
+    choices = Choices(strategies=("zero3",), tensor=(1, 2), tensor_plan=halves)
     found: Plan = plan(Net, (torch.empty(4, 8),), ranks=8, hardware=machine, choices=choices)
-    found.picture("memory.png")
+    print(found.to_json())
     with trace(model) as trail:
         pass
     seen: Trace = trail
