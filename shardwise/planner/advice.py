@@ -176,7 +176,7 @@ def step_under(profile: Profile, setting: Setting, hardware: Hardware) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _Attempt:
     """A change, and the settings that it makes; ``batch``: of a microbatch, if that is changed."""
 
     kind: str
@@ -269,26 +269,28 @@ class Search:
         """Yield single changes after which something fits, of each kind the smallest."""
         settings = [each.setting for each in candidates]
         done: set[str] = set()
-        for trial in self._neighbours(settings):
-            if trial.kind in done:
+        for attempt in self._neighbours(settings):
+            if attempt.kind in done:
                 continue
-            new = [each for each in dict.fromkeys(trial.settings) if trial.batch or each not in settings]
-            fitting = [each for each in (self._evaluate(setting, trial.batch) for setting in new) if each.fits]
+            new = [each for each in dict.fromkeys(attempt.settings) if attempt.batch or each not in settings]
+            fitting = [each for each in (self._evaluate(setting, attempt.batch) for setting in new) if each.fits]
             if fitting:
-                done.add(trial.kind)
-                yield Change(trial.words, min(fitting, key=lambda each: each.rank_s))
+                done.add(attempt.kind)
+                yield Change(attempt.words, min(fitting, key=lambda each: each.rank_s))
         least = min(candidates, key=lambda each: each.peak.total)
         needed, found = least.peak.total / self.hardware.usable / 1e9, self.hardware.memory_bytes / 1e9
         yield Change(f"devices with {needed:.4g} GB, in place of {found:.4g} GB", least)
 
-    def _neighbours(self, settings: list[Setting]) -> Iterator[_Trial]:
+    def _neighbours(self, settings: list[Setting]) -> Iterator[_Attempt]:
         """Yield changes to try, of each kind the smallest first."""
         sharded = [each for each in settings if each.strategy == "zero3"]
-        yield _Trial("recompute", "recompute blocks in backward", [replace(each, recompute=True) for each in settings])
-        yield _Trial("bf16", "compute in bf16", [replace(each, precision="bf16") for each in settings])
+        yield _Attempt(
+            "recompute", "recompute blocks in backward", [replace(each, recompute=True) for each in settings]
+        )
+        yield _Attempt("bf16", "compute in bf16", [replace(each, precision="bf16") for each in settings])
         if self.hardware.device != "cpu":
             words = "keep shards and optimizer state in the host's memory (offload)"
-            yield _Trial(
+            yield _Attempt(
                 "offload", words, [replace(each, offload=each.strategy in UNIT_STRATEGIES) for each in settings]
             )
         tensor = max(self.choices.tensor) * 2
@@ -296,7 +298,7 @@ class Search:
             split = [
                 replace(each, ranks=self.ranks // tensor, tensor=tensor) for each in sharded if not self.ranks % tensor
             ]
-            yield _Trial("split", f"split every block over {tensor} ranks (tensor parallelism)", split)
+            yield _Attempt("split", f"split every block over {tensor} ranks (tensor parallelism)", split)
             tensor *= 2
         first = settings[0]
         batch = whole = self.profile_of(first.computes_in, first.recompute, first.tensor).batch
@@ -304,12 +306,12 @@ class Search:
             batch //= 2
             more = -(-whole // batch)
             words = f"a batch of {batch} in place of {whole} on every rank: {more} microbatches make the same step"
-            yield _Trial("batch", words, settings, batch)
+            yield _Attempt("batch", words, settings, batch)
         ranks = self.ranks
         while sharded and ranks * 2 <= _MOST_RANKS:
             ranks *= 2
             words = f"{ranks:,} ranks in place of {self.ranks:,}, with the same batch on each"
-            yield _Trial("ranks", words, [replace(each, ranks=ranks // each.tensor) for each in sharded])
+            yield _Attempt("ranks", words, [replace(each, ranks=ranks // each.tensor) for each in sharded])
 
 
 _HEADINGS = (
