@@ -20,17 +20,13 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.collectives.host import send_recv
-from shardwise.collectives.host.local_peers import HEADER_BYTES, TransportOffer, meet
-from shardwise.collectives.routes import default_transport
 from shardwise.consistency import store
-from shardwise.consistency.agreement import begin_generation
+from shardwise.consistency.agreement import begin_generation, open_exchange
 from shardwise.consistency.failure_report import cited, naming_lost_peers
-from shardwise.consistency.liveness import Liveness
 from shardwise.consistency.process_groups import abort_all_connections, all_have_come, groups_within, reconnect_group
-from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.errors import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError
 from shardwise.fsdp.waiting_gradients import withdrawn
-from shardwise.observe import WAITS, Track, note
+from shardwise.observe import Track, note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.transaction.kept import (
     Optimized,
@@ -117,13 +113,9 @@ def _follows(error: BaseException, order: int) -> bool:
 
 
 # ---- Ranks agree that all have reached the end of a step, or that one will not.
-# Without a fault: each rank writes one word and reads the others' if all share a host, else one all-reduce of one
-# number. With a fault: reports through the store, and connections are closed so that ranks that wait in a collective
-# notice at once.
+# Without a fault: one all-reduce of one number. With a fault: reports through the store, and connections are closed so
+# that ranks that wait in a collective notice at once.
 
-# Words of a segment: the last step that this rank has finished; the one in which it has failed; 1 if it failed for
-# good.
-_ARRIVED, _FAILED, _ENDED = 0, 1, 2
 _LOOK_S = 0.1  # seconds between two store requests
 
 
@@ -132,87 +124,41 @@ class Agreement:
 
     Attributes:
         members: global ranks.  rank: this one.
-        num_messages: collectives used for agreement so far.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.members = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank()
-        self.num_messages = 0
-        meeting = meet(group, TransportOffer(default_transport(), HEADER_BYTES, "transaction"))
-        self._exchange = meeting.exchange
-        shares = len(meeting.local_peers) == len(self.members)  # agreement by words needs all ranks in shared memory
-        self._segments = meeting.segments if shares else ()
-        self._words = tuple(segment.words for segment in self._segments)
-        self._mine = self._exchange.rank
-        self._alive = {peer: Liveness(meeting.pids[peer]) for peer in self._exchange.peers()} if self._words else {}
+        self._exchange = open_exchange(group, "transaction")
         self._track = Track(self._exchange.prefix)
         self._looked = 0.0
 
     # ---- without a fault ----
 
-    def arrive(self, number: int) -> None:
-        """Return once all ranks have reached the end of step ``number``.
+    def arrive(self) -> None:
+        """Return once all ranks have reached the end of the step.
 
         Raises: StepError if one has failed in it, TransportError if one is gone or not in time; any RuntimeError of the
         backend.
         """
         self._track.note("agreement", "step")
-        if not self._words:
-            self.num_messages += 1
-            all_have_come(self.group)
-            return
-        self._words[self._mine][_ARRIVED] = number
-        for peer in self._exchange.peers():
-            if self._words[peer][_ARRIVED] < number:
-                self._wait_for(peer, number)
-
-    def _wait_for(self, peer: int, number: int) -> None:
-        words = self._words[peer]
-        alive, limit_s = self._alive[peer], self._exchange.timeout_s
-
-        def is_there() -> bool:
-            return words[_ARRIVED] >= number
-
-        if comes_soon(is_there):
-            return
-        note(f"{WAITS}rank {self.members[peer]}", "the end of a step")
-        if wait_until(
-            is_there, limit_s, lambda: self._check_words(number), lambda: not alive.is_alive(), MEMORY_PAUSES_S
-        ):
-            return
-        if not alive.is_alive():
-            raise TransportError(f"rank {self.members[peer]} is gone; rank {self.rank} waited for it to end its step")
-        raise TransportError(
-            f"rank {self.rank} waited {limit_s:.0f} s for rank {self.members[peer]} at the end of a step; every "
-            "rank must make the same transactions in the same order"
-        )
+        all_have_come(self.group)
 
     # ---- with a fault ----
 
     def check(self, number: int) -> None:
         """Raise StepError if a rank has failed in step ``number``, or for good; queries the store from time to time."""
-        if self._words:
-            self._check_words(number)
-            return
         now = time.monotonic()
         if now - self._looked >= _LOOK_S:
             self._looked = now
             if self._exchange.store.check([self._key(number, "order")]) or self.ended() is not None:
                 raise StepError(f"another rank has failed; rank {self.rank} stops its step")
 
-    def _check_words(self, number: int) -> None:
-        for peer in self._exchange.peers():
-            if self._words[peer][_FAILED] == number or self._words[peer][_ENDED]:
-                raise StepError(f"rank {self.members[peer]} has failed; rank {self.rank} stops its step")
-
     def end(self, report: Report) -> None:
         """Publish that no step can be undone any more, because of ``report``, and abort the others' collectives."""
         if self.ended() is None:
             self._exchange.store.set(f"{self._exchange.prefix}/ended", report.to_text())
-        if self._words:
-            self._words[self._mine][_ENDED] = 1
         abort_all_connections(self.members)
 
     def ended(self) -> Report | None:
@@ -222,8 +168,6 @@ class Agreement:
 
     def claim(self, number: int) -> int:
         """Publish that this rank has failed in step ``number``; return how many ranks have by now."""
-        if self._words:
-            self._words[self._mine][_FAILED] = number
         self._exchange.post(f"{number - 1}/committed", "")
         return self._exchange.store.add(self._key(number, "order"), 1)
 
@@ -395,7 +339,7 @@ class Ledger:
         """
         if self.is_open and not self._wanted.undoes_optimizer:
             if self.agreement is not None and not self.is_agreed:
-                self.agreement.arrive(self.number)
+                self.agreement.arrive()
             self.is_agreed = True
         elif self.is_open and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
@@ -514,7 +458,7 @@ class Transaction:
         agreement = self._ledger.agreement
         try:
             if agreement is not None and not self._ledger.is_agreed:
-                agreement.arrive(self._ledger.number)
+                agreement.arrive()
         except BaseException as error:
             return error
         return None

@@ -204,16 +204,13 @@ def test_a_scaler_and_a_schedule_are_those_before_the_step() -> None:
 
 
 @on_ranks(2, **PATIENT)
-def test_a_step_costs_copies_of_what_it_changes_and_one_agreement() -> None:
-    for transport, num_messages in (("auto", 0), ("gloo", 1)):
+def test_a_step_costs_copies_of_what_it_changes() -> None:
+    for transport in ("auto", "gloo"):
         program = build("fully_shard", transport)
         train(program, 2)
         ledger = transaction(program.model, program.optimizer, also=["rng"])._ledger
-        assert ledger.agreement is not None
-        sent = ledger.agreement.num_messages
         program.optimizer.zero_grad()
         train(program, 1)
-        assert ledger.agreement.num_messages - sent == num_messages
         params = [param.to_local() for param in program.net.parameters()]  # type: ignore[attr-defined]
         buffers = list(program.net.buffers())
         of_state = sum(2 * param.nbytes + 4 for param in params)
