@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.fsdp.buffers import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.roots import unwritten_in
 from shardwise.optim.other_class import why_other_class
-from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, whole_state_names
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, state_places
 from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
@@ -200,6 +200,9 @@ class ParameterCheck:
 # ---- Carriers: each is one entry of the saved state; it names the state and restores it.
 
 Apply = Callable[[], None]
+# State to load as functions to call after the read: a copy on a device that was made before it would lack the values.
+Later = dict[int, dict[str, Callable[[], Any]]]  # number of the parameter -> state key
+_Item = TypeVar("_Item")
 
 
 class PerRank:
@@ -350,12 +353,8 @@ class PerRankCarrier:
         return (lambda: _seed_from(save_id, self._rank)) if is_random else (lambda: None)
 
 
-# ---- Optimizers as carriers: state and options by parameter names.
-
-State = dict[str, dict[str, Any]]  # parameter name -> state key -> value
-# The same as functions to call after the read: a copy on a device that was made before it would lack the values.
-Later = dict[str, dict[str, Callable[[], Any]]]
-Ask = Callable[[str, TensorRecord], Callable[[], Any]]  # gets the name of a tensor in the file, and its record
+# ---- Optimizers as carriers: state and options by parameter names.  In memory, state is by the number of the parameter, as
+# in a plain optimizer's state dict: the optimizers of this package have that form, too.
 
 
 class OptimizerCarrier:
@@ -365,49 +364,42 @@ class OptimizerCarrier:
         self.prefix, self._optimizer = prefix, optimizer
         self._params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._names = _names_of(prefix, optimizer, self._params, names)
-        self._by_name = dict(zip(self._names, self._params, strict=True))
 
     def put(self, contents: Contents) -> None:
         """See :class:`ObjectCarrier`."""
-        for name, values in self._state().items():
-            place = join(self.prefix, "state", name)
+        optimizer = self._optimizer
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            found = optimizer.sharded().state_dict()
+        elif isinstance(optimizer, ShardedOptimizer):
+            found = optimizer.state_dict("indexed")
+        else:
+            found = optimizer.state_dict()
+        for number, values in found["state"].items():
+            if not isinstance(number, int):
+                raise ConfigError(f"{self.prefix}: state of {number!r} belongs to no parameter; it cannot be named")
             for key, value in values.items():
-                full = f"{place}/{join(str(key))}"
+                full = join(self.prefix, "state", self._names[number], str(key))
                 if isinstance(value, torch.Tensor):
                     contents.add_tensor(full, value)
                 else:
                     contents.add_value(full, encode(value, full, contents.add_tensor))
-        groups = join(self.prefix, "groups")
-        contents.add_value(groups, [encode(group, f"{groups}/{i}") for i, group in enumerate(self._groups())])
+        full, kind = join(self.prefix, "groups"), type(inner_of(optimizer)).__name__
+        groups = [
+            {"params": names, "options": options_of(group), "class": kind}
+            for names, group in zip(self._by_group(self._names), optimizer.param_groups, strict=True)
+        ]
+        contents.add_value(full, [encode(group, f"{full}/{i}") for i, group in enumerate(groups)])
 
     def ask(self, order: LoadRequests) -> Apply:
         """See :class:`ObjectCarrier`."""
         groups = self._ask_groups(order)
-        later = self._ask_all(order)
+        later = self._ask_state(order)
         return lambda: self._load(later, groups)
 
-    # ---- saved state ----
-
-    def _state(self) -> State:
-        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
-            found = self._optimizer.sharded(dict(zip(self._names, self._params, strict=True))).state_dict()["state"]
-            return found
-        packed = self._optimizer.state_dict()["state"]
-        if isinstance(self._optimizer, ShardedOptimizer):
-            own = dict(zip(_own_names(self._optimizer), self._names, strict=True))
-        else:
-            own = dict(enumerate(self._names))
-        unknown = [key for key in packed if key not in own]
-        if unknown:
-            raise ConfigError(f"{self.prefix}: state of {unknown[0]!r} belongs to no parameter; it cannot be named")
-        return {own[key]: values for key, values in packed.items()}
-
-    def _groups(self) -> list[dict[str, Any]]:
-        names, kind = iter(self._names), type(_inner(self._optimizer)).__name__
-        return [
-            {"params": [next(names) for _ in group["params"]], "options": options_of(group), "class": kind}
-            for group in self._optimizer.param_groups
-        ]
+    def _by_group(self, items: Iterable[_Item]) -> list[list[_Item]]:
+        """Return ``items``, one of each parameter, by param group."""
+        rest = iter(items)
+        return [[next(rest) for _ in group["params"]] for group in self._optimizer.param_groups]
 
     # ---- loaded state ----
 
@@ -421,11 +413,11 @@ class OptimizerCarrier:
         group_of = {str(name): number for number, group in enumerate(saved) for name in group["params"]}
         options: dict[str, Any] = {name: saved[number]["options"] for name, number in group_of.items()}
         order.missing += [join(full, name) for name in self._names if name not in options]
-        order.missing += [f"{join(full, name)}: in no group here" for name in options if name not in self._by_name]
-        names, found = iter(self._names), []
+        order.missing += [f"{join(full, name)}: in no group here" for name in options if name not in self._names]
+        found: list[dict[str, Any]] = []
         seen: dict[int, tuple[str, dict[str, Any]]] = {}
-        for own in self._optimizer.param_groups:
-            members = [name for name in (next(names) for _ in own["params"]) if name in options]
+        for names, own in zip(self._by_group(self._names), self._optimizer.param_groups, strict=True):
+            members = [name for name in names if name in options]
             other = next((name for name in members if not _same(options[name], options[members[0]])), None)
             if other is not None:
                 raise CheckpointError(
@@ -455,84 +447,87 @@ class OptimizerCarrier:
     def _check_class(
         self, order: LoadRequests, members: Sequence[str], mine: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> None:
-        places = {name: order.names_under(join(self.prefix, "state", name)) for name in members}
-        states = [(self._by_name[name].dim(), [split(full)[-1] for full in found]) for name, found in places.items()]
-        reason = why_other_class(_inner(self._optimizer), mine, saved["options"], states, saved.get("class"))
+        dims = {name: param.dim() for name, param in zip(self._names, self._params, strict=True)}
+        states = [(dims[name], self._saved(order, name)) for name in members]
+        reason = why_other_class(inner_of(self._optimizer), mine, saved["options"], states, saved.get("class"))
         if reason is not None:
             raise CheckpointError(f"{self.prefix}: {reason}")
 
-    def _ask_all(self, order: LoadRequests) -> Later:
+    def _saved(self, order: LoadRequests, name: str) -> dict[str, str]:
+        """Return the keys of the saved state of a parameter, and the name of each in the checkpoint."""
+        return {split(full)[-1]: full for full in order.names_under(join(self.prefix, "state", name))}
+
+    def _ask_state(self, order: LoadRequests) -> Later:
         """Request the state that this rank has; that of other ranks is marked as known."""
-        asks = self._asks(order)
-        found: Later = {}
-        for name in self._names:
-            for full in order.names_under(join(self.prefix, "state", name)):
-                values, record = found.setdefault(name, {}), order.manifest.record_of(full)
+        saved = [self._saved(order, name) for name in self._names]
+        records = [{key: order.manifest.record_of(full) for key, full in names.items()} for names in saved]
+        by_param = list(zip(self._params, records, strict=True))
+        # State that is one number even of a parameter with dims: one without dims has it as a plain tensor, too.
+        numbers = {k for param, of in by_param if param.dim() for k, r in of.items() if r is not None and not r.shape}
+        targets: dict[int, dict[str, list[torch.Tensor]]] = {}
+        if isinstance(self._optimizer, ShardedOptimizer) and all(
+            device_of(each).type == "cpu" for each in self._params
+        ):
+            dtypes = {
+                number: {
+                    k: dtype_of(r.dtype, k) for k, r in of.items() if r is not None and r.shape == tuple(param.shape)
+                }
+                for number, (param, of) in enumerate(by_param)
+                if param.dim()
+            }
+            targets = empty_state_of(self._optimizer, dtypes)
+        places, found = _places_of(self._optimizer, self._params), Later()
+        for number, names in enumerate(saved):
+            for key, full in names.items():
                 order.use(full)
-                if name in asks:
-                    values[split(full)[-1]] = (
-                        partial(_as_it_is, order.value(full)) if record is None else asks[name](full, record)
-                    )
+                values, place, record = found.setdefault(number, {}), places.get(number), records[number][key]
+                if place is None:
+                    continue
+                if record is None:
+                    values[key] = partial(_as_it_is, order.value(full))
+                elif isinstance(place, LocalSlice):
+                    values[key] = _ask_slice(order, place, full, record)
+                elif not place.dim() or record.shape != tuple(place.shape):
+                    value = order.whole(full)
+                    is_number = not place.dim() and key in numbers
+                    values[key] = partial(_as_it_is, value) if is_number else partial(_beside, place, value)
+                else:
+                    windows = windows_of(full, place)
+                    staged = targets.get(number, {}).get(key) or [
+                        torch.empty(window.sizes, dtype=dtype_of(record.dtype, full), device="cpu")
+                        for window in windows
+                    ]
+                    order.into(full, record, windows, staged)
+                    values[key] = partial(_placed, place, staged)
         return found
-
-    def _asks(self, order: LoadRequests) -> Mapping[str, Ask]:
-        """Return, for each parameter of which this rank has state, what requests one tensor of it."""
-        optimizer, targets = self._optimizer, dict[str, Sequence[torch.Tensor]]()
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            slices = zero_backend(optimizer).rank_partition.local_slices
-            return {self._names[own.owned_slice.tensor]: partial(_ask_slice, order, own) for own in slices}
-        if isinstance(optimizer, ShardedOptimizer):
-            whole, own_names = whole_state_names(optimizer), _own_names(optimizer)
-            if whole is not None:
-                owned = [pair for own, pair in zip(own_names, self._by_name.items(), strict=True) if own in whole]
-                return {name: partial(_ask_whole, order, param) for name, param in owned}
-            targets = self._targets(optimizer, order)
-        return {name: partial(_ask_shard, order, targets, param) for name, param in self._by_name.items()}
-
-    def _targets(self, optimizer: ShardedOptimizer, order: LoadRequests) -> dict[str, Sequence[torch.Tensor]]:
-        """Return new memory laid out as the optimizer lays out its state, by the name in the file; on the CPU only."""
-        if any(device_of(param).type != "cpu" for param in self._params):
-            return {}
-        dtypes: dict[str, dict[str, torch.dtype]] = {}
-        places: dict[tuple[str, str], str] = {}
-        for own, (name, param) in zip(_own_names(optimizer), self._by_name.items(), strict=True):
-            for full in order.names_under(join(self.prefix, "state", name)):
-                key, record = split(full)[-1], order.manifest.record_of(full)
-                if record is not None and param.dim() and record.shape == tuple(param.shape):
-                    dtypes.setdefault(own, {})[key] = dtype_of(record.dtype, full)
-                    places[own, key] = full
-        targets = empty_state_of(optimizer, dtypes)
-        return {full: targets[own][key] for (own, key), full in places.items()}
 
     def _load(self, later: Later, groups: Sequence[Mapping[str, Any]]) -> None:
         optimizer = self._optimizer
-        state: State = {name: {key: make() for key, make in values.items()} for name, values in later.items()}
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            sharded = optimizer.sharded(self._by_name)
-            sharded.load_state_dict({"state": state, "param_groups": self._named(groups, self._names)})
-        elif isinstance(optimizer, ShardedOptimizer):
-            own = _own_names(optimizer)
-            back = dict(zip(self._names, own, strict=True))
-            entries = {back[name]: values for name, values in state.items()}
-            optimizer.load_state_dict({"state": entries, "param_groups": self._named(groups, own)}, adopt=True)
-        else:
-            number = {name: index for index, name in enumerate(self._names)}
-            entries = {number[name]: values for name, values in state.items()}
-            packed = self._named(groups, list(range(len(self._names))))
-            for group, own in zip(packed, optimizer.param_groups, strict=True):
-                if "param_names" in own:
-                    group["param_names"] = own["param_names"]
-            optimizer.load_state_dict({"state": entries, "param_groups": packed})
-
-    def _named(self, groups: Sequence[Mapping[str, Any]], names: Sequence[Any]) -> list[dict[str, Any]]:
-        rest = iter(names)
-        return [
-            {**options, "params": [next(rest) for _ in own["params"]]}
-            for options, own in zip(groups, self._optimizer.param_groups, strict=True)
+        state = {number: {key: make() for key, make in values.items()} for number, values in later.items()}
+        packed = [
+            {**options, **({"param_names": own["param_names"]} if own.get("param_names") else {}), "params": members}
+            for options, own, members in zip(
+                groups, optimizer.param_groups, self._by_group(range(len(self._params))), strict=True
+            )
         ]
+        found = {"state": state, "param_groups": packed}
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.sharded().load_state_dict(found)
+        elif isinstance(optimizer, ShardedOptimizer):
+            optimizer.load_state_dict(found, adopt=True)
+        else:
+            optimizer.load_state_dict(found)
 
 
-def _inner(optimizer: Optimizer) -> Optimizer:
+def _places_of(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor | LocalSlice]:
+    """Return, by number, the parameters whose state this rank has: a tensor that their state is like, or a slice."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        slices = zero_backend(optimizer).rank_partition.local_slices
+        return {own.owned_slice.tensor: own.param if own.is_param else own for own in slices}
+    return state_places(optimizer) if isinstance(optimizer, ShardedOptimizer) else dict(enumerate(params))
+
+
+def inner_of(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that updates: the one inside of those of shardwise."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer_backend(optimizer).optimizer
@@ -557,35 +552,9 @@ def _names_of(prefix: str, optimizer: Optimizer, params: Sequence[torch.Tensor],
     return fine
 
 
-def _own_names(optimizer: ShardedOptimizer) -> list[str]:
-    return [name for group in optimizer.param_groups for name in group["param_names"]]
-
-
-def _ask_whole(order: LoadRequests, param: torch.Tensor, full: str, record: TensorRecord) -> Callable[[], Any]:
-    return partial(_on_device, order.whole(full), device_of(param))
-
-
-def _ask_shard(
-    order: LoadRequests,
-    targets: Mapping[str, Sequence[torch.Tensor]],
-    param: torch.Tensor,
-    full: str,
-    record: TensorRecord,
-) -> Callable[[], Any]:
-    if not param.dim() or record.shape != tuple(param.shape):
-        is_number = not param.dim() and split(full)[-1] in _NUMBERS
-        return partial(_as_it_is, order.whole(full)) if is_number else partial(_beside, param, order.whole(full))
-    windows, staged = windows_of(full, param), targets.get(full)
-    if staged is None:
-        staged = order.windows(full, record.shape, windows) or []
-    else:
-        order.into(full, record, windows, staged)
-    return partial(_placed, param, staged)
-
-
 def _ask_slice(order: LoadRequests, own: LocalSlice, full: str, record: TensorRecord) -> Callable[[], Any]:
     param = own.param
-    if own.is_param or not record.shape or not param.dim():
+    if not record.shape or not param.dim():
         return partial(_beside, param, order.whole(full))
     if record.shape != tuple(param.shape):
         raise CheckpointError(
@@ -599,16 +568,8 @@ def _ask_slice(order: LoadRequests, own: LocalSlice, full: str, record: TensorRe
     return partial(_as_it_is, found)
 
 
-# State of torch's optimizers that is a plain number, also of a parameter without dims, whose other state has none either.
-_NUMBERS = ("step", "mu_product", "eta", "mu")
-
-
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value.to(device) if value.dim() else value
 
 
 def _placed(param: torch.Tensor, staged: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -620,7 +581,7 @@ def _placed(param: torch.Tensor, staged: Sequence[torch.Tensor]) -> torch.Tensor
 def _beside(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return state of another shape than its parameter, of the parameter's kind: DTensors do not mix with plain tensors."""
     if not isinstance(param, DTensor) or (param.dim() and not value.dim()):
-        return _on_device(value, device_of(param))
+        return value.to(device_of(param)) if value.dim() else value
     mesh = param.device_mesh
     spec = torch_private.make_spec(mesh, [Replicate()] * mesh.ndim, value.shape, value.stride(), value.dtype)
     return torch_private.dtensor_from_local(value.to(device_of(param)), spec)

@@ -225,19 +225,17 @@ def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> di
     return copies
 
 
-def empty_states(
-    slices: Sequence[ParamSlice], dtypes: Mapping[str, Mapping[str, torch.dtype]]
-) -> dict[ParamSlice, dict[str, torch.Tensor]]:
-    """Return new memory for each slice and key of ``dtypes`` (by the slice's name), laid out as :func:`packed` does.
+def empty_states(dtypes: Mapping[ParamSlice, Mapping[str, torch.dtype]]) -> dict[ParamSlice, dict[str, torch.Tensor]]:
+    """Return new memory for each slice and key of ``dtypes``, laid out as :func:`packed` does.
 
     One allocation per key, dtype and device; values whose dtype differs from the slice's get their own.
     """
-    found = [LiveSlice(param_slice, local_of(param_slice), None) for param_slice in slices]
-    targets: dict[ParamSlice, dict[str, torch.Tensor]] = {param_slice: {} for param_slice in slices}
+    found = [LiveSlice(param_slice, local_of(param_slice), None) for param_slice in dtypes]
+    targets: dict[ParamSlice, dict[str, torch.Tensor]] = {param_slice: {} for param_slice in dtypes}
     rows: dict[tuple[str, torch.dtype, torch.device], list[LiveSlice]] = {}
     for index in in_memory_order(found):
         item = found[index]
-        for key, dtype in dtypes[item.param_slice.name].items():
+        for key, dtype in dtypes[item.param_slice].items():
             if dtype == item.local.dtype:
                 rows.setdefault((key, dtype, item.local.device), []).append(item)
             else:

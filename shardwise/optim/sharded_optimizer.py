@@ -504,7 +504,7 @@ class ShardedOptimizer(Optimizer):
         """Load what :meth:`state_dict`, :meth:`full_state_dict` or a plain optimizer returned; copy the tensors.
 
         ``adopt``: tensors placed like their parameters become the state itself; nothing else may use them.
-        Whole-matrix optimizers adopt full tensors, for :func:`whole_state_names`; entries of other parameters are
+        Whole-matrix optimizers adopt full tensors, for :func:`state_places`; entries of other parameters are
         empty, and the call is not collective.
 
         Values may be DTensors or ShardedTensors of any layout, or full tensors.  Keys may be names, torch's flattened
@@ -623,24 +623,29 @@ def optimizer_backend(optimizer: ShardedOptimizer) -> OptimizerBackend:
     return optimizer._backend  # pyright: ignore[reportPrivateUsage]
 
 
-def whole_state_names(optimizer: ShardedOptimizer) -> frozenset[str] | None:
-    """Return the parameters whose full state this rank has; None unless sharded parameters are updated as whole matrices."""
-    backend = optimizer_backend(optimizer)
-    return frozenset(backend.full_state_names) if isinstance(backend, WholeMatrixStep) else None
+def state_places(optimizer: ShardedOptimizer) -> dict[int, torch.Tensor]:
+    """Return, by number, the parameters of which this rank has state; of whole matrices, full tensors in their place."""
+    backend, params = optimizer_backend(optimizer), optimizer.named_params
+    held = backend.leaves if isinstance(backend, WholeMatrixStep) else params
+    names = optimizer._names()  # pyright: ignore[reportPrivateUsage]
+    return {number: held[name] for number, name in enumerate(names) if name in held}
 
 
 def empty_state_of(
-    optimizer: ShardedOptimizer, dtypes: Mapping[str, Mapping[str, torch.dtype]]
-) -> dict[str, dict[str, list[torch.Tensor]]]:
+    optimizer: ShardedOptimizer, dtypes: Mapping[int, Mapping[str, torch.dtype]]
+) -> dict[int, dict[str, list[torch.Tensor]]]:
     """Return new memory for state with a number per element, by parameter and key: one tensor per local slice.
 
     It is laid out as such state will be in ``optimizer``, so that ``load_state_dict`` with ``adopt`` copies nothing.
-    ``dtypes``: by parameter name and key.  The tensors are on the devices of the slices.
+    ``dtypes``: by number of the parameter, and key.  The tensors are on the devices of the slices.
     """
-    slices = optimizer._slices  # pyright: ignore[reportPrivateUsage]
-    names = [name for name in optimizer._names() if name in dtypes]  # pyright: ignore[reportPrivateUsage]
-    targets = empty_states([param_slice for name in names for param_slice in slices[name]], dtypes)
+    if isinstance(optimizer_backend(optimizer), WholeMatrixStep):
+        return {}
+    names = optimizer._names()  # pyright: ignore[reportPrivateUsage]
+    slices = {number: optimizer._slices[names[number]] for number in dtypes}  # pyright: ignore[reportPrivateUsage]
+    of_slices = {param_slice: dtypes[number] for number, of in slices.items() for param_slice in of}
+    targets = empty_states(of_slices)
     return {
-        name: {key: [targets[param_slice][key] for param_slice in slices[name]] for key in dtypes[name]}
-        for name in names
+        number: {key: [targets[param_slice][key] for param_slice in of] for key in dtypes[number]}
+        for number, of in slices.items()
     }

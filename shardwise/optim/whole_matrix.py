@@ -518,18 +518,18 @@ class WholeMatrixStep:
         load_indexed(self.optimizer, states, options)
 
     @property
-    def full_state_names(self) -> list[str]:
-        """The parameters whose full state this rank has: those that it owns, and those that are not sharded."""
-        return [matrix.name for matrix in self._with_leaf()]
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The parameters of :attr:`optimizer` by name: those that this rank owns, and those that are not sharded."""
+        return {matrix.name: leaf_of(matrix) for matrix in self._with_leaf()}
 
     def load_whole(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options by full values for :attr:`full_state_names`, which become the state; not collective.
+        """Replace all state and options by full values for :attr:`leaves`, which become the state; not collective.
 
         ``values`` has an entry, maybe an empty one, for each parameter that has state on any rank.
         """
         for matrix in self._matrices:
             matrix.has_state = matrix.name in values
-        load_indexed(self.optimizer, [dict(values.get(name, {})) or None for name in self.full_state_names], options)
+        load_indexed(self.optimizer, [dict(values.get(name, {})) or None for name in self.leaves], options)
 
     # ---- owners ----
 
