@@ -45,7 +45,6 @@ from shardwise.optim.slices import (
 )
 from shardwise.optim.state_dict import (
     ByName,
-    Checkpoint,
     HeldState,
     NamedGroup,
     OwnGroup,
@@ -54,14 +53,11 @@ from shardwise.optim.state_dict import (
     copy_options,
     full_value,
     in_form,
-    is_flat,
     load_indexed,
-    only_saved,
     options_of,
     refuse_other_state,
     step_in_sync,
     synced_options,
-    unflattened,
     unwrap,
     wrap,
 )
@@ -453,38 +449,25 @@ class ShardedOptimizer(Optimizer):
         ``torch.distributed.checkpoint`` saves and reshards them.  Collective for whole-matrix optimizers, whose owners
         send copies of their state.
 
-        ``form``: how parameters are named: "indexed" as in a plain optimizer's state dict, "flat" with the keys of
-        torch's ``flatten_optimizer_state_dict``, for checkpoints that others read in that form.
+        ``form``: "indexed" names parameters as a plain optimizer's state dict does.
         """
         before_state_dict(self)
         result = after_state_dict(self, self._named_dict(self._backend.states()))
         return result if form == "named" else in_form(form, result["state"], result["param_groups"])
 
-    def blank_state_dict(self, form: StateForm = "named", checkpoint: Checkpoint | None = None) -> dict[str, Any]:
+    def blank_state_dict(self, form: StateForm = "named") -> dict[str, Any]:
         """Return a state dict with all entries that a step would create, for a checkpoint to be read into.
 
         The values are meaningless until they are read; parameters and state of this optimizer do not change.  ``form``:
-        that of the checkpoint, see :meth:`state_dict`; torch's ``get_optimizer_state_dict`` makes "named" or "flat".
-        ``checkpoint``: its folder or ``StorageReader``; then parameters are omitted that have no state there because no
-        loss had used them (``dcp.load`` raises "Missing key" for entries that a checkpoint does not have).
-
-        Raises: ConfigError if ``checkpoint`` has state of other parameters instead.
+        that of the checkpoint, see :meth:`state_dict`.
 
         Example:
-            >>> found = optimizer.blank_state_dict(checkpoint=path)  # doctest: +SKIP
+            >>> found = optimizer.blank_state_dict()  # doctest: +SKIP
             >>> torch.distributed.checkpoint.load({"optimizer": found}, checkpoint_id=path)  # doctest: +SKIP
             >>> optimizer.load_state_dict(found)  # doctest: +SKIP
         """
         with self._synced_options():
-            states = self._backend.states(blank=True)
-        found = self._named_dict(states)
-        if checkpoint is not None:
-            # keys as in the checkpoint's form: parameter indices in the indexed form, else names
-            number = {name: index for index, name in enumerate(self._names())}
-            keys = {number[name] if form == "indexed" else name: name for name in states}
-            every = number.values() if form == "indexed" else number
-            saved = only_saved({key: states[name] for key, name in keys.items()}, checkpoint, every)
-            found = self._named_dict({keys[key]: values for key, values in saved.items()})
+            found = self._named_dict(self._backend.states(blank=True))
         return found if form == "named" else in_form(form, found["state"], found["param_groups"])
 
     def full_state_dict(self, by_index: bool = False, cpu_offload: bool = False) -> dict[str, Any]:
@@ -507,16 +490,14 @@ class ShardedOptimizer(Optimizer):
         Whole-matrix optimizers adopt full tensors, for :func:`state_places`; entries of other parameters are
         empty, and the call is not collective.
 
-        Values may be DTensors or ShardedTensors of any layout, or full tensors.  Keys may be names, torch's flattened
-        keys, or indices in the order of ``param_groups`` (of their ``param_names`` if the loaded groups have them).
+        Values may be DTensors or ShardedTensors of any layout, or full tensors.  Keys may be names, or indices in the
+        order of ``param_groups`` (of their ``param_names`` if the loaded groups have them).
         Options come from the dict. Collective where layouts differ, and for whole-matrix optimizers.
 
         Raises: ConfigError if groups or names differ, LayoutError if a value does not fit its parameter.
         """
         loaded = before_load(self, state_dict)
         own = self._names_by_group()
-        if is_flat(loaded):
-            loaded = unflattened(loaded, own)
         groups, names = match_groups(loaded["param_groups"], own)
         by_name: dict[str, Mapping[str, Any]] = {}
         for saved_key, values in loaded["state"].items():

@@ -1,18 +1,15 @@
-"""The forms of optimizer state in checkpoints: by parameter name, by torch's flattened keys, by parameter index."""
+"""The forms of optimizer state in checkpoints: by parameter name, or by parameter index."""
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, NoReturn, cast, get_args
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -245,28 +242,20 @@ def _misfit(name: str, key: str, value: torch.Tensor, param: torch.Tensor) -> st
 
 # named: {"state": {NAME: {KEY: value}}, "param_groups": [{"params": [NAME, ...], OPTION: value}]}
 # indexed: the same with parameter indices instead of names, as in plain optimizers.
-# flat: {"state.NAME.KEY": value, "param_groups.NAME.OPTION": value}, as torch's flatten_optimizer_state_dict makes it.
-StateForm = Literal["named", "indexed", "flat"]
-FORMS: tuple[StateForm, ...] = ("named", "indexed", "flat")
+StateForm = Literal["named", "indexed"]
 
 
 def in_form(form: StateForm, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return named ``state`` and ``groups`` in another form.
+    """Return named ``state`` and ``groups`` in a form.
 
     Raises: ConfigError for an unknown form.
 
     Example:
-        >>> in_form("flat", {"a": {"step": 1}}, [{"params": ["a"], "lr": 0.1}])
-        {'state.a.step': 1, 'param_groups.a.lr': 0.1}
+        >>> in_form("indexed", {"a": {"step": 1}}, [{"params": ["a"], "lr": 0.1}])
+        {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': [0]}]}
     """
-    if form not in FORMS:
-        raise ConfigError(f"the form is {form!r}, expected one of {FORMS}")
-    if form == "flat":
-        entries = {f"state.{n}.{path}": v for n, values in state.items() for path, v in leaves_of(values)}
-        for group in groups:
-            for name in group["params"]:
-                entries |= {f"param_groups.{name}.{key}": value for key, value in options_of(group).items()}
-        return entries
+    if form not in get_args(StateForm):
+        raise ConfigError(f"the form is {form!r}, expected one of {get_args(StateForm)}")
     if form == "named":
         return {"state": dict(state), "param_groups": [dict(group) for group in groups]}
     number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
@@ -274,45 +263,6 @@ def in_form(form: StateForm, state: Mapping[Any, Any], groups: Sequence[Mapping[
         "state": {number[name]: values for name, values in state.items()},
         "param_groups": [{**options_of(group), "params": [number[n] for n in group["params"]]} for group in groups],
     }
-
-
-def is_flat(state_dict: Mapping[str, Any]) -> bool:
-    """Return True if ``state_dict`` has torch's flattened keys."""
-    return bool(state_dict) and "param_groups" not in state_dict
-
-
-def unflattened(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return a flat state dict in the named form, with the parameters in ``groups``.
-
-    Raises: ConfigError for entries of unknown parameters, for a group without options, and for a group whose parameters
-    have
-        different options.
-    """
-    names = sorted((name for group in groups for name in group), key=len, reverse=True)
-    state: dict[str, dict[str, Any]] = {}
-    options: dict[str, dict[str, Any]] = {}
-    for entry, value in flat.items():
-        kind, _, rest = entry.partition(".")
-        name = next((name for name in names if rest.startswith(f"{name}.")), None)
-        if kind not in ("state", "param_groups") or name is None:
-            raise ConfigError(
-                f"the loaded state dict has an entry {entry!r}, which belongs to no parameter of the optimizer"
-            )
-        if kind == "state":
-            _put(state.setdefault(name, {}), rest[len(name) + 1 :].split("."), value)
-        elif rest[len(name) + 1 :] != "param_names":
-            options.setdefault(name, {})[rest[len(name) + 1 :]] = value
-    found: list[dict[str, Any]] = []
-    for group in groups:
-        for name in group:
-            if options.get(name) is None or options[name] != options.get(group[0]):
-                raise ConfigError(
-                    f"{name}: the loaded state dict has the options {options.get(name)} for it, but {options.get(group[0])} "
-                    f"for {group[0]}, which is in the same param group here; make groups as those of the checkpoint"
-                )
-        found.append({**options.get(group[0] if group else "", {}), "params": list(group)})
-    order = [name for group in groups for name in group]
-    return {"state": {name: state[name] for name in order if name in state}, "param_groups": found}
 
 
 def load_indexed(
@@ -372,78 +322,3 @@ def step_in_sync(
 
     with synced_options(outer, inner):
         return step() if closure is None else step(closure=closure_of_user)
-
-
-def leaves_of(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Yield the entries of a parameter's state with their keys; keys of nested dicts are joined by dots."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{path}", leaf) for path, leaf in leaves_of(value))
-        else:
-            yield str(key), value
-
-
-def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for key in path[:-1]:
-        values = values.setdefault(key, {})
-    values[path[-1]] = value
-
-
-# ---- What a checkpoint of ``torch.distributed.checkpoint`` (DCP) contains of an optimizer's state.
-# DCP fills the entries that it gets and raises for an entry that the checkpoint lacks. A checkpoint has no state for
-# parameters that no loss had used, so the entries to fill depend on its metadata.
-
-Checkpoint = str | os.PathLike[str] | StorageReader
-_Key = TypeVar("_Key", str, int, int | str)
-_Values = TypeVar("_Values", bound=Mapping[str, Any])
-
-
-def only_saved(
-    state: Mapping[_Key, _Values], checkpoint: Checkpoint, params: Iterable[int | str]
-) -> dict[_Key, _Values]:
-    """Return ``state`` without the parameters for which ``checkpoint`` has nothing, under whatever key it was saved.
-
-    Args:
-        state: entries to fill, for some of ``params``, under the names or indices that they have in the checkpoint.
-        checkpoint: its folder, or the reader for DCP.  Each rank reads the checkpoint's metadata.
-
-    Raises: ConfigError, on every rank, if the checkpoint has state of other parameters while that of ``params`` is
-    missing.
-    """
-    reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
-    names = {str(param) for param in params}
-    known: dict[str, set[str]] = {}  # path of the optimizer in the checkpoint -> its parameters with state
-    unknown: dict[str, str] = {}
-    saved: set[str] = set()
-    for key in reader.read_metadata().state_dict_metadata:
-        for place, entry in _splits(key):
-            owner = _owner(entry, names)
-            if owner is None:
-                unknown[place] = key
-            else:
-                known.setdefault(place, set()).add(owner)
-                saved.add(entry)
-    places = known or unknown
-    lacking = sorted(names.difference(*known.values()))
-    others = [unknown[place] for place in places if place in unknown]
-    if lacking and others:
-        raise ConfigError(
-            f"the checkpoint has no state of {lacking[0]!r} ({len(lacking)} of {len(names)} parameters), but an entry "
-            f"{others[0]!r}, which belongs to none of them; use the names, or the form, that it was saved with"
-        )
-    return {
-        key: values for key, values in state.items() if any(f"{key}.{path}" in saved for path, _ in leaves_of(values))
-    }
-
-
-def _splits(key: str) -> Iterator[tuple[str, str]]:
-    """Yield what comes before and after each part of ``key`` that is "state"."""
-    parts = key.split(".")
-    for index, part in enumerate(parts):
-        if part == "state":
-            yield ".".join(parts[:index]), ".".join(parts[index + 1 :])
-
-
-def _owner(entry: str, names: set[str]) -> str | None:
-    parts = entry.split(".")
-    return next((name for stop in range(len(parts) - 1, 0, -1) if (name := ".".join(parts[:stop])) in names), None)

@@ -22,7 +22,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.clip import clip_grad_norm_
 from shardwise.observe import note
 from shardwise.optim.slices import after_load, after_state_dict, before_load, before_state_dict
-from shardwise.optim.state_dict import BlankState, Checkpoint, HeldState, refuse_other_state
+from shardwise.optim.state_dict import BlankState, HeldState, refuse_other_state
 from shardwise.zero.backend import ZeroBackend, ZeroJoinHook
 from shardwise.zero.partition import (
     Partition,
@@ -198,11 +198,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._backend.mark_loaded()
         after_load(self)
 
-    def sharded(
-        self, names: Mapping[str, torch.Tensor] | None = None, loading: bool | Checkpoint = False, flat: bool = False
-    ) -> ShardedState:
+    def sharded(self, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False) -> ShardedState:
         """Return this rank's partition of the state for ``torch.distributed.checkpoint``; see :class:`ShardedState`."""
-        return ShardedState(self._backend.local, self._backend.mark_loaded, names, loading, flat)
+        return ShardedState(self._backend.local, self._backend.mark_loaded, names, loading)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that takes part in steps on ranks without inputs; ``kwargs`` are not used.

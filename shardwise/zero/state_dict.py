@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.layout import Box, OwnedSlice, boxes
 from shardwise.optim.other_class import why_other_class
 from shardwise.optim.slices import copied
-from shardwise.optim.state_dict import Checkpoint, in_form, is_flat, load_indexed, only_saved, options_of, unflattened
+from shardwise.optim.state_dict import load_indexed, options_of
 from shardwise.optim.sums import states_after_zeros
 from shardwise.zero.partition import (
     LocalOptimizer,
@@ -273,14 +273,14 @@ class ShardedState:
     """A rank's partition of the state as a DCP ``Stateful``; made by ``zero.sharded()``.
 
     Keys are those of a plain optimizer's state dict, or with ``names`` (e.g. ``dict(model.named_parameters())``) the
-    names of the parameters, or with ``flat`` too those of torch's ``flatten_optimizer_state_dict``. To load into an
-    optimizer that has not stepped, pass ``loading=path``, the checkpoint's folder or ``StorageReader``: DCP fills
-    existing tensors, so a probe steps on zeros to find the entries of the state. ``loading=True`` does that for all
-    parameters; then DCP raises "Missing key" if the checkpoint lacks state for some, because no loss had used them.
+    names of the parameters.  To load into an optimizer that has not stepped, pass ``loading=True``: DCP fills existing
+    tensors, so a probe steps on zeros to find the entries of the state.  DCP raises "Missing key" if the checkpoint lacks
+    state for some parameters, because no loss had used them: :func:`shardwise.checkpoint.load` reads its own checkpoints
+    without.
 
     Example:
         >>> dcp.save({"optimizer": zero.sharded()}, checkpoint_id=path)  # doctest: +SKIP
-        >>> dcp.load({"optimizer": zero.sharded(loading=path)}, checkpoint_id=path)  # doctest: +SKIP
+        >>> dcp.load({"optimizer": zero.sharded(loading=True)}, checkpoint_id=path)  # doctest: +SKIP
     """
 
     def __init__(
@@ -288,15 +288,11 @@ class ShardedState:
         local: LocalOptimizer,
         loaded: Callable[[], None],
         names: Mapping[str, torch.Tensor] | None = None,
-        loading: bool | Checkpoint = False,
-        flat: bool = False,
+        loading: bool = False,
     ) -> None:
-        if flat and names is None:
-            raise ConfigError("flat keys are made of names: pass names=dict(model.named_parameters())")
         self._local = local
         self._loaded = loaded  # called after a load
         self._loading = loading
-        self._flat = flat
         by_id = {id(param): name for name, param in names.items()} if names is not None else None
         self._keys: list[int | str] = []
         for index, param in enumerate(local.rank_partition.params):
@@ -305,26 +301,19 @@ class ShardedState:
             self._keys.append(index if by_id is None else by_id[id(param)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's slices, or its flat form."""
+        """Return {"state": {key: {name: tensor or slice}}, "param_groups": [...]} of this rank's slices."""
         state: dict[int | str, StateOfParam] = {}
-        made = {} if self._loading is False else _blank_state(self._local)
+        made = _blank_state(self._local) if self._loading else {}
         for own in self._local.rank_partition.local_slices:
             values = self._local.state_of(own) or made.get(own.owned_slice)
             if values:
                 state[self._keys[own.owned_slice.tensor]] = {k: _outward(v, own) for k, v in values.items()}
-        if not isinstance(self._loading, bool):
-            state = only_saved(state, self._loading, self._keys)
         keys = iter(self._keys)
         groups = [{**options_of(g), "params": [next(keys) for _ in g["params"]]} for g in self._local.groups]
-        return in_form("flat" if self._flat else "named", state, groups)
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what DCP has filled in; options come from the checkpoint."""
-        if is_flat(state_dict):
-            keys = iter(map(str, self._keys))
-            state_dict = unflattened(
-                state_dict, [[next(keys) for _ in group["params"]] for group in self._local.groups]
-            )
         load_rank_partition(self._local, state_dict, self._keys, _inward)
         self._loaded()
 

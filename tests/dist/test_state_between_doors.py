@@ -1,6 +1,5 @@
 """State saved with one API is read with every other, on another number of ranks, and training goes on to the bit."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
-from shardwise import ShardedOptimizer, ShardwiseError, ZeroRedundancyOptimizer, replicate
+from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, replicate
 from shardwise.testing import WorkerPool
 
 NUM_SAVED, NUM_STEPS = 3, 5
@@ -71,12 +69,9 @@ def _written(optimizer: Any, model: nn.Module, form: Form) -> Any:
     """Return what goes into the checkpoint."""
     named = dict(model.named_parameters())
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.sharded(None if form == "indexed" else named, flat=form == "flat")
+        return optimizer.sharded(None if form == "indexed" else named)
     if form == "flat":
-        is_ours = isinstance(optimizer, ShardedOptimizer)
-        return (
-            optimizer.state_dict(form="flat") if is_ours else get_optimizer_state_dict(model, optimizer, options=FLAT)
-        )
+        return get_optimizer_state_dict(model, optimizer, options=FLAT)
     if form == "indexed":
         return (
             optimizer.state_dict(form="indexed") if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
@@ -128,10 +123,10 @@ def _read(optimizer: Any, model: nn.Module, form: Form, folder: str) -> None:
         _read_whole(optimizer, model, torch.load(f"{folder}/file"))
         return
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        state = optimizer.sharded(None if form == "indexed" else named, loading=True, flat=form == "flat")
+        state = optimizer.sharded(None if form == "indexed" else named, loading=True)
         dcp.load({"optimizer": state}, checkpoint_id=f"{folder}/state")
         return
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, ShardedOptimizer) and form != "flat":
         content = {"optimizer": optimizer.blank_state_dict(form=form)}
         dcp.load(content, checkpoint_id=f"{folder}/state")
         optimizer.load_state_dict(content["optimizer"])
@@ -200,10 +195,10 @@ ON_TWO = [name for name in APIS if name not in PLAIN]
 FORMS: dict[str, tuple[Form, ...]] = {
     "fully_shard": ("named", "flat", "indexed", "file"),
     "sharded elementwise": ("named", "flat", "indexed", "file"),
-    "sharded whole matrix": ("named", "flat", "indexed", "file"),
+    "sharded whole matrix": ("named", "indexed", "file"),
     "sharded over replicas": ("named", "flat", "indexed", "file"),
-    "zero whole": ("named", "flat", "indexed", "file"),
-    "zero even": ("named", "flat", "indexed", "file"),
+    "zero whole": ("named", "indexed", "file"),
+    "zero even": ("named", "indexed", "file"),
     "replicate": ("named", "flat", "indexed", "file"),
     "plain": ("named", "flat", "indexed", "file"),
     "plain with names": ("named", "indexed"),
@@ -219,72 +214,9 @@ def test_what_one_api_saves_all_apis_read(pool: WorkerPool, tmp_path: Path, numb
     # An API reads every second file: some forms of every API, and every form of some APIs.
     on_two = [name for place, name in enumerate(ON_TWO) if (place + number + list(FORMS).index(api)) % 2 == 0]
     on_one = list(APIS) if api == "zero even" else PLAIN  # what is in the files does not depend on who reads them
+    if form == "flat":
+        # torch's functions flatten: not for ZeroRedundancyOptimizer, and not for whole matrices, which is a named error
+        on_two = [name for name in on_two if not name.startswith("zero") and "matrix" not in name]
     for num_ranks, apis in ((2, on_two), (1, on_one)):
         for wrong in pool.run(load, num_ranks=num_ranks, form=form, folder=str(tmp_path), apis=apis):
             assert wrong == [], (num_ranks, "\n".join(wrong))
-
-
-# ---- parameters that no loss has used ----
-
-WITH_UNUSED = ("sharded elementwise", "sharded whole matrix", "zero whole", "zero even")
-
-
-def _step_without_scale(model: nn.Module, optimizer: Any, seed: int) -> None:
-    """One parameter has no gradient, and so no state; ranks that own nothing else read nothing."""
-    unused = dict(model.named_parameters())["scale"]
-    step_on_drawn_gradients(model, optimizer, seed, unused)
-
-
-def _folder_of(folder: str, api: str, form: Form) -> str:
-    return f"{folder}/{form} {api}"
-
-
-def save_without_state_of_some(folder: str) -> None:
-    for api, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
-        model = APIS[api].wrap(Net())
-        optimizer = APIS[api].make(model)
-        for seed in range(NUM_SAVED):
-            _step_without_scale(model, optimizer, seed)
-        content = {"optimizer": _written(optimizer, model, form), "model": get_model_state_dict(model)}
-        dcp.save(content, checkpoint_id=_folder_of(folder, api, form))
-
-
-def load_without_state_of_some(folder: str) -> None:
-    expected = Net()
-    reference = adamw(expected)
-    for seed in range(NUM_STEPS):
-        (_step_without_scale if seed < NUM_SAVED else step_on_drawn_gradients)(expected, reference, seed)
-    for api, form in product(WITH_UNUSED, ("named", "flat", "indexed")):
-        path: Any = _folder_of(folder, api, form)
-        model = APIS[api].wrap(Net())
-        optimizer = APIS[api].make(model)
-        content: dict[str, Any] = {"model": get_model_state_dict(model)}
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            names = None if form == "indexed" else dict(model.named_parameters())
-            content["optimizer"] = optimizer.sharded(names, loading=path, flat=form == "flat")
-            dcp.load(content, checkpoint_id=path)
-        else:
-            reader = dcp.FileSystemReader(path)
-            content["optimizer"] = optimizer.blank_state_dict(form, checkpoint=reader)
-            dcp.load(content, storage_reader=reader)
-            optimizer.load_state_dict(content["optimizer"])
-        set_model_state_dict(model, content["model"])
-        for seed in range(NUM_SAVED, NUM_STEPS):
-            step_on_drawn_gradients(model, optimizer, seed)
-        for param, value in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, value), (api, form)
-    for form in ("named", "indexed"):
-        path = _folder_of(folder, "zero whole", "indexed" if form == "named" else "named")
-        model = Net()
-        zero = APIS["zero whole"].make(model)
-        names = dict(model.named_parameters()) if form == "named" else None
-        with pytest.raises(ShardwiseError, match="the checkpoint has no state of .* use the names, or the form"):
-            zero.sharded(names, loading=path).state_dict()
-        sharded = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, **OPTIONS)
-        with pytest.raises(ShardwiseError, match=r"but an entry 'optimizer\.state\."):
-            sharded.blank_state_dict(form, checkpoint=path)  # type: ignore[arg-type]
-
-
-def test_state_is_read_where_some_parameters_had_none(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(save_without_state_of_some, num_ranks=4, folder=str(tmp_path))
-    pool.run(load_without_state_of_some, num_ranks=2, folder=str(tmp_path))

@@ -54,13 +54,16 @@ def read(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
         _load_full(net, optimizer, torch.load(path / "full.pt", weights_only=False))
         return
     state = _sharded(net, optimizer, path / "dcp")
-    is_ours = isinstance(optimizer, (ShardedOptimizer, ZeroRedundancyOptimizer))  # which ask for what is there
+    is_ours = isinstance(optimizer, (ShardedOptimizer, ZeroRedundancyOptimizer))
+    if is_ours:
+        _leave_out_what_is_not_saved(state["optimizer"]["state"], path / "dcp")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         planner = DefaultLoadPlanner(allow_partial_load=not is_ours)
         dcp.load(state, checkpoint_id=path / "dcp", planner=planner)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         set_model_state_dict(net, state["model"])
+        optimizer.sharded(dict(net.named_parameters())).load_state_dict(state["optimizer"])
     elif isinstance(optimizer, ShardedOptimizer):
         set_model_state_dict(net, state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -69,13 +72,22 @@ def read(net: nn.Module, optimizer: Optimizer, folder: str, how: str) -> None:
         set_state_dict(net, optimizer, model_state_dict=found, optim_state_dict=optim, options=SHARDED)
 
 
+def _leave_out_what_is_not_saved(state: dict[str, Any], path: Path) -> None:
+    """Remove the entries of parameters that no loss had used when the checkpoint was written."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for name in list(state):
+        if not any(key.startswith(f"optimizer.state.{name}.") for key in saved):
+            del state[name]
+
+
 def _sharded(net: nn.Module, optimizer: Optimizer, source: Path | None = None) -> dict[str, Any]:
     """Return what is to be saved; ``source``: what is to be read into, from there."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         names: dict[str, Tensor] = dict(net.named_parameters())
-        return {"model": get_model_state_dict(net), "optimizer": optimizer.sharded(names, loading=source or False)}
+        found = optimizer.sharded(names, loading=source is not None).state_dict()
+        return {"model": get_model_state_dict(net), "optimizer": found}
     if isinstance(optimizer, ShardedOptimizer):
-        state = optimizer.blank_state_dict(checkpoint=source) if source is not None else optimizer.state_dict()
+        state = optimizer.blank_state_dict() if source is not None else optimizer.state_dict()
         return {"model": get_model_state_dict(net), "optimizer": state}
     _make_state(net, optimizer)
     model, optim = get_state_dict(net, optimizer)
