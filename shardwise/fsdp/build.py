@@ -427,7 +427,7 @@ def _register_tied(tied: ShardedParam, item: _FoundParam, unit: Unit) -> bool:
     for registration in item.registrations:
         registration.put(tied.sharded)
     for group in owner.groups:
-        group.note_ties()
+        group.forget_snapshot()
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         Hooks(lending).reshard_for_state_dict(item.module)

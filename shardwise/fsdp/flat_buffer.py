@@ -21,10 +21,9 @@ from shardwise.collectives.routes import Link, link_providers, section_parts
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
 from shardwise.fsdp.full_buffer import FullBuffer, make_full_parameter
-from shardwise.fsdp.param import Registration, ShardedParam
-from shardwise.fsdp.parameter_classes import FreedParameter, mark_freed
+from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.parameter_classes import FreedParameter
 from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
-from shardwise.fsdp.swap import Snapshot, Swap
 from shardwise.layout import Bucket, Move, align, build_bucket, row_major
 
 
@@ -111,11 +110,6 @@ class FlatBucket:
         byte_offset: where the bucket starts in a section that several buckets share.
         number: the number of this section among those that the ranks of a host read from each other.
         unpacked: indices of the parameters that are unpacked.
-        has_moved: the last :meth:`settle` has copied shards into the section.
-        registered: the full parameters that were registered last, with their version counters and addresses at that time.
-        seen: the snapshot of the last :meth:`settle` if it found all parameters packed, else None.
-        swap: registers all parameters at once; None if they must be registered one by one.
-        num_replaced: how many parameters user code has replaced; the group resets it.
     """
 
     def __init__(
@@ -133,11 +127,6 @@ class FlatBucket:
         self.travels = travels
         self.byte_offset = 0
         self.number: int | None = None
-        self.num_replaced = 0
-        self.has_attributes = self.has_moved = False
-        self.seen: Snapshot | None = None
-        self.registered: tuple[list[nn.Parameter], list[int], list[int]] = [], [], []
-        self.swap: Swap | None = None
         self._allocate = allocate
         self._take_memory()
 
@@ -146,64 +135,38 @@ class FlatBucket:
         memory = self._allocate(self.layout.section_numel, self.dtype)
         self.place, self.local = memory.place, memory.flat
         self._packed: list[torch.UntypedStorage] = []
-        # Each parameter, its first registration, and the address of its packed memory (None for an empty shard).
-        self._places: list[tuple[ShardedParam, Registration, int | None]] = []
+        self._addresses: list[int | None] = []  # of the packed memory; None for an empty shard
         self.unpacked: list[int] = []
         for param, offset in zip(self.params, self.layout.offsets, strict=True):
             packed_shard = suballocate(self.local, offset, param.shard_shape)
             self._packed.append(packed_shard.untyped_storage())
-            self._places.append(
-                (param, param.registrations[0], packed_shard.data_ptr() if packed_shard.numel() else None)
-            )
+            self._addresses.append(packed_shard.data_ptr() if packed_shard.numel() else None)
 
     def move_in(self) -> None:
         """Pack every shard whose memory nothing else references; list the others in :attr:`unpacked`."""
-        for param in self.params:
-            if param.local is not param.count.local():
-                param.count.continue_with(param.sharded, param.local)
         self.unpacked = [
             index
-            for index, (param, _, address) in enumerate(self._places)
+            for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True))
             if (address is not None or not param.is_handed_out) and not self._move_back(index)
         ]
 
     def settle(self, host_waits: Callable[[], None] | None = None) -> bool:
-        """Find parameters that are not packed; pack them or list them in :attr:`unpacked`.
+        """Pack the parameters that are not, or list them in :attr:`unpacked`; return True if any were not packed.
 
         ``host_waits``: waits for copies on streams that may read the section; called before the host writes to it.
-
-        Returns: False if a parameter has another dtype or device than the bucket was made for.
         """
-        self.seen = self.swap = None
-        dtype, device = self.dtype, self.local.device
-        self.has_attributes = False
-        away: list[int] = []
-        for param, registration, _ in self._places:
-            if registration.parameters.get(registration.name) is not param.sharded and not param.is_registered:
-                param.adopt_registered()
-                self.num_replaced += 1
-        locals_ = torch_private.locals_of([param.sharded for param in self.params])
-        for index, (param, _, address) in enumerate(self._places):
-            sharded, local = param.sharded, locals_[index]
-            if local.dtype is not dtype or local.device != device:
-                return False
-            if local is not param.count.local():
-                param.count.continue_with(sharded, local)
-            if local.__dict__:
-                self.has_attributes = True
-            if sharded.grad_dtype is not (dtype if param.grad_dtype is None else param.grad_dtype.dtype):
-                param.follow_grad_dtype()
-            if address is not None and self.travels and local.data_ptr() != address:
-                away.append(index)
-        self.has_moved = bool(away)
+        away = [
+            index
+            for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True))
+            if address is not None and self.travels and param.local.data_ptr() != address
+        ]
         if away and host_waits is not None:
             host_waits()
-        self.unpacked = [index for index in away if not self._move_back(index)] if away else away
+        self.unpacked = [index for index in away if not self._move_back(index)]
         if self.unpacked and any(torch_private.storage_use_count(self._packed[index]) for index in self.unpacked):
             self.relocate()  # user code references packed memory whose parameter now has other memory
-        if not (away or self.has_attributes):
-            self.seen = Snapshot.of(self.params, locals_, self.travels)
-        return True
+        self.stage()
+        return bool(away)
 
     def stage(self) -> None:
         """Copy unpacked shards into the section."""
@@ -713,17 +676,14 @@ class Packing:
         in_place = any(is_in_place for _, is_in_place in stagings)
         return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
 
-    def drop(self, keeps_memory: bool) -> None:
-        """Mark the full parameters as freed, and free their memory unless ``keeps_memory``."""
-        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
-            if not keeps_memory:
-                buffer.drop()
-            if buffer.is_shared:
-                continue
-            if bucket.swap is not None:
-                bucket.swap.mark_freed(bucket.params, buffer.is_held)
-            else:
-                mark_freed(bucket.params, buffer.is_held)
+    @property
+    def is_held(self) -> bool:
+        """True if all full parameters have memory."""
+        return all(buffer.is_held for buffer in self.fulls)
+
+    def shares(self, param: ShardedParam) -> bool:
+        """Return True if the full parameter of ``param`` is its shard."""
+        return self._windows[param][0].is_shared
 
     def leave(self) -> None:
         """Free memory that is kept while the parameters are freed; another packing replaces this one."""

@@ -32,9 +32,9 @@ from shardwise.fsdp.flat_buffer import (
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.parameter_classes import mark_full
+from shardwise.fsdp.parameter_classes import mark_freed, mark_full
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
-from shardwise.fsdp.swap import Swap
+from shardwise.fsdp.swap import Snapshot, Swap
 from shardwise.layout import ChunkShard, build_bucket, by_size
 
 # ---- The communicators of a group.
@@ -134,8 +134,7 @@ def _lies_as_sharded(param: ShardedParam) -> bool:
     return torch_private.local_of(full).stride() == local.stride()
 
 
-_PLAIN_FACTS = operator.attrgetter("dtype", "device", "grad_dtype")
-_REQUIRES_GRAD, _VERSION = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
+_VERSION = operator.attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
 
 
@@ -155,7 +154,8 @@ class ParamGroup:
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters stay plain tensors, and registered (``replicate``).
         num_packs: how often the parameters were packed.
-        is_as_seen: the last :meth:`ensure_packed` found nothing changed.
+        registered: the parameters in buckets, their full parameters that were registered last, and version counters and
+            addresses of these at that time.
         last_version: :meth:`version` at that time; shards do not change in the forward or backward that follows.
         is_kept: full parameters stay registered between passes, where user code can reach them.
         is_written: the engine has written to shards on the current stream, and no gather was ordered after that yet.
@@ -181,8 +181,6 @@ class ParamGroup:
         self.params = params
         self.by_size = [params[index] for index in by_size([param.shard for param in params])]
         self.members = set(params)
-        self._tied: list[ShardedParam] = []
-        self.note_ties()
         self.axes = axes
         self.sub_axes: MeshAxes | None = None
         self.dtypes = Dtypes(precision)
@@ -193,14 +191,15 @@ class ParamGroup:
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.keeps_plain = keeps_plain
         self.num_packs = 0
+        self._seen: Snapshot | None = None
+        self._swap: Swap | None = None
+        self._kinds: list[object] = []
         self._counted: list[int] = []  # version counters at the last ensure_packed that found nothing changed
-        self._in_order: list[ShardedParam] = []  # their parameters, in the same order
+        self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
         self.last_version = 0
         self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
-        self.is_as_seen = False
         self.is_written = self.is_kept = False
         self.in_place: list[ShardedParam] = []
-        self._plain_facts: list[tuple[ShardedParam, tuple[object, ...]]] = []
         self.extended = ExtensionParams(axes, precision, place.device)
         self.packing: Packing | None = None
         self._sub: Shards | None = None
@@ -308,10 +307,6 @@ class ParamGroup:
             by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
         return [(numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
-    def note_ties(self) -> None:
-        """Update the list of parameters that are registered in several places."""
-        self._tied = [param for param in self.params if len(param.registrations) > 1]
-
     @property
     def compares_reductions(self) -> bool:
         """True if the transport itself detects that ranks reduce different gradients."""
@@ -321,99 +316,75 @@ class ParamGroup:
         link = comm.reduce.planned_link if comm.reduce is not None else None
         return comm.reduce is None or (link is not None and link.compares_contents)
 
+    @property
+    def is_as_seen(self) -> bool:
+        """True if nothing is unpacked, so that :attr:`last_version` is that of the last :meth:`ensure_packed`."""
+        return self._seen is not None
+
     def ensure_packed(self, in_step: bool = False) -> None:
         """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
 
         Every forward and backward begins with this check, for all units.  ``in_step``: a forward has checked already, and
         its backward begins.
         """
-        # The fast path: snapshots of all buckets compare at C speed, without a Python loop over parameters.
-        if self.is_as_seen and self.packing is not None and not (self._tied or self.extended.params):
-            counted: list[int] = []
-            for bucket in self.packing.buckets:
-                if bucket.seen is None or not bucket.seen.is_current(in_step):
-                    break
-                counted += bucket.seen.counted
-            else:
-                if counted != self._counted:
-                    self._note_versions(self._in_order, counted)
-                    self._counted = counted
-                return
-        self._settle()
-        self._counted = []
-        if self.is_as_seen:
-            self._in_order = [param for bucket in self.main_buckets for param in bucket.params]
-            self.version()
+        seen = self._seen
+        counted = None if seen is None else seen.versions(in_step, self._swap)
+        if seen is None or counted is None:
+            self._settle()
+        elif counted != self._counted:
+            self._note_versions(seen.params, counted)
+            self._counted = counted
 
     def _settle(self) -> None:
-        self.gradient_dtypes = None
-        # User code may patch extensions on at any time.
-        packing, may_be_extended = self.packing, bool(self.extended.params)
-        copies = self.bound_comm.copies if self.bound_comm is not None else None
-        host_waits = None if copies is None else copies.host_waits_for_copies
-        for param in self._tied:
+        """Adopt what user code has registered, pack it, and prepare the tables of the next passes."""
+        self.gradient_dtypes = self._seen = self._swap = None
+        for param in self.params:
             param.check_ties()
-        is_settled = packing is not None
-        self.is_as_seen = packing is not None and not (self.in_place or self.extended.params or self._tied)
-        for bucket in packing.buckets if packing is not None else ():
-            if bucket.seen is not None and bucket.seen.is_current(in_step=False):
-                continue
-            self.is_as_seen = False
-            if not bucket.settle(host_waits):
-                is_settled = False
-                break
-            may_be_extended |= bucket.has_attributes
-            self.num_packs += bucket.num_replaced
-            self.is_written |= bucket.has_moved
-            bucket.num_replaced = 0
-            if bucket.unpacked:
-                bucket.stage()
-                self.is_written = True
-        if is_settled and self.in_place and not may_be_extended and self._is_plain_as_packed():
-            return
-        for param in self.in_place:
-            may_be_extended |= bool(param.local.__dict__)
-        if not is_settled or (may_be_extended and not self.extended.is_current(self.params)):
-            self._pack()
-        for param in (*self.in_place, *self.extended.params):
-            param.follow_grad_dtype()
-        for param in self.in_place:
-            param.adopt_registered()
-            if not self._is_in_place(param):
-                self._pack()
-                break
+        self.adopt_registered()
+        for param in self.params:
+            if param.local is not param.count.local():
+                param.count.continue_with(param.sharded, param.local)
+        packing, copies = self.packing, self.bound_comm.copies if self.bound_comm is not None else None
+        if packing is None or [*map(self._kind, self.params)] != self._kinds:
+            packing = self._pack()
+        else:
+            for bucket in packing.buckets:
+                self.is_written |= bucket.settle(None if copies is None else copies.host_waits_for_copies)
+        if not any(bucket.unpacked for bucket in packing.buckets):
+            in_memory = [param for param in self.params if param not in self.extended.params]
+            self._seen = Snapshot([*in_memory, *self.extended.params], len(in_memory))
+        self.version()
 
-    def _is_plain_as_packed(self) -> bool:
-        """Return True if parameters that stay registered have not changed; the cheap check comes first, in every step."""
-        for param, facts in self._plain_facts:
-            sharded, registration = param.sharded, param.registrations[0]
-            if (
-                registration.parameters.get(registration.name) is not sharded
-                or sharded.__dict__
-                or _PLAIN_FACTS(sharded) != facts
-            ):
-                return False
-        return not self.extended.params
+    def forget_snapshot(self) -> None:
+        """Prepare the tables anew at the next pass: a parameter has been registered at further places."""
+        self._seen = None
 
-    def _pack(self) -> None:
-        self.is_as_seen = False
+    def _kind(self, param: ShardedParam) -> object:
+        """Return what decides where the shard is: "extended", "in place", or the dtypes and the device of its bucket."""
+        if self.extended.wants(param):
+            return "extended"
+        return "in place" if self._is_in_place(param) else (param.dtype, self.dtypes.of_full(param), param.local.device)
+
+    def _pack(self) -> Packing:
         self.num_packs += 1
         self.is_written = True
         if self.packing is not None:
             self.packing.leave()
-        self.adopt_registered()
-        self.extended.adopt([param for param in self.params if self.extended.wants(param)])
-        self.in_place = [param for param in self.params if self._is_in_place(param)]
-        self._plain_facts = [(param, _PLAIN_FACTS(param.sharded)) for param in self.in_place]
+        kinds = {param: self._kind(param) for param in self.params}
+        self.extended.adopt([param for param, kind in kinds.items() if kind == "extended"])
+        self.in_place = [param for param, kind in kinds.items() if kind == "in place"]
         self.dtypes.look_at(self.params)
-        apart = {*self.extended.params, *self.in_place}
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ShardedParam]] = {}
-        for param in (each for each in self.by_size if each not in apart):
-            by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
+        for param in self.by_size:
+            if not isinstance(kinds[param], str):
+                by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
-        self.packing = Packing(buckets, self.axes.num_shards, self.place, sends_alone=not self.extended.params)
-        self.packing.bind(self._pool)
-        self._sub = None
+        packing = Packing(buckets, self.axes.num_shards, self.place, sends_alone=not self.extended.params)
+        packing.bind(self._pool)
+        self.packing, self._sub = packing, None
+        self.registered = [], [], [], []
+        self._kinds = [*map(self._kind, self.params)]  # packing may have moved shards to another device
+        return packing
 
     def adopt_registered(self) -> None:
         """Adopt what is registered on the modules as the shards; parameters that user code put there count as a packing."""
@@ -516,32 +487,27 @@ class ParamGroup:
         """
         packing = self.packing
         assert packing is not None
-        num_trainable = 0
         self.is_kept = False
         if self._has_new_versions:
             self._follow_writes()
-        for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
-            swap = bucket.swap
-            has_moved = buffer.is_shared and not all(map(_lies_as_sharded, bucket.params))
-            if swap is None or has_moved or not swap.register_full():
-                self._check_not_replaced(bucket.params)
-                mark_full(bucket.params)
-                fulls = [self._full_of(param, packing, buffer.is_shared) for param in bucket.params]
-                self._follow_settings(bucket.params, on_gradient)
-                swap = bucket.swap = Swap(bucket.params, fulls)
-                swap.register_full(is_new=True)
-            fulls = swap.fulls
-            bucket.registered = fulls, [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
-            num_trainable += swap.num_trainable
+        swap, pairs = self._swap, [*zip(packing.buckets, packing.fulls, strict=True)]
+        has_moved = any(buffer.is_shared and not all(map(_lies_as_sharded, each.params)) for each, buffer in pairs)
+        if swap is None or has_moved or not swap.register_full():
+            self._check_not_replaced(self.params)
+            mark_full(self.params)
+            params = [param for bucket in packing.buckets for param in bucket.params]
+            for param in params:
+                self._make_full(param, packing)
+            self._follow_settings([*params, *self.extended.params], on_gradient)
+            swap = self._swap = Swap([*params, *self.extended.params], [p for p in params if not packing.shares(p)])
+            swap.register_full(is_new=True)
+            self.registered = params, swap.fulls[: len(params)], [], []
+        params, fulls, _, _ = self.registered
+        self.registered = params, fulls, [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
+        num_trainable = swap.num_trainable
         if self.in_place:
+            self._check_not_replaced(self.in_place)
             num_trainable += self.listen_in_place(on_gradient)
-        if self.in_place or self.extended.params:
-            self._check_not_replaced((*self.in_place, *self.extended.params))
-            self._follow_settings(self.extended.params, on_gradient)
-        for param in self.extended.params:
-            assert param.full is not None
-            num_trainable += param.sharded.requires_grad
-            param.register(param.full)
         if self._sub is not None:
             self._drop_sub()
         return num_trainable
@@ -559,21 +525,18 @@ class ParamGroup:
                     full.grad_dtype = wanted
             self.sync_requires_grad(param, full, on_gradient)
 
-    def _full_of(self, param: ShardedParam, packing: Packing, is_shared: bool) -> nn.Parameter:
-        full = param.full
-        if full is None:
-            full = param.full = packing.make_full(param, self.pool)
+    def _make_full(self, param: ShardedParam, packing: Packing) -> None:
+        if param.full is None:
+            param.full = packing.make_full(param, self.pool)
             param.is_hooked = False
-        elif is_shared and not _lies_as_sharded(param):
+        elif packing.shares(param) and not _lies_as_sharded(param):
             # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
-            full.data = packing.make_full(param, self.pool).detach()
-        return full
+            param.full.data = packing.make_full(param, self.pool).detach()
 
     def follow_freezing(self) -> None:
         """Give shards the ``requires_grad`` that user code has set on their full parameters while these were kept."""
-        for bucket in self.main_buckets:
-            if bucket.swap is not None:
-                bucket.swap.follow_freezing()
+        if self._swap is not None:
+            self._swap.follow_freezing()
 
     def listen_in_place(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
         """Hook the gradients of parameters that stay registered; return how many of them are trainable."""
@@ -641,29 +604,27 @@ class ParamGroup:
 
         A parameter that user code has put in the place of a full one stays registered, as on one process.
         """
-        packing, others = self.packing, self.params
-        if self._sub is None:
-            others = [*self.extended.params]
-        for bucket in () if packing is None else packing.buckets:
-            if bucket.swap is not None:
-                bucket.swap.register_sharded()
-            elif self._sub is None:
-                others += bucket.params
-        for param in others:
-            for registration in param.registrations:
-                if param.is_own(registration.parameters.get(registration.name)):
-                    registration.put(param.sharded)
-        if packing is not None:
-            packing.drop(keeps_memory)
-        if self.extended.params:
-            self.extended.drop(keeps_memory)
+        if self._swap is not None:
+            self._swap.register_sharded()
+        else:
+            for param in self.params:
+                for registration in param.registrations:
+                    if param.is_own(registration.parameters.get(registration.name)):
+                        registration.put(param.sharded)
+        self.drop(keeps_memory)
         if self._sub is not None:
             self._drop_sub()
 
     def drop(self, keeps_memory: bool = False) -> None:
         """Mark the full parameters as freed, and free their memory unless ``keeps_memory``."""
-        if self.packing is not None:
-            self.packing.drop(keeps_memory)
+        packing = self.packing
+        for buffer in () if packing is None or keeps_memory else packing.fulls:
+            buffer.drop()
+        if packing is not None and self._swap is not None:
+            self._swap.mark_freed(packing.is_held)
+        elif packing is not None:
+            params = [param for bucket in packing.buckets for param in bucket.params]
+            mark_freed([param for param in params if not packing.shares(param)], packing.is_held)
         if self.extended.params:
             self.extended.drop(keeps_memory)
 

@@ -1,11 +1,10 @@
-"""Checks and registration of all parameters of a bucket at once, at C speed."""
+"""Checks and registration of all parameters of a group at once, at C speed."""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.parameter_classes import FreedParameter, mark_freed
 
-# ---- Checks and registration for all parameters of a bucket at once.  ``map`` queries the tensors, since a Python loop takes
+# ---- Checks and registration for all parameters of a group at once.  ``map`` queries the tensors, since a Python loop takes
 # several times as long, and every forward and backward does this for every unit.
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -24,89 +23,72 @@ _DICT, _VERSION = operator.attrgetter("__dict__"), operator.attrgetter("_version
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """The shards of a bucket at a time when all of them were registered and packed; lists have one entry per shard.
+def _reference(local: torch.Tensor, shard: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    # Weak, so that memory is freed when user code replaces it; a plain parameter is its own local tensor.
+    return weakref.ref(local) if local is not shard else lambda: shard
 
-    Attributes:
-        shards: the sharded parameters.
-        registries: the ``_parameters`` dicts in which they were registered.
-        names: their names in these dicts.
-        locals: weak references to the local tensors, so that memory is freed when user code replaces it.
-        facts: dtype and device of the local tensors.
-        addresses: addresses of the local tensors; None if they may move, since the full parameters are the shards.
-        grad_dtypes: ``grad_dtype`` of the sharded parameters.
-        counted: the version counters when :meth:`is_current` last returned True.
+
+class Snapshot:
+    """The shards of a group at a time when all of them were registered and packed, to be compared in one pass.
+
+    ``params``: the parameters, those with an all-gather extension last; ``num_addressed``: how many have none.  The addresses
+    of the others are not compared.
     """
 
-    shards: list[nn.Parameter]
-    registries: list[dict[str, nn.Parameter | None]]
-    names: list[str]
-    locals: list[weakref.ref[torch.Tensor]]
-    facts: list[object]
-    addresses: list[int] | None
-    grad_dtypes: list[torch.dtype | None]
-    counted: list[int]
+    def __init__(self, params: Sequence[ShardedParam], num_addressed: int) -> None:
+        self.params = params
+        self._shards = [param.sharded for param in params]
+        rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
+        self._registries, self._names, self._forms = zip(*rows, strict=True)
+        locals_ = torch_private.locals_of(self._shards)
+        self._locals = [_reference(local, shard) for local, shard in zip(locals_, self._shards, strict=True)]
+        self._num_addressed = num_addressed
+        self._addresses = [*map(_ADDRESS, locals_[:num_addressed])]
+        self._facts = self._facts_of(locals_)
 
-    @classmethod
-    def of(cls, params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor], has_place: bool) -> Snapshot | None:
-        """Return a snapshot of ``params``, whose local tensors are ``locals_``; None if not all are DTensors."""
-        refs = [ref for param in params if isinstance(ref := param.count.local, weakref.ref)]
-        if len(refs) < len(params):
-            return None
-        return cls(
-            [param.sharded for param in params],
-            [param.registrations[0].parameters for param in params],
-            [param.registrations[0].name for param in params],
-            refs,
-            [*map(_FACTS_OF_LOCAL, locals_)],
-            [*map(_ADDRESS, locals_)] if has_place else None,
-            [param.sharded.grad_dtype for param in params],
-            [],
-        )
+    def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
+        numbers = map(len, map(_DICT, locals_))  # of attributes: user code may patch extensions on
+        return [*map(_FACTS_OF_LOCAL, locals_), *map(_GRAD_DTYPE, self._shards), *numbers]
 
-    def is_current(self, in_step: bool) -> bool:
-        """Return True if nothing has changed.
+    def versions(self, in_step: bool, swap: Swap | None) -> list[int] | None:
+        """Return the version counters of the parameters; None if user code has changed something else.
 
-        ``in_step``: the backward begins whose forward has made the full check.  Then dtype, device, ``grad_dtype`` and
-        attributes are not checked again.
+        Args:
+            in_step: the backward begins whose forward has made the full check.  Then dtype, device, ``grad_dtype`` and
+                attributes are not checked again.
+            swap: may have the full parameters registered.
         """
-        locals_ = [*map(torch_private.LOCAL, self.shards)]
-        if not (
-            all(map(operator.is_, self.shards, map(dict.get, self.registries, self.names)))
-            and all(map(operator.is_, locals_, map(weakref.ref.__call__, self.locals)))
-            and (self.addresses is None or [*map(_ADDRESS, locals_)] == self.addresses)
+        locals_ = torch_private.locals_of(self._shards)
+        are_registered = all(map(operator.is_, self._forms, map(dict.get, self._registries, self._names)))
+        if (
+            not (are_registered or (swap is not None and swap.has_full))
+            or not all(map(operator.is_, locals_, [local() for local in self._locals]))
+            or [*map(_ADDRESS, locals_[: self._num_addressed])] != self._addresses
+            or not (in_step or self._facts_of(locals_) == self._facts)
         ):
-            return False
-        if not (
-            in_step
-            or (
-                [*map(_FACTS_OF_LOCAL, locals_)] == self.facts
-                and [*map(_GRAD_DTYPE, self.shards)] == self.grad_dtypes
-                and not any(map(_DICT, locals_))
-            )
-        ):
-            return False
-        self.counted = [*map(operator.add, map(_VERSION, self.shards), map(_VERSION, locals_))]
-        return True
+            return None
+        return [*map(operator.add, map(_VERSION, self._shards), map(_VERSION, locals_))]
 
 
 Registry = dict[str, nn.Parameter | None]
 
 
 class Swap:
-    """Registers the full parameters of a bucket, and the sharded ones again, by ``dict.update`` without a Python loop.
+    """Registers the full parameters of a group, and the sharded ones again, by ``dict.update`` without a Python loop.
 
     It is made when parameters are registered for the first time, and again after user code has changed something.  A tied
     parameter has a row for each of its places.  A module with its own ``__setattr__`` (LSTM) is told afterwards.
+    ``freed``: those of ``params`` whose full parameters have memory of their own.
 
     Attributes:
-        fulls: the full parameters, in the bucket's order.
+        fulls: the full parameters.
         num_trainable: how many of them are trainable.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], fulls: list[nn.Parameter]) -> None:
-        self.fulls, self._classes = fulls, [type(full) for full in fulls]  # Parameter or DTensor
+    def __init__(self, params: Sequence[ShardedParam], freed: Sequence[ShardedParam]) -> None:
+        self.fulls = fulls = [full for param in params if (full := param.full) is not None]
+        self._freed = freed
+        self._marked = [full for param in freed if type(full := param.full) is nn.Parameter]
         self.num_trainable = sum(param.sharded.requires_grad for param in params)
         self._rows = rows = [
             (registration, full, param)
@@ -134,8 +116,8 @@ class Swap:
             return False  # full ones stay registered after a forward
         if [*map(_REQUIRES_GRAD, shards)] != self._wants:
             return False
-        for full, used in zip(self.fulls, self._classes, strict=True):
-            full.__class__ = used
+        for full in self._marked:
+            full.__class__ = nn.Parameter
         if [*map(_REQUIRES_GRAD, fulls)] != self._wants:
             return False
         for registry, fulls_of, _ in self._by_registry:
@@ -162,7 +144,7 @@ class Swap:
 
     def register_sharded(self) -> None:
         """Register the sharded parameters; one that user code has put in the place of a full one stays, as on one process."""
-        if all(map(operator.is_, self._forms[0], map(dict.get, *self._places))):
+        if self.has_full:
             for registry, _, shards in self._by_registry:
                 registry.update(shards)
         else:
@@ -173,12 +155,15 @@ class Swap:
             if at.parameters.get(at.name) is param.sharded:
                 at.call_setattr(param.sharded)
 
-    def mark_freed(self, params: Iterable[ShardedParam], has_memory: bool) -> None:
+    @property
+    def has_full(self) -> bool:
+        """True if the full parameters are registered."""
+        return all(map(operator.is_, self._forms[0], map(dict.get, *self._places)))
+
+    def mark_freed(self, has_memory: bool) -> None:
         """Refuse uses of the full parameters, as ``mark_freed`` does, with less work if ``has_memory`` is as before."""
         if self._has_memory is not has_memory:
-            mark_freed(params, has_memory)
+            mark_freed(self._freed, has_memory)
             self._has_memory = has_memory
-            return
-        for full, used in zip(self.fulls, self._classes, strict=True):
-            if used is nn.Parameter:
-                full.__class__ = FreedParameter
+        for full in self._marked:
+            full.__class__ = FreedParameter

@@ -50,32 +50,28 @@ class UserWrites:
         """
         found: Written = []
         for group in groups:
-            packing = group.packing
-            if packing is None:
+            packing, (params, fulls, versions, addresses) = group.packing, group.registered
+            if packing is None or not packing.is_held:
                 continue
             if group.is_kept:
                 group.follow_freezing()
-            for bucket, buffer in zip(packing.buckets, packing.fulls, strict=True):
-                fulls, versions, addresses = bucket.registered
-                if not (buffer.is_shared or buffer.is_held):
-                    continue
-                if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
-                    continue
-                for index, (param, full) in enumerate(zip(bucket.params, fulls, strict=True)):
-                    if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
-                        full.data = packing.make_full(param, group.pool).detach()
+            if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
+                continue
+            for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
+                if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
+                    full.data = packing.make_full(param, group.pool).detach()
+                    versions[index] = full._version
+                    raise _uncounted(param)
+                if full._version != versions[index] and not packing.shares(param):
+                    if group.is_kept:
                         versions[index] = full._version
-                        raise _uncounted(param)
-                    if full._version != versions[index] and not buffer.is_shared:
-                        if group.is_kept:
-                            versions[index] = full._version
-                            torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
-                            raise StateError(
-                                f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write "
-                                "has not reached the shards, and is dropped. To write, call reshard() on the module, then "
-                                "write to the shards under torch.no_grad()"
-                            )
-                        found.append((group, param))
+                        torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
+                        raise StateError(
+                            f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write "
+                            "has not reached the shards, and is dropped. To write, call reshard() on the module, then "
+                            "write to the shards under torch.no_grad()"
+                        )
+                    found.append((group, param))
         return found
 
     @staticmethod
@@ -94,9 +90,8 @@ class UserWrites:
             group.is_written = True
             torch.autograd.graph.increment_version(param.sharded)
             param.count.gathered = param.version
-            for bucket in group.main_buckets:
-                if param in bucket.params:
-                    bucket.registered[1][bucket.params.index(param)] = full._version
+            params, _, versions, _ = group.registered
+            versions[params.index(param)] = full._version
 
     @staticmethod
     def values(written: Written) -> list[str]:
@@ -159,14 +154,13 @@ def _differing(group: ParamGroup) -> ShardedParam | None:
     """Return a parameter whose full form differs from its shard, though torch has counted no write to it; NaN equals NaN."""
     if not group.is_collective or not group.place.on.has_values:
         return None
-    for bucket in group.main_buckets:
-        for param, full, version, address in zip(bucket.params, *bucket.registered, strict=True):
-            is_seen = full._version != version or full.data_ptr() != address  # by ``find``
-            if is_seen or param.inner_spec is not None or not param.local.numel():
-                continue
-            rows, gathered = _own_rows(group, param, full)
-            if not torch.equal(rows, gathered) and not torch.allclose(rows, gathered, rtol=0, atol=0, equal_nan=True):
-                return param
+    for param, full, version, address in zip(*group.registered, strict=True):
+        is_seen = full._version != version or full.data_ptr() != address  # by ``find``
+        if is_seen or param.inner_spec is not None or not param.local.numel():
+            continue
+        rows, gathered = _own_rows(group, param, full)
+        if not torch.equal(rows, gathered) and not torch.allclose(rows, gathered, rtol=0, atol=0, equal_nan=True):
+            return param
     return None
 
 
