@@ -328,7 +328,8 @@ class ParamGroup:
         its backward begins.
         """
         seen = self._seen
-        counted = None if seen is None else seen.versions(in_step, self._swap)
+        swap = None if self.in_place else self._swap  # the others may be registered unsharded
+        counted = None if seen is None else seen.versions(in_step, swap)
         if seen is None or counted is None:
             self._settle()
         elif counted != self._counted:
