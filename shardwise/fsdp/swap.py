@@ -12,7 +12,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.parameter_classes import FreedParameter, mark_freed
+from shardwise.fsdp.parameter_classes import FreedParameter
 
 # ---- Checks and registration for all parameters of a group at once.  ``map`` queries the tensors, since a Python loop takes
 # several times as long, and every forward and backward does this for every unit.
@@ -87,8 +87,11 @@ class Swap:
 
     def __init__(self, params: Sequence[ShardedParam], freed: Sequence[ShardedParam]) -> None:
         self.fulls = fulls = [full for param in params if (full := param.full) is not None]
-        self._freed = freed
-        self._marked = [full for param in freed if type(full := param.full) is nn.Parameter]
+        self._marked: list[nn.Parameter] = []
+        for param in freed:
+            if type(full := param.full) is nn.Parameter:
+                full.shardwise_fqn = param.fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
+                self._marked.append(full)
         self.num_trainable = sum(param.sharded.requires_grad for param in params)
         self._rows = rows = [
             (registration, full, param)
@@ -163,7 +166,8 @@ class Swap:
     def mark_freed(self, has_memory: bool) -> None:
         """Refuse uses of the full parameters, as ``mark_freed`` does, with less work if ``has_memory`` is as before."""
         if self._has_memory is not has_memory:
-            mark_freed(self._freed, has_memory)
+            for full in self._marked:
+                full.shardwise_has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
             self._has_memory = has_memory
         for full in self._marked:
             full.__class__ = FreedParameter
