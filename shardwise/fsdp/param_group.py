@@ -357,7 +357,7 @@ class ParamGroup:
         self.version()
 
     def forget_snapshot(self) -> None:
-        """Prepare the tables anew at the next pass: a parameter has been registered at further places."""
+        """Rebuild the tables at the next pass: a parameter has been registered at further places."""
         self._seen = None
 
     def _kind(self, param: ShardedParam) -> object:
