@@ -13,6 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise import ConfigError
+from shardwise.checkpoint.contents import encode
+from shardwise.checkpoint.format import MANIFEST, Manifest, to_bytes
 from shardwise.cli import check_extras, train
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train import read_train_request
@@ -187,8 +189,9 @@ def _fake_run(folder: Path, step: int | None, width: int = 8, **changes: object)
         checkpoint = folder / "checkpoints" / f"step-{step:08d}"
         checkpoint.mkdir()
         shape = {"layers": 1, "width": width, "heads": 2, "context": 8}
-        state = {"format": 1, "step": step, "windows": step * 32, "num_parameters": 1, "model": shape}
-        (checkpoint / "state.json").write_text(json.dumps(state))
+        progress = {"step": step, "windows": step * 32, "num_parameters": 1, "model": shape}
+        manifest = Manifest("0" * 32, step, 1, (), {}, values={"progress": encode(progress, "progress")})
+        (checkpoint / MANIFEST).write_bytes(to_bytes(manifest))
     return str(folder)
 
 
