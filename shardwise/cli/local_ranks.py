@@ -43,7 +43,6 @@ from shardwise.loop.launch import (
 )
 from shardwise.one_host import ScratchFolder
 from shardwise.recipes.config import TrainConfig, check_ranks
-from shardwise.recipes.run_folder import steps_in
 
 _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has reported why
 COMMAND = ("-m", "shardwise.cli.main")
@@ -109,18 +108,15 @@ def _explain(failure: FailedRank, run: Path | None) -> int:
 # ---- ``shardwise train --max-restarts N``: ranks that failed are started again, from the newest checkpoint that
 # verifies.
 
-MOST_STUCK = 2  # restarts in a row that come no further: a third would not either
-
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What the ranks of one start are told: the run's folder, where to say how far they are, and which restart it is.
+    """What the ranks of one start are told: the run's folder, and which restart it is.
 
     ``number`` 0: the first start; ``cause``: of the restart.
     """
 
     folder: str
-    step_file: str
     number: int = 0
     cause: str = ""
 
@@ -140,23 +136,6 @@ class RestartPolicy:
     leave_s: float = LEAVE_S
 
 
-@dataclass(frozen=True, slots=True)
-class RestartProgress:
-    """How far all starts together have come: ``furthest`` step, and the last restarts that came no further than that."""
-
-    furthest: int = -1
-    num_stuck: int = 0
-
-    def after(self, step: int) -> RestartProgress:
-        """Return the progress once a start has ended with ``step`` steps done.
-
-        Example:
-            >>> Progress().after(7).after(3).after(7)
-            Progress(furthest=7, num_stuck=2)
-        """
-        return RestartProgress(step) if step > self.furthest else RestartProgress(self.furthest, self.num_stuck + 1)
-
-
 def launch_with_restarts(
     folder: Path, config: TrainConfig, terms: RestartPolicy, nproc: int, device_type: str, words: Sequence[str]
 ) -> int:
@@ -164,19 +143,18 @@ def launch_with_restarts(
 
     Again only for what may be another time: see :func:`why_not`.
     """
-    progress, number, cause = RestartProgress(), 0, ""
+    number, cause = 0, ""
     is_private = needs_no_network(config, device_type)
     with noted_signals() as received, ScratchFolder() as scratch, private_network(is_private) as network:
         while True:
-            attempt = Attempt(str(folder.absolute()), str(scratch.path / f"step-{number}"), number, cause)
+            attempt = Attempt(str(folder.absolute()), number, cause)
             told = _told(scratch.path / f"store-{number}") | {ATTEMPT_VARIABLE: json.dumps(asdict(attempt))}
             place = LaunchContext(received, told, network, _SAID, leave_s=terms.leave_s)
             ended = run_ranks(nproc, device_type, (*COMMAND, *words), place)
             code = conclude(ended, received, folder)
             if ended.failure is None or received:
                 return code
-            progress = progress.after(steps_in(Path(attempt.step_file)))
-            reason = why_not(ended, progress, terms, number)
+            reason = why_not(ended, terms, number)
             if reason is not None:
                 print(f"shardwise: not started again: {reason}", file=sys.stderr)
                 return code
@@ -185,15 +163,10 @@ def launch_with_restarts(
             print(f"shardwise: restart {number} of {terms.max_restarts}, on {nproc} rank(s)", file=sys.stderr)
 
 
-def why_not(ended: Ended, progress: RestartProgress, terms: RestartPolicy, number: int) -> str | None:
+def why_not(ended: Ended, terms: RestartPolicy, number: int) -> str | None:
     """Return why ranks that ended like this are not started again, None if they are; ``number``: restarts so far."""
     if {EXIT_CONFIG, EXIT_FINAL} & set(ended.codes):
         return "a restart would end alike"
-    if progress.num_stuck >= MOST_STUCK:
-        return (
-            f"{progress.num_stuck} restarts in a row have come no further than step {progress.furthest}; look for what fails "
-            "there"
-        )
     if number >= terms.max_restarts:
         return f"--max-restarts {terms.max_restarts}"
     return None

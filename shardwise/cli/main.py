@@ -59,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(arguments, "config", None):
             words = with_config_file(arguments, words)
             arguments = build_parser().parse_args(words)
-        if getattr(arguments, "private", False):
-            os.umask(0o077)
         return _run(arguments, words)
     except ShardwiseError as error:
         print(f"shardwise: error: {plain(str(error))}", file=sys.stderr)

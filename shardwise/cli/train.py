@@ -7,11 +7,9 @@ import contextlib
 import ctypes
 import errno
 import importlib
-import json
 import logging
 import os
 import re
-import secrets
 import signal
 import sys
 import threading
@@ -47,7 +45,7 @@ from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.consistency.store import wait_until
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError, did_you_mean
-from shardwise.formatting import format_bytes, format_ranks, format_size, plain
+from shardwise.formatting import format_bytes, format_size, plain
 from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import (
@@ -65,7 +63,6 @@ from shardwise.recipes.memory import MemoryLimit, check_memory
 from shardwise.recipes.run_folder import (
     Restart,
     Start,
-    check_own_module,
     check_start,
     merge_resumed,
     new_folder,
@@ -74,60 +71,6 @@ from shardwise.recipes.run_folder import (
     with_overrides,
 )
 from shardwise.recipes.sharding import STRATEGIES, RunRanks
-
-# ---- A name for one start of a job's ranks, agreed through a store that may hold what earlier starts have left in
-# it.
-
-_START, _HERE, _ALL = "shardwise/start", "shardwise/start/here", "shardwise/start/all"
-
-
-def name_start(store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> str:
-    """Return a text that these ``num_ranks`` processes have in common with no others, earlier ones of their ranks included.
-
-    torchrun keeps its store from start to start; addresses of processes that have ended would be taken for those of now.
-    Rank 0 makes the name up; it is agreed once every rank has answered to it, and each has seen its own answer among all.
-    Raises: TransportError naming the ranks that did not join in time.
-    """
-    own = secrets.token_hex(8)
-    if rank == 0:
-        store.set(_START, own)
-        return _gather(store, own, num_ranks, timeout_s)
-    answered = ""
-
-    def name_of_all() -> str:
-        nonlocal answered
-        name = _read(store, _START)
-        if name and name != answered:
-            store.set(f"{_HERE}/{rank}", json.dumps([name, own]))
-            answered = name
-        found = json.loads(_read(store, _ALL) or '{"answers": {}}')
-        return str(found["name"]) if found["answers"].get(str(rank)) == own else ""
-
-    if not (found := wait_until(name_of_all, timeout_s)):
-        raise TransportError(f"rank 0 did not join within {timeout_s:g} s")
-    return found
-
-
-def _gather(store: dist.Store, name: str, num_ranks: int, timeout_s: float) -> str:
-    answers: dict[str, str] = {}
-
-    def have_all_answered() -> bool:
-        for rank in range(1, num_ranks):
-            said = json.loads(_read(store, f"{_HERE}/{rank}") or "[null, null]")
-            if said[0] == name:
-                answers[str(rank)] = said[1]
-        return len(answers) == num_ranks - 1
-
-    if not wait_until(have_all_answered, timeout_s):
-        late = [rank for rank in range(1, num_ranks) if str(rank) not in answers]
-        raise TransportError(f"{format_ranks(late)} did not join in time")
-    store.set(_ALL, json.dumps({"name": name, "answers": answers}))
-    return name
-
-
-def _read(store: dist.Store, key: str) -> str:
-    return store.get(key).decode() if store.check([key]) else ""
-
 
 # ---- SIGTERM and Ctrl-C while a run trains: the first asks it to save and leave, the second ends it at once.
 
@@ -333,9 +276,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
     )
     group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
-    group.add_argument(
-        "--private", action="store_true", help="let no other user read what is written (default: as umask says)"
-    )
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
 
@@ -388,7 +328,7 @@ def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
     if attempt is not None:
         out = Path(attempt.folder) if start.resume is None else None
         restart = Restart(attempt.number, attempt.cause) if attempt.number else None
-        return replace(start, out=out, job=job, restart=restart, step_file=Path(attempt.step_file))
+        return replace(start, out=out, job=job, restart=restart)
     if job is None:
         return start
     if int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) and start.out is None and start.resume is None:
@@ -408,8 +348,11 @@ def _read_config(given: Mapping[str, Any], start: Start) -> TrainConfig:
     if start.out is not None:
         raise ConfigError("--resume continues in its own folder: leave --out out.")
     saved = read_run_config(start.resume)
-    if "model_from" not in given:
-        check_own_module(start.resume, saved)
+    if "model_from" not in given and saved.model_from is not None:
+        raise ConfigError(
+            f"--resume {start.resume}: its model is that of {saved.model_from!r}, and no run folder chooses what is imported. "
+            f"Say it with --model-from {saved.model_from}."
+        )
     if "preset" in given:
         shape = PRESETS[given["preset"]]
         values = {name: getattr(shape, name) for name in ("layers", "width", "heads", "context")} | values
@@ -492,8 +435,9 @@ def _meet(request: TrainRequest, environment: Mapping[str, str]) -> _RankPlace:
         return _RankPlace(dist.HashStore(), 0, 1)
     if STORE_VARIABLE not in environment:
         found, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
-        name = name_start(found, rank, num_ranks, TIMEOUT.total_seconds())
-        return _RankPlace(dist.PrefixStore(f"shardwise/{name}", found), rank, num_ranks)
+        # torchrun keeps its store from start to start; what it holds of earlier ones is not for these ranks
+        count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return _RankPlace(dist.PrefixStore(f"shardwise/{count}", found), rank, num_ranks)
     store = dist.FileStore(environment[STORE_VARIABLE], request.launched_ranks)
     store.set_timeout(TIMEOUT)
     return _RankPlace(store, int(environment["RANK"]), request.launched_ranks)

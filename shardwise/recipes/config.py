@@ -20,7 +20,6 @@ from shardwise.planner.profile import UNIT_STRATEGIES as ENGINE_SHARDS
 T = TypeVar("T")
 NUM_BYTES = 256  # the vocabulary without a tokenizer
 DTYPES = ("fp32", "bf16")
-_FORMER_SHARDS = {"full": "zero3", "hybrid": "hsdp", "replicate": "ddp", "gradients": "zero2", "optimizer": "zero1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,6 @@ _EXECUTION = frozenset({
     "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "recompute", "compile", "compile_backend",
     "accumulate",
 })  # fmt: skip
-_LATER = frozenset({"text_column", "tokenizer", "init", "model_from"})  # runs of earlier versions lack them
 # --resume may change these: none alters which windows a step sees or what a past step computed.
 RESUME_MAY_CHANGE = _EXECUTION | {
     "steps", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"
@@ -254,7 +252,7 @@ def config_from_json(values: Mapping[str, object]) -> TrainConfig:
     Raises: ConfigError if other names are missing, or some are unknown (another version, or an edited file).
     """
     known = {item.name for item in dataclasses.fields(TrainConfig)}
-    odd_names = (set(values) - known) | (known - _EXECUTION - _LATER - set(values))
+    odd_names = (set(values) - known) | (known - _EXECUTION - set(values))
     if odd_names:
         odd = ", ".join(sorted(odd_names))
         raise ConfigError(f"config.json does not match this version of shardwise: missing or unknown values: {odd}.")
@@ -262,8 +260,7 @@ def config_from_json(values: Mapping[str, object]) -> TrainConfig:
     if not isinstance(shape, dict):
         raise ConfigError("config.json: 'model' is not a table of layers, width, heads, context.")
     model = typed(ModelShape, cast(dict[str, object], shape), "config.json: model")
-    shard = _FORMER_SHARDS.get(str(values.get("shard")), values.get("shard", SHARDS[0]))
-    return typed(TrainConfig, {**values, "model": model, "shard": shard}, "config.json")
+    return typed(TrainConfig, {**values, "model": model}, "config.json")
 
 
 def typed(kind: type[T], values: Mapping[str, object], what: str) -> T:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -155,7 +155,7 @@ class RunLog:
     """What a run tells of itself; this one is that of every rank but the first, and silent."""
 
     def advance(self, step: int) -> None:
-        """Move the progress bar, and tell who watches."""
+        """Move the progress bar."""
 
     def trained(self, steps: Sequence[TrainedStep], speed: Mapping[str, float | None], eta_s: float) -> None:
         """Record steps since the last call; ``speed``: of :class:`StepMeter`, belongs to all of them together."""
@@ -178,19 +178,16 @@ class FileRunLog(RunLog):
         display: ProgressDisplay,
         lines: IO[str],
         scalars: Any,  # a SummaryWriter of TensorBoard
-        done: Callable[[int], None] = lambda _: None,
         unit: str = "byte",
     ) -> None:
         self._unit = unit
         self._display = display
-        self._done = done
         self._lines = lines
         self._scalars = scalars
 
     def advance(self, step: int) -> None:
         """See :class:`RunLog`."""
         self._display.advance(step)
-        self._done(step)
 
     def trained(self, steps: Sequence[TrainedStep], speed: Mapping[str, float | None], eta_s: float) -> None:
         """See :class:`RunLog`."""

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import itertools
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -56,55 +53,9 @@ from shardwise.recipes.data import (
 )
 from shardwise.safe_files import check_folders, open_append, parse_object, read_json, read_text, replace_file
 
-# ---- Finding a user's module without running it: a run folder from another user must not choose what is imported.
-
-
-def find_module(name: str) -> ModuleSpec | None:
-    """Return where Python finds a module, also in the current folder, which an installed command does not search."""
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-
-
-def file_of(model_from: str) -> str | None:
-    """Return the file of the module (of its outermost package), None if there is none.  It is not executed."""
-    found = find_module(model_from.partition(":")[0].partition(".")[0])
-    origin = None if found is None else found.origin
-    return None if origin is None or not os.path.isabs(origin) else os.path.realpath(origin)
-
-
-def check_recorded(run: Path, model_from: str, recorded: object) -> None:
-    """Refuse a module named by the run's folder unless its file is the same as before, and the folder is this user's.
-
-    ``recorded``: its file when the run was written last.  Raises: ConfigError.
-    """
-    owners = {each.stat().st_uid for each in (run, run / "config.json")}
-    found = file_of(model_from)
-    reason = ""
-    if owners != {os.geteuid()}:
-        reason = f"the folder belongs to user {min(owners - {os.geteuid()})}"
-    elif recorded is None:
-        reason = f"the run does not record where it was, and it is now in {found}"
-    elif found is None or found != recorded:
-        reason = f"it was in {str(recorded)[:200]}, and is now in {found}"
-    elif Path(found).is_relative_to(run.resolve()):
-        reason = "it is in the run's own folder"
-    if reason:
-        raise ConfigError(
-            f"--resume {run}: the module of its model, {model_from!r}, is not imported: {reason}. If you trust it, say so with "
-            f"--model-from {model_from}."
-        )
-
-
-# ---- Restarts of a run: what a rank gets to know of one, what the run folder records of all, and the progress
-# meanwhile.
+# ---- Restarts of a run: what a rank gets to know of one, what the run folder records of all.
 
 RESTARTS = "restarts.jsonl"
-_STEP_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +84,6 @@ def read_restarts(folder: Path) -> list[dict[str, float | str]]:
 def whole_lines(folder: Path, name: str) -> list[str]:
     """Return the complete lines of a file."""
     return [line for line in read_text(folder, name).splitlines(keepends=True) if line.endswith("\n")]
-
-
-class StepFile:
-    """A file with the number of steps that a run has done, for the process that watches it; one short write per step."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def write(self, step: int) -> None:
-        """Record that ``step`` steps are done."""
-        os.pwrite(self._fd, step.to_bytes(_STEP_BYTES, "little"), 0)
-
-    def close(self) -> None:
-        """Stop writing."""
-        os.close(self._fd)
-
-
-def steps_in(path: Path) -> int:
-    """Return how many steps the processes that wrote ``path`` had done; 0 before their first."""
-    try:
-        return int.from_bytes(path.read_bytes()[:_STEP_BYTES], "little")
-    except FileNotFoundError:
-        return 0
 
 
 # ---- Checkpoints of a run: ``shardwise.checkpoint`` folders with the model, the optimizer, and the progress.
@@ -238,7 +166,6 @@ CONFIG_FILE = "config.toml"  # the options, for --config
 _LOCK = ".lock"
 _FOLDERS = ("checkpoints", "text", "tensorboard", f"{BLACK_BOX}/{BEFORE}")  # of a run: none of them is a link
 _BEGUN_BY = "begun_by"  # the job that may resume it automatically
-_MODULE = "module"  # the file of --model-from
 _FORMAT = 1
 
 
@@ -249,7 +176,6 @@ class Start:
     Attributes:
         job: a name of the process that would restart the run; None if none would.
         restart: set after a restart: ``out`` is resumed if this same job began it with the same config.
-        step_file: where rank 0 reports how many steps are done, for that process.
         trace_steps: how many steps after the first are traced.
     """
 
@@ -257,7 +183,6 @@ class Start:
     resume: Path | None = None
     job: str | None = None
     restart: Restart | None = None
-    step_file: Path | None = None
     trace_steps: int = 0
 
 
@@ -283,6 +208,11 @@ class TrainRun:
     def tokenizer(self) -> Path | None:
         """The tokenizer's file; None when training on bytes."""
         return self.folder / TOKENIZER if self.facts.tokenizer else None
+
+    @property
+    def resume_command(self) -> str:
+        own = "" if self.config.model_from is None else f" --model-from {self.config.model_from}"
+        return f"shardwise train --resume {self.folder}{own}"
 
     @property
     def start_step(self) -> int:
@@ -342,12 +272,6 @@ def read_run_config(folder: Path) -> TrainConfig:
     if not isinstance(saved, dict):
         raise ConfigError(f"--resume {folder}: its config.json has no table 'config'. Name another run.")
     return config_from_json(cast(dict[str, object], saved))
-
-
-def check_own_module(folder: Path, config: TrainConfig) -> None:
-    """Refuse to import the model named by another user's folder.  Raises: ConfigError."""
-    if config.model_from is not None:
-        check_recorded(folder, config.model_from, read_json(folder, CONFIG).get(_MODULE))
 
 
 def merge_resumed(saved: TrainConfig, asked: TrainConfig, folder: Path) -> TrainConfig:
@@ -535,8 +459,6 @@ def write_config(run: TrainRun, num_ranks: int, device_type: str, num_parameters
 
 def _write_values(folder: Path, config: TrainConfig, values: Mapping[str, object]) -> None:
     known: dict[str, object] = {"format": _FORMAT, "config": config_to_json(config)}
-    if config.model_from is not None:
-        known[_MODULE] = file_of(config.model_from)
     replace_file(folder, CONFIG, json.dumps(known | {**values}, indent=2) + "\n")
 
 

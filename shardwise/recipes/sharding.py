@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -49,7 +52,6 @@ from shardwise.plan.grouping import repeated_blocks
 from shardwise.recipes.config import TrainConfig
 from shardwise.recipes.data import first_line
 from shardwise.recipes.gpt import GPT, Experts, GPTBlock, logits_of
-from shardwise.recipes.run_folder import find_module
 
 # ---- The exchanges between ranks that a training loop needs in addition to its gradients.
 
@@ -132,7 +134,14 @@ class RunRanks:
 def check_module(model_from: str) -> None:
     """Refuse a module that Python does not find; nothing is executed but its parent packages.  Raises: ConfigError."""
     name = model_from.partition(":")[0]
-    if find_module(name) is None:
+    here = os.getcwd()  # which an installed command does not search
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
         raise ConfigError(
             f"--model-from {model_from}: there is no module {name!r} in this folder, nor installed. Start from the folder "
             f"that has {name.replace('.', '/')}.py."
@@ -309,27 +318,6 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
     for block in blocks_of(model):
         for part in (block.attention, block.mlp) if isinstance(block, GPTBlock) else block.children():
             part.compile(backend=backend)
-
-
-def why_not_compiled(backend: str, ranks: RunRanks) -> str | None:
-    """Return None if every rank can compile with ``backend``, else, on every rank, a sentence about the ranks that cannot.
-
-    Compiles a small function, because a missing compiler shows only when code is generated.  Collective.
-    """
-    reason: str | None = None
-    try:
-        compiled = cast("Callable[[Tensor], Tensor]", torch.compile(_probe, backend=backend))
-        compiled(torch.ones(4, device=ranks.device))
-    except Exception as error:  # backends raise whatever their compilers raise
-        reason = first_line(error)
-    for rank, found in enumerate(ranks.gather(reason or "")):
-        if found:
-            return f"--compile: rank {rank} cannot compile with {backend!r} ({found}); blocks run uncompiled"
-    return None
-
-
-def _probe(x: Tensor) -> Tensor:
-    return nn.functional.gelu(x * 2) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,6 @@ from shardwise.recipes.run_folder import (
     Restart,
     RunProgress,
     Start,
-    StepFile,
     TrainRun,
     discard_new,
     load_newest,
@@ -74,7 +72,6 @@ from shardwise.recipes.sharding import (
     local_optimizer,
     split_heads,
     try_own,
-    why_not_compiled,
 )
 from shardwise.safe_files import opened_folder, replace_file
 
@@ -109,7 +106,7 @@ class Trainer:
     validation: Windows
     num_parameters: int
     unsharded: HeldBytes  # a rank's memory without any sharding
-    notes: tuple[str, ...]  # what the user should know before the first step
+    damaged: tuple[str, ...]  # newer checkpoints than that with which the run goes on
 
     @property
     def config(self) -> TrainConfig:
@@ -147,11 +144,8 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
     meshes = build_meshes(config, ranks)
     if meshes.tensor is not None and isinstance(plain, GPT):
         split_heads(plain, meshes.tensor)
-    note: str | None = None
     if config.compile:
-        note = why_not_compiled(config.compile_backend, ranks)
-        if note is None:
-            compile_blocks(plain, config.compile_backend)
+        compile_blocks(plain, config.compile_backend)
     model = strategy.wrap(plain, config, meshes.data)
     optimizer = strategy.build_optimizer(model, config)
     if config.init is not None and run.checkpoint is None:
@@ -162,8 +156,8 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
     text = run.folder / "text"
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
-    notes = (*([note] if note else []), *(f"DAMAGED: {text}" for text in (resumed.skipped if resumed else ())))
-    return Trainer(run, ranks, strategy, model, optimizer, train, validation, num_parameters, unsharded, notes)
+    damaged = resumed.skipped if resumed else ()
+    return Trainer(run, ranks, strategy, model, optimizer, train, validation, num_parameters, unsharded, damaged)
 
 
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
@@ -237,9 +231,7 @@ class _Figures:
         self._began = self._last = time.perf_counter()
 
 
-def train_steps(
-    trainer: Trainer, run_log: RunLog, asked: Asked, watches: Sequence[StepWatch] = ()
-) -> Finished | Stopped:
+def train_steps(trainer: Trainer, run_log: RunLog, asked: Asked, watch: StepWatch | None = None) -> Finished | Stopped:
     """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
 
     Raises: DivergedError on every rank if loss, gradients or parameters are not finite; no checkpoint contains them.
@@ -253,7 +245,7 @@ def train_steps(
     for number in range(start, config.steps):
         done = number + 1
         with ExitStack() as watched:
-            for watch in watches:
+            if watch is not None:
                 watched.enter_context(watch(number - start))
             watched.enter_context(figures.meter.step())
             step = _train_step(trainer, number, figures.meter, measure=done == config.steps)
@@ -414,7 +406,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         run = trainer.run  # it knows now which checkpoint was whole
         if ranks.is_first:
             write_config(run, ranks.num_ranks, ranks.device.type, trainer.num_parameters, __version__)
-        run_log = _open_run_log(run, stack, start.step_file) if ranks.is_first else RunLog()
+        run_log = _open_run_log(run, stack) if ranks.is_first else RunLog()
         _say_start(trainer, run_log)
         if start.restart is not None:
             _say_restart(start.restart, trainer, run_log)
@@ -423,9 +415,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         with listening() as asked:
             finished = train_steps(trainer, run_log, asked, tracing(trainer, start.trace_steps, run_log))
         if isinstance(finished, Stopped):
-            run_log.say(
-                f"stopped and saved after step {finished.step}; go on with: shardwise train --resume {run.folder}"
-            )
+            run_log.say(f"stopped and saved after step {finished.step}; go on with: {run.resume_command}")
             return finished.signal
         sample = _sample(trainer)
     if ranks.is_first:
@@ -433,13 +423,13 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
     return 0
 
 
-def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> list[StepWatch]:
+def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> StepWatch | None:
     """Return the trace of ``asked`` steps after the first, which is written to the run's folder, one file per rank."""
     steps = min(asked, trainer.config.steps - trainer.run.start_step - 1)
     if steps < 1:
         if asked:
             run_log.say("no trace: it begins with the second step, and this run has but one")
-        return []
+        return None
     path = trainer.run.folder / f"trace-rank{trainer.ranks.rank}.json"
     model = trainer.model if trainer.config.shard in ENGINE_SHARDS else None
 
@@ -447,7 +437,7 @@ def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> list[StepWatch]:
         replace_file(path.parent, path.name, recorded.to_json())
         run_log.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{recorded.table()}")
 
-    return [traced_steps(model, steps, write)]
+    return traced_steps(model, steps, write)
 
 
 def _say_restart(restart: Restart, trainer: Trainer, run_log: RunLog) -> None:
@@ -457,18 +447,14 @@ def _say_restart(restart: Restart, trainer: Trainer, run_log: RunLog) -> None:
     run_log.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
 
 
-def _open_run_log(run: TrainRun, stack: ExitStack, step_file: Path | None) -> FileRunLog:
+def _open_run_log(run: TrainRun, stack: ExitStack) -> FileRunLog:
     from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
 
     lines = stack.enter_context(open_lines(run))
     place = stack.enter_context(opened_folder(run.folder, "tensorboard"))
     scalars = stack.enter_context(SummaryWriter(place, purge_step=run.start_step + 1 if run.done else 0))
     display = stack.enter_context(ProgressDisplay(run.config.steps, run.start_step, is_shown=True))
-    if step_file is None:
-        return FileRunLog(display, lines, scalars, unit=run.facts.unit)
-    steps = stack.enter_context(closing(StepFile(step_file)))
-    steps.write(run.start_step)
-    return FileRunLog(display, lines, scalars, steps.write, run.facts.unit)
+    return FileRunLog(display, lines, scalars, run.facts.unit)
 
 
 def _say_start(trainer: Trainer, run_log: RunLog) -> None:
@@ -485,8 +471,8 @@ def _say_start(trainer: Trainer, run_log: RunLog) -> None:
     )
     if trainer.config.shard in ENGINE_SHARDS:
         run_log.say(str(describe_units(trainer.model)))
-    for note in trainer.notes:
-        run_log.say(note)
+    for text in trainer.damaged:
+        run_log.say(f"DAMAGED: {text}")
     if run.done is not None:
         run_log.say(f"resuming after step {run.done.step}, {run.done.windows:,} windows into the text")
 
@@ -529,4 +515,4 @@ def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
     peak_name = "peak GPU memory" if on_gpu else "peak of the process (all)"
     display.show(memory_table(finished.held, unsharded, peak_name))
     display.say(f"{finished.tokens_per_s:,.0f} tokens/s; report: {path}; figures: {run.metrics}")
-    display.say(f"continue with: shardwise train --resume {run.folder} --steps {2 * config.steps}")
+    display.say(f"continue with: {run.resume_command} --steps {2 * config.steps}")

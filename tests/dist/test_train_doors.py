@@ -167,8 +167,7 @@ def test_a_run_of_two_ranks_goes_on_behind_every_api_on_four_and_back_on_two(
     back = {
         name: _continue(tmp_path / name, tmp_path / f"{name}-back", AGAIN, **options) for name, options in BACK.items()
     }
-    for said in pool.run(run_jobs, num_ranks=2, jobs=list(back.values()))[0]:
-        assert "cannot compile" not in said
+    pool.run(run_jobs, num_ranks=2, jobs=list(back.values()))
     for name in back:
         _assert_same_curve(tmp_path / f"{name}-back", base)
 
@@ -215,10 +214,3 @@ def test_experts_train_as_on_one_process_and_go_on_behind_every_api_that_takes_t
     pool.run(run_jobs, num_ranks=4, jobs=list(there.values()))
     for shard in there:
         _assert_same_curve(tmp_path / shard, both)
-
-
-def test_where_no_code_can_be_generated_a_run_says_so_and_goes_on(pool: WorkerPool, base: Path, tmp_path: Path) -> None:
-    job = _continue(base, tmp_path / "run", CUT, compile=True, compile_backend="no_such_backend")
-    (printed,) = pool.run(run_jobs, num_ranks=1, jobs=[job])[0]
-    assert "--compile: rank 0 cannot compile with 'no_such_backend'" in printed
-    _assert_same_curve(tmp_path / "run", base)

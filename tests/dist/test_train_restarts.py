@@ -126,17 +126,6 @@ def test_a_run_goes_on_with_the_ranks_that_are_left(
     assert not alive()
 
 
-def test_a_fault_that_comes_back_without_progress_ends_the_run(
-    text: Path, tmp_path: Path, forked: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    Killer(*[lambda: True] * 3, ranks=[1] * 3).start()
-    assert main(_words(text, tmp_path / "run", 2, "--max-restarts", "9")) == 1
-    said = capfd.readouterr().err
-    assert said.count("shardwise: restart") == 2
-    assert "not started again: 2 restarts in a row have come no further than step 0; look for what fails there" in said
-    assert not alive()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -5,23 +5,20 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import threading
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from helpers.runs import write_text
 
 from shardwise import ConfigError
 from shardwise.checkpoint import CheckpointError
 from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL
-from shardwise.cli.local_ranks import RestartPolicy, RestartProgress, ranks_for, why_not
+from shardwise.cli.local_ranks import RestartPolicy, ranks_for, why_not
 from shardwise.cli.main import build_parser
-from shardwise.cli.train import name_start, read_train_request, would_fail_again
-from shardwise.errors import TransportError
+from shardwise.cli.train import read_train_request, would_fail_again
 from shardwise.loop.launch import Ended, FailedRank
 from shardwise.recipes.config import ModelShape, TrainConfig
-from shardwise.recipes.run_folder import Restart, Start, StepFile, note_restart, prepare_run, read_restarts, steps_in
+from shardwise.recipes.run_folder import Restart, Start, note_restart, prepare_run, read_restarts
 from shardwise.recipes.train import DivergedError
 
 THREE = RestartPolicy(3, None)
@@ -33,19 +30,13 @@ def _ended(*codes: int) -> Ended:
 
 @pytest.mark.parametrize("code", [EXIT_CONFIG, EXIT_FINAL])
 def test_what_would_end_alike_is_not_started_again(code: int) -> None:
-    assert why_not(_ended(-9, code), RestartProgress(4), THREE, 0) == "a restart would end alike"
-    assert why_not(_ended(-9, EXIT_FAILED), RestartProgress(4), THREE, 0) is None
+    assert why_not(_ended(-9, code), THREE, 0) == "a restart would end alike"
+    assert why_not(_ended(-9, EXIT_FAILED), THREE, 0) is None
 
 
-def test_restarts_end_with_their_number_or_after_two_without_progress() -> None:
-    assert why_not(_ended(-9), RestartProgress(4), THREE, 2) is None
-    assert why_not(_ended(-9), RestartProgress(4), THREE, 3) == "--max-restarts 3"
-    progress = RestartProgress().after(7).after(5)
-    assert why_not(_ended(-9), progress, THREE, 1) is None
-    assert why_not(_ended(-9), progress.after(8), THREE, 2) is None
-    assert "2 restarts in a row have come no further than step 7" in str(
-        why_not(_ended(-9), progress.after(7), THREE, 2)
-    )
+def test_restarts_end_with_their_number() -> None:
+    assert why_not(_ended(-9), THREE, 2) is None
+    assert why_not(_ended(-9), THREE, 3) == "--max-restarts 3"
 
 
 def test_ranks_that_are_left_are_as_many_as_the_options_can_use() -> None:
@@ -65,16 +56,6 @@ def test_errors_that_would_come_again() -> None:
     failed.__cause__ = full
     assert all(map(would_fail_again, (full, failed, DivergedError("nan"), BrokenPipeError())))
     assert not any(map(would_fail_again, (MemoryError(), ConnectionResetError(), CheckpointError("rank 1 is gone"))))
-
-
-def test_how_far_a_run_is_can_be_read_from_outside(tmp_path: Path) -> None:
-    path = tmp_path / "step"
-    assert steps_in(path) == 0
-    file = StepFile(path)
-    for step in (3, 70_000):
-        file.write(step)
-        assert steps_in(path) == step
-    file.close()
 
 
 def test_restarts_are_kept_and_a_line_that_was_cut_is_not_read(tmp_path: Path) -> None:
@@ -105,29 +86,6 @@ def test_a_restart_resumes_the_run_that_its_own_job_has_begun_and_no_other(tmp_p
         with pytest.raises(ConfigError, match="exists and is not empty"):
             prepare_run(start, other)
     assert prepare_run(dataclasses.replace(again, out=tmp_path / "new"), config).folder == tmp_path / "new"
-
-
-def test_ranks_that_start_again_agree_on_a_name_that_no_earlier_start_had() -> None:
-    store, names = dist.HashStore(), set()
-    for num_ranks in (3, 3, 2, 1, 4):  # what is left in the store is of other processes
-        found: list[str] = []
-
-        def start(rank: int, num_ranks: int = num_ranks, found: list[str] = found) -> None:
-            found.append(name_start(store, rank, num_ranks, 20.0))
-
-        ranks = [threading.Thread(target=start, args=(rank,)) for rank in reversed(range(num_ranks))]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert len(found) == num_ranks
-        assert len(set(found)) == 1
-        names |= set(found)
-    assert len(names) == 5
-    with pytest.raises(TransportError, match=r"rank 1 did not join"):
-        name_start(store, 0, 2, 0.05)
-    with pytest.raises(TransportError, match="rank 0 did not join"):
-        name_start(store, 1, 2, 0.05)
 
 
 @pytest.mark.parametrize(
