@@ -117,7 +117,6 @@ def test_options_of_execution_that_a_config_does_not_know_are_the_defaults() -> 
     assert isinstance(model, dict)
     del model["experts"], model["top_k"]
     assert config_from_json({**values, "model": model}) == TrainConfig(lr=0.5)
-    assert config_from_json({**values, "shard": "gradients"}).shard == "zero2"  # its name until 0.2
     del values["lr"]
     with pytest.raises(ConfigError, match="missing or unknown values: lr"):
         config_from_json(values)
