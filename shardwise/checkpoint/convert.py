@@ -7,7 +7,7 @@ import json
 import secrets
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -41,8 +41,6 @@ from shardwise.checkpoint.save import SaveId, make_manifest, write_manifest, wri
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.fsdp.module import FSDPModule
 from shardwise.safe_files import read_bytes, replace_file
-
-Progress = Callable[[int], object]  # gets bytes as they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +107,10 @@ class ValueDifference:
     second: object | None
 
 
-def compare_tensors(first: CheckpointSource, second: CheckpointSource, seen: Progress) -> Iterator[TensorDifference]:
+def compare_tensors(first: CheckpointSource, second: CheckpointSource) -> Iterator[TensorDifference]:
     """Compare the tensors that both have, in the order of their names.
 
-    ``seen`` gets the bytes of the first checkpoint as they are compared.  Memory: some copies of the largest tensor.
+    Memory: some copies of the largest tensor.
     Raises: DamagedCheckpointError.
     """
     for name in sorted(first.names & second.names):
@@ -122,7 +120,6 @@ def compare_tensors(first: CheckpointSource, second: CheckpointSource, seen: Pro
             yield TensorDifference(name, mine, theirs, None, 0.0, 0.0)
             continue
         left, right = first.read(name), second.read(name)
-        seen(left.numel() * left.element_size())
         found = TensorDifference(name, mine, theirs, 0, 0.0, 0.0)
         if left.numel():
             found = _measured(found, left, right)
@@ -169,7 +166,6 @@ def export_model(
     key: str = "model",
     most_bytes: int = 5 * 10**9,
     beside: Sequence[object] = (),
-    progress: Progress | None = None,
 ) -> list[Path]:
     """Write the model called ``key`` of a checkpoint as Hugging Face has models; return its files, the index last.
 
@@ -200,7 +196,7 @@ def export_model(
     where: dict[str, str] = {}
     for number, batch in enumerate(batches, 1):
         one = SINGLE if len(batches) == 1 else f"model-{number:05d}-of-{len(batches):05d}.safetensors"
-        _write_file(source, target / one, {plain: tensors[plain][0] for plain in batch}, progress)
+        _write_file(source, target / one, {plain: tensors[plain][0] for plain in batch})
         where |= dict.fromkeys(batch, one)
         paths.append(target / one)
     if len(batches) > 1:
@@ -252,7 +248,7 @@ def _batches(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
     return batches
 
 
-def _write_file(source: CheckpointSource, path: Path, names: Mapping[str, str], progress: Progress | None) -> None:
+def _write_file(source: CheckpointSource, path: Path, names: Mapping[str, str]) -> None:
     """Write the tensors with the plain ``names`` (by these, their names in the checkpoint) as one safetensors file."""
     records = {name: source.manifest.tensors[full] for name, full in names.items()}
     writes = [Write(name, each.dtype, each.shape, whole(each.shape), 0) for name, each in records.items()]
@@ -260,10 +256,8 @@ def _write_file(source: CheckpointSource, path: Path, names: Mapping[str, str], 
     file = Files().create(path)
     try:
         file.write(header)
-        for name, full in names.items():
+        for full in names.values():
             file.write(bytes_of(source.read(full)))
-            if progress is not None:
-                progress(records[name].num_bytes)
         file.sync()
     finally:
         file.close()

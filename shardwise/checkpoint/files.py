@@ -419,11 +419,8 @@ def _carry_out(step: _ReadStep, file: VerifiedFile) -> None:
     place.copy_(run.wanted.cut(rows, run.hull))
 
 
-def verify(files: Files, checkpoint: Path, progress: Callable[[int], object] = lambda num_bytes: None) -> list[str]:
-    """Compare every block of every file with its checksum, and the headers with the manifest; return the defects.
-
-    ``progress``: gets bytes as they are compared.
-    """
+def verify(files: Files, checkpoint: Path) -> list[str]:
+    """Compare every block of every file with its checksum, and the headers with the manifest; return the defects."""
     try:
         manifest = read_manifest(files, checkpoint)
     except DamagedCheckpointError as error:
@@ -436,13 +433,13 @@ def verify(files: Files, checkpoint: Path, progress: Callable[[int], object] = l
             found.append(str(error))
             continue
         try:
-            found += _verify_file(file, manifest, number, progress)
+            found += _verify_file(file, manifest, number)
         finally:
             file.close()
     return found
 
 
-def _verify_file(file: VerifiedFile, manifest: Manifest, number: int, progress: Callable[[int], object]) -> list[str]:
+def _verify_file(file: VerifiedFile, manifest: Manifest, number: int) -> list[str]:
     record, found = manifest.files[number], list[str]()
     ranges = sorted((p.begin, p.end, n) for n, t in manifest.tensors.items() for p in t.parts if p.file == number)
     for block in range(len(record.sums)):
@@ -452,7 +449,6 @@ def _verify_file(file: VerifiedFile, manifest: Manifest, number: int, progress: 
             file.check(block, ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "") or "the header")
         except DamagedCheckpointError as error:
             found.append(str(error))
-        progress(min(record.block_bytes, record.num_bytes - begin))
     if found:
         return found
     try:

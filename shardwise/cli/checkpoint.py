@@ -6,14 +6,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from shardwise.checkpoint.convert import (
@@ -46,23 +43,14 @@ def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
 
 def table_of_checkpoints(checkpoints: Sequence[tuple[Path, Manifest | str]]) -> Table:
     """Return one row per checkpoint."""
-    table = _table(
-        str(checkpoints[0][0].parent),
-        "checkpoint",
-        "ranks",
-        "tensors",
-        "size",
-        "save",
-        right=("ranks", "tensors", "size"),
-    )
+    heads = ("ranks", "tensors", "size")
+    table = _table(str(checkpoints[0][0].parent), "checkpoint", *heads, "save", right=heads)
     for path, found in checkpoints:
         if isinstance(found, str):
             table.add_row(path.name, "", "", "", escape(f"DAMAGED: {found}"))
         else:
-            size = sum(file.num_bytes for file in found.files)
-            table.add_row(
-                path.name, str(found.num_ranks), str(len(found.tensors)), format_bytes(size, 1024), found.save_id
-            )
+            size = format_bytes(sum(file.num_bytes for file in found.files), 1024)
+            table.add_row(path.name, str(found.num_ranks), str(len(found.tensors)), size, found.save_id)
     return table
 
 
@@ -195,28 +183,6 @@ def find_checkpoints(path: Path, step: int | None) -> list[Path]:
     raise ConfigError(f"{path} has {what}: name a run, a folder of checkpoints, or one with a {MANIFEST}.")
 
 
-@contextmanager
-def _progress(total: int, what: str) -> Generator[Progress, None, None]:
-    """Show how many of ``total`` bytes are done, on standard error, if that is a terminal."""
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(bar_width=32),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=PlainConsole(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    bar.add_task(what, total=max(total, 1))
-    with bar:
-        yield bar
-
-
-def _advance(bar: Progress, num_bytes: int) -> None:
-    bar.advance(bar.task_ids[0], num_bytes)
-
-
 def _show(console: Console, checkpoints: list[Path], with_sums: bool) -> int:
     if len(checkpoints) > 1:
         console.print(table_of_checkpoints([(path, _manifest_or_reason(path)) for path in checkpoints]))
@@ -236,25 +202,15 @@ def _manifest_or_reason(path: Path) -> Manifest | str:
 
 
 def _sums(path: Path, manifest: Manifest) -> dict[str, str]:
-    found: dict[str, str] = {}
     source = CheckpointSource(path, manifest)
-    with _progress(sum(each.num_bytes for each in manifest.tensors.values()), "reading") as bar:
-        for name, record in sorted(manifest.tensors.items()):
-            found[name] = sum_of(bytes_of(source.read(name)))
-            _advance(bar, record.num_bytes)
-    return found
+    return {name: sum_of(bytes_of(source.read(name))) for name in sorted(manifest.tensors)}
 
 
 def _verify(console: Console, checkpoints: list[Path]) -> int:
     results: list[tuple[Path, Manifest | str, list[str]]] = []
     for path in checkpoints:
         manifest = _manifest_or_reason(path)
-        if isinstance(manifest, str):
-            results.append((path, manifest, [manifest]))
-            continue
-        with _progress(sum(file.num_bytes for file in manifest.files), path.name) as bar:
-            problems = verify(FILES, path, partial(_advance, bar))
-        results.append((path, manifest, problems))
+        results.append((path, manifest, [manifest] if isinstance(manifest, str) else verify(FILES, path)))
     console.print(table_of_verified([(path, manifest, len(problems)) for path, manifest, problems in results]))
     damage = [each for _, _, problems in results for each in problems]
     for each in damage:
@@ -265,9 +221,7 @@ def _verify(console: Console, checkpoints: list[Path]) -> int:
 def _diff(console: Console, first: Path, second: Path) -> int:
     mine, theirs = CheckpointSource.open(first), CheckpointSource.open(second)
     left, right = mine.names, theirs.names
-    total = sum(record.num_bytes for name, record in mine.manifest.tensors.items() if name in right)
-    with _progress(total, "comparing") as bar:
-        differences = list(compare_tensors(mine, theirs, partial(_advance, bar)))
+    differences = list(compare_tensors(mine, theirs))
     values = compare_values(mine.manifest, theirs.manifest)
     if not (differences or values or left ^ right):
         console.print(f"{first} and {second} hold the same {len(left)} tensors, to the bit, and the same values")
@@ -283,10 +237,7 @@ def _diff(console: Console, first: Path, second: Path) -> int:
 def _export(console: Console, arguments: argparse.Namespace) -> int:
     path = find_checkpoints(Path(arguments.path), arguments.step)[-1]
     key, most_bytes, beside = arguments.key, arguments.file_bytes, arguments.beside
-    chosen = [each for name, each in read_manifest(FILES, path).tensors.items() if name.startswith(f"{key}/")]
-    with _progress(sum(each.num_bytes for each in chosen), "exporting") as bar:
-        seen = partial(_advance, bar)
-        written = export_model(path, arguments.out, key=key, most_bytes=most_bytes, beside=beside, progress=seen)
+    written = export_model(path, arguments.out, key=key, most_bytes=most_bytes, beside=beside)
     for each in written:
         console.print(f"{each}  {format_bytes(each.stat().st_size, 1024)}", markup=False)
     return 0

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,6 @@ _BACKENDS: Mapping[str, Callable[[], bool]] = {
     "ucc": dist.is_ucc_available,
 }
 _OPEN_LIMIT_S = 30.0
-_TRANSPORT = "GLOO_DEVICE_TRANSPORT"  # gloo's own variable: which kind of connections it makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def look_at_host(environment: Mapping[str, str]) -> HostFacts:
         backends={name: _backend(is_built) for name, is_built in _BACKENDS.items()},
         devices=tuple(map(_gpu, range(torch.cuda.device_count()))),
         cores=_cores(),
-        transports=_transports() | _protections(environment),
+        transports=_transports() | _protections(),
         packages={name: find_version(name).replace(UNKNOWN, "not installed") for name in PACKAGES},
         environment={name: environment[name] for name in VARIABLES if name in environment},
     )
@@ -133,25 +131,12 @@ def _transports() -> dict[str, HostFeature]:
     }
 
 
-def _protections(environment: Mapping[str, str]) -> dict[str, HostFeature]:
+def _protections() -> dict[str, HostFeature]:
     with private_network(True) as network:
         why_not = (
             "" if network else "the kernel does not let this user create one; owners of connections are still checked"
         )
-    return {
-        "a network of their own": HostFeature("CPU ranks of shardwise train on one host", why_not),
-        "TLS between hosts": HostFeature("gloo", _why_no_tls(environment)),
-    }
-
-
-def _why_no_tls(environment: Mapping[str, str]) -> str:
-    if environment.get(_TRANSPORT) != "TCP_TLS":
-        return f"{_TRANSPORT} is not TCP_TLS, so connections are not encrypted"
-    try:
-        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=_OPEN_LIMIT_S))
-    except RuntimeError as error:
-        return f"no group can be made ({str(error).strip().splitlines()[0]})"
-    return ""
+    return {"a network of their own": HostFeature("CPU ranks of shardwise train on one host", why_not)}
 
 
 def _why_no_gloo() -> str:

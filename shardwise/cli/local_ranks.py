@@ -48,37 +48,6 @@ _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has reported wh
 COMMAND = ("-m", "shardwise.cli.main")
 
 
-def needs_no_network(config: TrainConfig, device_type: str) -> bool:
-    """Return True if ranks never need the host's network: a user's own model may (downloads), and so may NCCL."""
-    return config.model_from is None and device_type == "cpu"
-
-
-def launch_ranks(
-    nproc: int,
-    device_type: str,
-    words: Sequence[str],
-    run: Path | None,
-    is_private: bool = False,
-    leave_s: float = LEAVE_S,
-) -> int:
-    """Run the command with the same arguments in ``nproc`` processes; return the exit code.
-
-    The first signal is passed on, as SIGTERM: ranks save and leave.  The second one ends them at once.
-    ``is_private``: run them in a network namespace of their own, where the kernel allows one.  ``leave_s``: seconds that
-    the others may take after a signal once the first rank has left.
-    """
-    with noted_signals() as received, ScratchFolder() as folder, private_network(is_private) as network:
-        told = _told(folder.path / "store")
-        ended = run_ranks(
-            nproc, device_type, (*COMMAND, *words), LaunchContext(received, told, network, _SAID, leave_s=leave_s)
-        )
-    return conclude(ended, received, run)
-
-
-def _told(store: Path) -> dict[str, object]:
-    return {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: store}
-
-
 def conclude(ended: Ended, received: Sequence[int], run: Path | None) -> int:
     """Say how the ranks ended, unless one has said so, and how to read their records in ``run``; return the exit code."""
     if ended.failure is not None:
@@ -136,23 +105,26 @@ class RestartPolicy:
     leave_s: float = LEAVE_S
 
 
-def launch_with_restarts(
-    folder: Path, config: TrainConfig, terms: RestartPolicy, nproc: int, device_type: str, words: Sequence[str]
+def launch_ranks(
+    folder: Path | None, config: TrainConfig, terms: RestartPolicy, nproc: int, device_type: str, words: Sequence[str]
 ) -> int:
     """Run the command with the same arguments in ``nproc`` processes, again if they fail; return the exit code.
 
-    Again only for what may be another time: see :func:`why_not`.
+    Again only for what may be another time: see :func:`why_not`.  The first signal is passed on, as SIGTERM: ranks save
+    and leave; the second one ends them at once.  ``folder``: of the run; None only without restarts: ranks choose one.
     """
     number, cause = 0, ""
-    is_private = needs_no_network(config, device_type)
+    # a user's own model may need the host's network (downloads), and so may NCCL
+    is_private = config.model_from is None and device_type == "cpu"
     with noted_signals() as received, ScratchFolder() as scratch, private_network(is_private) as network:
         while True:
-            attempt = Attempt(str(folder.absolute()), number, cause)
-            told = _told(scratch.path / f"store-{number}") | {ATTEMPT_VARIABLE: json.dumps(asdict(attempt))}
+            told: dict[str, object] = {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: scratch.path / f"store-{number}"}
+            if terms.max_restarts and folder is not None:
+                told[ATTEMPT_VARIABLE] = json.dumps(asdict(Attempt(str(folder.absolute()), number, cause)))
             place = LaunchContext(received, told, network, _SAID, leave_s=terms.leave_s)
             ended = run_ranks(nproc, device_type, (*COMMAND, *words), place)
             code = conclude(ended, received, folder)
-            if ended.failure is None or received:
+            if ended.failure is None or received or not terms.max_restarts:
                 return code
             reason = why_not(ended, terms, number)
             if reason is not None:
@@ -167,9 +139,7 @@ def why_not(ended: Ended, terms: RestartPolicy, number: int) -> str | None:
     """Return why ranks that ended like this are not started again, None if they are; ``number``: restarts so far."""
     if {EXIT_CONFIG, EXIT_FINAL} & set(ended.codes):
         return "a restart would end alike"
-    if number >= terms.max_restarts:
-        return f"--max-restarts {terms.max_restarts}"
-    return None
+    return f"--max-restarts {terms.max_restarts}" if number >= terms.max_restarts else None
 
 
 def ranks_for(config: TrainConfig, nproc: int, num_killed: int, min_nproc: int | None) -> int:

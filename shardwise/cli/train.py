@@ -37,8 +37,6 @@ from shardwise.cli.local_ranks import (
     check_leave,
     job_of,
     launch_ranks,
-    launch_with_restarts,
-    needs_no_network,
 )
 from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
@@ -570,14 +568,12 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         raise ConfigError(
             f"--min-nproc is {request.terms.min_nproc}, expected at most the {nproc} rank(s) of the start."
         )
+    folder = request.start.resume or request.start.out
     if request.terms.max_restarts:
         folder = request.start.resume or new_folder(request.start.out)
-        return launch_with_restarts(folder, request.config, request.terms, nproc, device_type, words)
-    if nproc == 1:
+    elif nproc == 1:
         return run_rank(request, device_type, os.environ)
-    is_private = needs_no_network(request.config, device_type)
-    place = request.start.resume or request.start.out
-    return launch_ranks(nproc, device_type, words, place, is_private, request.terms.leave_s)
+    return launch_ranks(folder, request.config, request.terms, nproc, device_type, words)
 
 
 def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:
