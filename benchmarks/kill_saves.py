@@ -328,7 +328,7 @@ def differing(run: Path, other: Path) -> list[str]:
     files = Files()
     places = [list_checkpoints(files, each / "checkpoints")[-1].path for each in (run, other)]
     first, second = map(CheckpointSource.open, places)
-    found = [each.name for each in compare_tensors(first, second, lambda _: None)]
+    found = [each.name for each in compare_tensors(first, second)]
     names = first.names ^ second.names
     changed = compare_values(first.manifest, second.manifest)
     return [*found, *names, *(each.name for each in changed if not each.name.startswith("rank/"))]

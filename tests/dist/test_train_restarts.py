@@ -56,7 +56,7 @@ def _differing(run: Path, other: Path) -> list[str]:
     first, second = map(CheckpointSource.open, places)
     assert first.names == second.names
     assert first.manifest.step == second.manifest.step
-    return [each.name for each in compare_tensors(first, second, lambda _: None)]
+    return [each.name for each in compare_tensors(first, second)]
 
 
 class Killer(threading.Thread):
