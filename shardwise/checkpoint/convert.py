@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import secrets
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -36,11 +34,10 @@ from shardwise.checkpoint.format import (
     split,
     whole,
 )
-from shardwise.checkpoint.load import INDEX, SINGLE, real_name
+from shardwise.checkpoint.load import INDEX, SINGLE
 from shardwise.checkpoint.save import SaveId, make_manifest, write_manifest, write_part
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.fsdp.module import FSDPModule
-from shardwise.safe_files import read_bytes, replace_file
+from shardwise.safe_files import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,6 @@ def export_model(
     step: int | None = None,
     key: str = "model",
     most_bytes: int = 5 * 10**9,
-    beside: Sequence[object] = (),
 ) -> list[Path]:
     """Write the model called ``key`` of a checkpoint as Hugging Face has models; return its files, the index last.
 
@@ -173,15 +169,14 @@ def export_model(
         folder: where checkpoints are, or one checkpoint; ``step``: which one (default: the newest).
         to: a folder; it is made.
         most_bytes: in one file: ``model.safetensors``, or ``model-0000n-of-0000m.safetensors`` and an index.
-        beside: what ``from_pretrained`` needs too.  A model of transformers, sharded or not: its config and generation config
-            are written.  The folder of one: its config and tokenizer files are copied.  Others, such as a tokenizer:
-            ``save_pretrained`` is called.
 
+    ``from_pretrained`` needs a config and a tokenizer in the folder, too: ``model.config.save_pretrained(to)`` and
+    ``tokenizer.save_pretrained(to)`` write them.
     Tied weights are written once, under their first name.  Memory: the largest tensor.  Not collective.
     Raises: CheckpointError, DamagedCheckpointError; FileExistsError for a file of weights that is there.
 
     Example:
-        >>> export_model("run", "exported", beside=[model, tokenizer])  # doctest: +SKIP
+        >>> export_model("run", "exported")  # doctest: +SKIP
     """
     source, target = CheckpointSource.open(folder, step), Path(to)
     if target.is_file():
@@ -204,36 +199,7 @@ def export_model(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         replace_file(target, INDEX, json.dumps(index, indent=2) + "\n")
         paths.append(target / INDEX)
-    for thing in beside:
-        _save_beside(thing, target)
     return paths
-
-
-# Files of a model's folder that are neither weights nor anything to run.
-_BESIDE = ("*config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*")
-
-
-def _save_beside(thing: Any, target: Path) -> None:
-    if isinstance(thing, str | Path):
-        folder = Path(thing)
-        names = sorted({path.name for pattern in _BESIDE for path in folder.glob(pattern)})
-        if not names:
-            raise ConfigError(f"{folder} has no config.json and no tokenizer files; name the folder of a model")
-        for name in names:
-            replace_file(target, name, read_bytes(folder, real_name(folder, name)))
-    elif isinstance(thing, nn.Module) and hasattr(thing, "config"):
-        config: Any = copy.copy(thing.config)
-        plain_class = next(each for each in type(thing).__mro__ if not issubclass(each, FSDPModule))
-        config.architectures = config.architectures or [plain_class.__name__]
-        config.save_pretrained(target)
-        if getattr(thing, "generation_config", None) is not None:
-            cast(Any, thing.generation_config).save_pretrained(target)
-    elif hasattr(thing, "save_pretrained") and not isinstance(thing, nn.Module):
-        thing.save_pretrained(target)
-    else:
-        raise ConfigError(
-            f"beside holds {type(thing).__name__}, expected a model with a config, a folder, or an object with save_pretrained"
-        )
 
 
 def _batches(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:

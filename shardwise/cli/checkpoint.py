@@ -236,8 +236,7 @@ def _diff(console: Console, first: Path, second: Path) -> int:
 
 def _export(console: Console, arguments: argparse.Namespace) -> int:
     path = find_checkpoints(Path(arguments.path), arguments.step)[-1]
-    key, most_bytes, beside = arguments.key, arguments.file_bytes, arguments.beside
-    written = export_model(path, arguments.out, key=key, most_bytes=most_bytes, beside=beside)
+    written = export_model(path, arguments.out, key=arguments.key, most_bytes=arguments.file_bytes)
     for each in written:
         console.print(f"{each}  {format_bytes(each.stat().st_size, 1024)}", markup=False)
     return 0

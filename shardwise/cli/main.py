@@ -141,13 +141,6 @@ def add_checkpoint_arguments(commands: argparse._SubParsersAction[argparse.Argum
     export.add_argument(
         "--file-bytes", type=read_num_bytes, default=5 * 10**9, metavar="SIZE", help="most in one file (default: 5 GB)"
     )
-    export.add_argument(
-        "--beside",
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="copy config.json, the generation config and the tokenizer files of this model's folder too",
-    )
     convert = actions.add_parser(
         "convert",
         help="make a checkpoint out of a DCP folder",
