@@ -45,11 +45,9 @@ class SpanListener(Protocol):
 
     def begin(self, track: str, what: str, subject: str) -> None:
         """``what`` begins on this thread, for ``subject`` (a unit, a message), on the event sequence ``track``."""
-        ...
 
     def end(self, what: str, subject: str, num_bytes: int) -> None:
         """The last begun ``what`` of ``subject`` on this thread ends; spans inside it that raised end too."""
-        ...
 
 
 listeners: list[SpanListener] = []  # changed by listening(), and by the profiler's records
@@ -277,7 +275,6 @@ class Instrument(Protocol):
 
     def on_event(self, event: Event) -> None:
         """Process ``event``; called on the thread that runs the step, in the order of events."""
-        ...
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
+from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import (
     C10dCommunicator,
     InPlaceStreamWork,
@@ -218,223 +218,6 @@ class Compression:
         return code.decode(coded, numel)[0, : shard.numel()].view(shard.shape).to(dtype)
 
 
-# ---- Coded sums over replicas: each rank gets one part of every rank, sums it, and sends the sum, coded again, to all.
-# These are two collectives with work of the host in between. The host waits for neither if it launches the second one
-# after backward has continued.
-
-# of unfinished sums; a single sum may be larger, and then overlaps at most this many bytes of others
-MOST_OPEN_BYTES = 1 << 26
-
-
-@dataclass(slots=True, eq=False)
-class CodedSum:
-    """The handle of one sum: every rank calls :meth:`begin`, :meth:`turn` and :meth:`end`, once each, in the same order.
-
-    Attributes:
-        packed, compression: the ranks, and the coding of what they send.
-        tensor: 1-D; summed in place.  section, params: which of its elements are coded, and the parameters in it.
-        sums: those that it is one of once it is launched.
-    """
-
-    holds_input: bool = field(default=False, init=False)
-
-    packed: C10dCommunicator
-    compression: Compression
-    section: CodedSection
-    tensor: torch.Tensor
-    params: Sequence[NamedTensor]
-    scale: Scale
-    sums: CodedSums | None = None
-    has_turned: bool = False
-    has_ended: bool = False
-    _numel: int = field(init=False)  # elements that one rank sums
-    _rows: torch.Tensor = field(init=False)  # what is sent, then its coding error, then the sum
-    _sent: torch.Tensor = field(init=False)
-    _received: torch.Tensor = field(init=False)
-    _rest: torch.Tensor | None = None
-    _exact: Handle | None = None  # the sum of the exact elements
-    _on_way: Handle | None = None
-    _buffers: list[PooledBuffer] = field(default_factory=list[PooledBuffer])
-
-    def begin(self) -> None:
-        """Send every rank the part that it sums; start the all-reduce of the exact elements."""
-        packed, compression, section, params = self.packed, self.compression, self.section, self.params
-        size, code = packed.size, section.code
-        self._sum_rest()
-        numel = self._numel = align(-(-section.coded_numel // size), code.block)
-        num_bytes = align(code.num_bytes(numel), 16)
-        whole = self._take_tensor(size * numel, torch.float32).view(1, -1)
-        section.take_coded(self.tensor.view(1, -1), whole)
-        compression.add_residuals(whole, section, params)
-        rows = self._rows = whole.view(size, numel)
-        self._sent = self._take_tensor(size * num_bytes, torch.uint8).view(size, num_bytes)
-        self._received = self._take_tensor(size * num_bytes, torch.uint8).view(size, num_bytes)
-        was = norm_of([rows])
-        code.encode(rows, self._codes(self._sent), rows)
-        compression.reductions.record(was, norm_of([rows]), params)
-        compression.reductions.count(
-            2 * num_bytes * (size - 1), 2 * section.coded_numel * self.tensor.dtype.itemsize * (size - 1) // size
-        )
-        self._on_way = self._launched(all_to_all_rows(self._received, self._sent, packed.group, self._is_async))
-
-    def turn(self) -> None:
-        """Sum the part that this rank has received, and send the sum to all."""
-        self.has_turned = True
-        code, rows, numel = self.section.code, self._rows, self._numel
-        self._wait()
-        total = torch.zeros(1, numel, dtype=torch.float32, device=rows.device)
-        for row in self._received.unsqueeze(1):
-            total += code.decode(self._codes(row), numel)
-        result = self._sent[:1]  # its first use is over: the all-to-all has sent it
-        code.encode(total, self._codes(result), total)
-        rows[self.packed.rank] += total[0]  # the error of the coded sum; this rank adds it to its own next gradient
-        self.compression.store_residuals(rows.view(1, -1), self.section, self.params)
-        work = all_gather_single(self._received.view(-1), result.view(-1), self.packed.group, self._is_async)
-        self._on_way = self._launched(work)
-
-    def end(self) -> None:
-        """Write the sum into ``tensor``."""
-        self.has_ended = True
-        self._wait()
-        section = self.section
-        section.code.decode_run(self._codes(self._received), self._numel, 0, self._rows)
-        size = self.packed.size
-        total = self._rows.view(1, -1).div_(float(size) if self.scale.divisor is None else self.scale.divisor)
-        section.put_coded(total, self.tensor.view(1, -1))
-        if self._exact is not None:
-            self._exact.wait()
-        if self._rest is not None:
-            windows = self._windows()
-            torch_private.copy_all(windows, list(self._rest.split([window.numel() for window in windows])))
-        for buffer in self._buffers:
-            buffer.release()
-        self._buffers.clear()
-
-    def is_done(self) -> bool:
-        return self.has_ended
-
-    def wait(self) -> None:
-        if self.sums is not None:
-            self.sums.end(self)
-
-    def cancel(self) -> None:
-        """Cancel the collectives in flight; other ranks do the same at the same place."""
-        if self.has_ended or self.sums is None:
-            return
-        self.sums.forget(self)
-        self.has_turned = self.has_ended = True
-        on_way, exact, self._on_way, self._exact = self._on_way, self._exact, None, None
-        for handle in (on_way, exact):
-            if handle is not None:
-                handle.cancel()
-        for buffer in self._buffers:
-            buffer.lose()  # an unfinished collective may still write to it
-        self._buffers.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the sum takes until it ends, without exact elements and scales."""
-        return 6 * self.section.coded_numel  # float32 rows, and codes in two buffers
-
-    def shares_with(self, other: CodedSum) -> bool:
-        """Return True if both reduce gradients of one parameter: the later sum must add the coding error of the earlier."""
-        return self.compression is other.compression and not {*map(id, self.params)}.isdisjoint(map(id, other.params))
-
-    def _sum_rest(self) -> None:
-        windows = self._windows()
-        if not windows:
-            return
-        self._rest = torch.cat(windows)
-        if self._is_async:
-            self._exact = self.packed.all_reduce(self._rest, self.scale)
-        else:
-            self.packed.all_reduce_here(self._rest, self.scale)
-
-    def _windows(self) -> list[torch.Tensor]:
-        return [self.tensor.narrow(0, start, numel) for start, numel in self.section.rest]
-
-    def _codes(self, messages: torch.Tensor) -> torch.Tensor:
-        return messages[:, : self.section.code.num_bytes(self._numel)]
-
-    def _take_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        flat, buffer = self.packed.pool.acquire_tensor(numel, dtype)
-        self._buffers.append(buffer)
-        return flat
-
-    @property
-    def _is_async(self) -> bool:
-        return not self.packed.stream.is_concurrent
-
-    def _launched(self, work: torch.distributed.Work | None) -> Handle:
-        return Launched(work, lambda _: None, self.tensor, None, self.packed.group)
-
-    def _wait(self) -> None:
-        on_way, self._on_way = self._on_way, None
-        if on_way is not None:
-            on_way.wait()
-
-
-class CodedSums:
-    """Sums of all groups of an engine that have begun and not ended, in launch order.
-
-    A sum turns once the next unit's sums have begun, and ends once those of the unit after that have begun.  It does so
-    earlier if it or the sum before it is waited for, or if more sums would take too much memory.  All ranks reach these
-    places in the same order, and the sums travel while backward continues.
-
-    Attributes:
-        open: those sums.
-    """
-
-    def __init__(self) -> None:
-        self.open: list[CodedSum] = []
-        self._num_earlier = 0  # number of open sums that had begun before the last go_on()
-
-    def launch(self, coded: CodedSum) -> Handle:
-        """Begin ``coded``."""
-        while self.open and sum([each.num_bytes for each in self.open]) > max(MOST_OPEN_BYTES, coded.num_bytes):
-            self.end(self.open[0])
-        for each in [each for each in self.open if each.shares_with(coded)]:
-            self._turn(each)
-        coded.begin()
-        coded.sums = self
-        self.open.append(coded)
-        return coded
-
-    def go_on(self) -> None:
-        """End the sums that had turned, and turn the sums that had begun, before the last call of this."""
-        earlier = self.open[: self._num_earlier]
-        turned = [each for each in earlier if each.has_turned]
-        if earlier:
-            self._turn(earlier[-1])
-        for each in turned:
-            self.end(each)
-        self._num_earlier = len(self.open)
-
-    def end(self, coded: CodedSum) -> None:
-        """End ``coded`` if it has not ended; first turn the sums before it and the one after it."""
-        if coded.has_ended:
-            return
-        self._turn(coded)
-        following = self.open[self.open.index(coded) + 1 :][:1]
-        for each in following:
-            self._turn(each)
-        self.forget(coded)
-        coded.end()
-
-    def forget(self, coded: CodedSum) -> None:
-        """Remove ``coded``."""
-        if coded in self.open:
-            number = self.open.index(coded)
-            self._num_earlier -= number < self._num_earlier
-            del self.open[number]
-
-    def _turn(self, coded: CodedSum) -> None:
-        """Turn ``coded`` and the sums before it, if they have not turned."""
-        for each in self.open[: self.open.index(coded) + 1]:
-            if not each.has_turned:
-                each.turn()
-
-
 class _CodedGather:
     """The ends of an all-gather of coded sections: every rank decodes all sections, its own included."""
 
@@ -495,12 +278,9 @@ class CompressedCommunicator(RoutedCommunicator):
     Collectives that a user has set take precedence.
     """
 
-    def __init__(
-        self, packed: C10dCommunicator, pass_tracker: PassTracker, compression: Compression, sums: CodedSums
-    ) -> None:
+    def __init__(self, packed: C10dCommunicator, pass_tracker: PassTracker, compression: Compression) -> None:
         super().__init__(packed, pass_tracker)
         self._compression = compression
-        self._sums = sums
 
     @property
     def planned_link(self) -> Link | None:
@@ -539,20 +319,17 @@ class CompressedCommunicator(RoutedCommunicator):
         self._compression.reductions.count(
             section.message_bytes * (size - 1), section.numel * ends.dtype.itemsize * (size - 1)
         )
-        if stream.is_concurrent:
-            stream.wait_current()
-            with stream.run():
-                sent = self._messages(flat.view(size, -1), section, ends.params)
-                received = torch.empty_like(sent)
-                work = all_to_all_rows(received, sent, packed.group, async_op=False)
+        stream.wait_current()
+        with stream.run():
+            sent = self._messages(flat.view(size, -1), section, ends.params)
+            received = torch.empty_like(sent)
+            work = all_to_all_rows(received, sent, packed.group, async_op=not stream.is_concurrent)
+            if stream.is_concurrent:
                 if work is not None:
                     work.wait()  # the side stream waits, not the host
                 self._deliver_sum(ends, section, received, scale)
-            return StreamWork(stream, buffer.release, buffer.release, flat)
-        sent = self._messages(flat.view(size, -1), section, ends.params)
+                return StreamWork(stream, buffer.release, buffer.release, flat)
         buffer.release()
-        received = torch.empty_like(sent)
-        work = all_to_all_rows(received, sent, packed.group, async_op=True)
         return Launched(work, lambda got: self._deliver_sum(ends, section, got, scale), received, None, packed.group)
 
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
@@ -580,17 +357,52 @@ class CompressedCommunicator(RoutedCommunicator):
         if note("reduction", "replicas", [tensor]):
             return LeftOut()
         coding, stream = self._compression.policy.reduce, self.packed.stream
-        section = None
-        if contents is not None and coding is not None:
-            section = self._compression.section_of(contents, tensor.dtype, coding)
-        if contents is None or section is None or not section.runs:
+        if contents is None or coding is None:
             return self.packed.all_reduce(tensor, scale)
-        coded = CodedSum(self.packed, self._compression, section, tensor, contents.params, scale)
-        if not stream.is_concurrent:
-            return self._sums.launch(coded)
+        section = self._compression.section_of(contents, tensor.dtype, coding)
+        if not section.runs:
+            return self.packed.all_reduce(tensor, scale)
         stream.wait_current()
         with stream.run():
-            coded.begin()
-            coded.turn()
-            coded.end()
+            self._sum(tensor, section, contents.params, scale)
         return InPlaceStreamWork(stream)
+
+    def _sum(self, tensor: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor], scale: Scale) -> None:
+        """Sum ``tensor`` in place, with the current stream; on the host, wait: for the parts, then for their sums."""
+        packed, code, size = self.packed, section.code, self.size
+        windows = [tensor.narrow(0, start, numel) for start, numel in section.rest]
+        if windows:
+            exact = torch.cat(windows)
+            packed.all_reduce_here(exact, scale)
+            torch_private.copy_all(windows, list(exact.split([window.numel() for window in windows])))
+        numel = align(-(-section.coded_numel // size), code.block)  # elements that one rank sums
+        coded_bytes = code.num_bytes(numel)
+        num_bytes = align(coded_bytes, 16)
+        takes = [(size * numel, torch.float32), *[(size * num_bytes, torch.uint8)] * 2]
+        taken = [packed.pool.acquire_tensor(*each) for each in takes]
+        whole, sent, received = (flat.view(1 if flat.is_floating_point() else size, -1) for flat, _ in taken)
+        section.take_coded(tensor.view(1, -1), whole)
+        self._compression.add_residuals(whole, section, params)
+        rows, was = whole.view(size, numel), norm_of([whole])
+        code.encode(rows, sent[:, :coded_bytes], rows)  # from here on, ``rows`` is the coding error
+        self._compression.reductions.record(was, norm_of([whole]), params)
+        self._compression.reductions.count(
+            2 * num_bytes * (size - 1), 2 * section.coded_numel * tensor.dtype.itemsize * (size - 1) // size
+        )
+        is_async = not packed.stream.is_concurrent
+        self._complete(all_to_all_rows(received, sent, packed.group, is_async))
+        total = torch.zeros(1, numel, dtype=torch.float32, device=tensor.device)
+        for row in received.unsqueeze(1):
+            total += code.decode(row[:, :coded_bytes], numel)
+        result = sent[:1]
+        code.encode(total, result[:, :coded_bytes], total)
+        rows[self.rank] += total[0]  # the error of the coded sum; this rank adds it to its own next gradient
+        self._compression.store_residuals(whole, section, params)
+        self._complete(all_gather_single(received.view(-1), result.view(-1), packed.group, is_async))
+        code.decode_run(received[:, :coded_bytes], numel, 0, rows)
+        section.put_coded(whole.div_(self._divisor(scale)), tensor.view(1, -1))
+        for _, buffer in taken:
+            buffer.release()
+
+    def _complete(self, work: dist.Work | None) -> None:
+        Launched(work, lambda _: None, torch.empty(0, device="cpu"), None, self.packed.group).wait()

@@ -138,14 +138,12 @@ class Handle(Protocol):
 
     def wait(self) -> None:
         """Order the current stream after it (on CPU: block), deliver its result, release its buffers.  Call once."""
-        ...
 
     def cancel(self) -> None:
         """Drop the result and release the buffers; wait only if the backend may still write to them.
 
         Buffers of a collective that does not end are never released.
         """
-        ...
 
 
 _Ends = TypeVar("_Ends")
@@ -278,7 +276,6 @@ class GatherEnds(Protocol):
 
     def deliver(self, packed: torch.Tensor) -> None:
         """Use the result: 1-D, ``size * len(shard)`` elements, valid only during the call."""
-        ...
 
 
 class ScatterEnds(Protocol):
@@ -311,7 +308,6 @@ class ScatterEnds(Protocol):
 
     def fill(self, packed: torch.Tensor) -> None:
         """Write every section of the 1-D buffer ``packed`` (``size * section_numel`` elements)."""
-        ...
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
         """Return, for every tensor of ``layout``, the window of the gradient that belongs to ``rank``."""
@@ -319,7 +315,6 @@ class ScatterEnds(Protocol):
 
     def drop(self) -> None:
         """Release the gradients: all their parts are copied."""
-        ...
 
     def target(self) -> torch.Tensor:
         """Return the destination of this rank's reduced section: 1-D, ``section_numel`` elements; always the same tensor."""
@@ -327,7 +322,6 @@ class ScatterEnds(Protocol):
 
     def deliver(self, section: torch.Tensor) -> None:
         """Use this rank's reduced section: ``target()``, or another tensor, which is copied."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,6 @@ class InPlaceSums(Protocol):
 
     def end(self) -> None:
         """Wait for all sums."""
-        ...
 
 
 class Link(Protocol):
@@ -181,11 +180,9 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Leave the pass; return when no rank reads this rank's shards any more."""
-        ...
 
     def abort(self) -> None:
         """Leave the pass after a failure on this rank, and notify the other ranks if the link can."""
-        ...
 
     def takes_gather(self, ends: GatherEnds) -> bool:
         """Return True if the link does this all-gather; the same on every rank."""
@@ -227,7 +224,6 @@ class LinkedBucket(Protocol):
 
     def move_to_shared_memory(self) -> None:
         """Move the section to memory of :attr:`LinkProvider.take_shareable`; ``place`` stays None if there is none."""
-        ...
 
 
 class LinkedGroup(Protocol):

@@ -52,7 +52,6 @@ class Stream(Protocol):
 
     def wait_event(self, event: Any) -> None:
         """Start the work that follows after ``event``."""
-        ...
 
     def record_event(self) -> Any:
         """Return an event after all work that is enqueued on this stream."""

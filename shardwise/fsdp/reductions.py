@@ -288,8 +288,6 @@ class Reductions:
         added = self._absorb(launch, gradients) if self._deferred else launch.partial
         try:
             self._reduce(launch, gradients, added)
-            if self._comm_ctx.coded_sums.open:
-                self._comm_ctx.coded_sums.go_on()
         except RuntimeError as error:
             if not concerns_others(error):
                 raise

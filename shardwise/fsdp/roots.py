@@ -239,7 +239,7 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
     ) -> RoutedCommunicator:
         packed = C10dCommunicator(process_group, stream, comm_ctx.pool, group.custom, fetch)
         if coded is not None:
-            return CompressedCommunicator(packed, comm_ctx.pass_tracker, coded, comm_ctx.coded_sums)
+            return CompressedCommunicator(packed, comm_ctx.pass_tracker, coded)
         return RoutedCommunicator(packed, comm_ctx.pass_tracker)
 
     custom = group.custom

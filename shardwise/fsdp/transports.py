@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.collectives.buffer_pool import BufferPool, keep_heap
-from shardwise.collectives.compressed import CodedSums
 from shardwise.collectives.routes import LinkSource, PassTracker, Transport
 from shardwise.collectives.streams import CommStreams, device_of
 
@@ -23,7 +22,6 @@ class CommContext:
         transport: the transport that this rank wants.
         pass_tracker: tracks passes, in which links may be used.
         links: the sources of links, by name of their process group.
-        coded_sums: compressed all-reduces over replicas in flight.
     """
 
     device: torch.device
@@ -31,7 +29,6 @@ class CommContext:
     pool: BufferPool
     transport: Transport = "auto"
     pass_tracker: PassTracker = field(default_factory=PassTracker)
-    coded_sums: CodedSums = field(default_factory=CodedSums)
     links: dict[str, LinkSource] = field(default_factory=dict[str, LinkSource])
 
     @classmethod
