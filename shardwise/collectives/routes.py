@@ -14,7 +14,7 @@ from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import C10dCommunicator, resolve_scale
 from shardwise.collectives.protocol import GatherEnds, Handle, OnceHandle, Scale, ScatterEnds, SumContents
-from shardwise.errors import ConfigError, DesyncError
+from shardwise.errors import ConfigError
 from shardwise.layout import Bucket
 from shardwise.observe import hearers, note, now, remember, tell, thread
 
@@ -313,7 +313,6 @@ class PassTracker:
         number: a number that no other pass of this engine has; None outside of any.
         known_links: group name -> the link of the last pass, for planning.
         entries: group name -> the state of the group's link.
-        tell: is called with the reason when ranks disagree about a link.
     """
 
     def __init__(self) -> None:
@@ -323,7 +322,6 @@ class PassTracker:
         self.entries: dict[str, _Entry] = {}
         self.known_links: dict[str, Link | None] = {}
         self.number: int | None = None
-        self.tell: Callable[[str], None] = lambda _: None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
         """Let ``prepare`` return the link of ``group`` before each pass; None: no link."""
@@ -371,11 +369,7 @@ class PassTracker:
         return [name for name, entry in self.entries.items() if entry.is_agreed]
 
     def _prepare(self, name: str, entry: _Entry) -> None:
-        try:
-            entry.link = self.known_links[name] = entry.prepare()
-        except DesyncError as error:
-            self.tell(str(error))  # ranks of other groups may wait for this rank
-            raise
+        entry.link = self.known_links[name] = entry.prepare()
         entry.is_prepared, entry.has_no_link = True, entry.link is None
 
     def begin(self, kind: PassKind) -> None:

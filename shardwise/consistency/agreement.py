@@ -12,8 +12,7 @@ import json
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NoReturn
@@ -22,22 +21,19 @@ import torch.distributed as dist
 
 from shardwise.consistency import store as alarm
 from shardwise.consistency.failure_report import (
-    ASKS,
     cited,
     gone_in_words,
     in_short,
     leave,
     look_next,
-    out_of_reach,
-    out_of_reach_in_words,
     report_of,
     status_in_words,
     watch_end,
     watch_waits,
-    who_left,
+    why_failed,
 )
 from shardwise.consistency.liveness import announce, enable_keepalive, is_gone
-from shardwise.consistency.process_groups import abort_connections, check_peers, patience_s
+from shardwise.consistency.process_groups import check_peers, patience_s
 from shardwise.consistency.store import LOOK_S, JobStore, wait_until
 from shardwise.errors import DesyncError, ShardwiseError, StateError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
@@ -187,11 +183,6 @@ class StoreExchange:
         """Return which of ``ranks`` are known to be processes that have ended."""
         return [] if self.notes is None else [rank for rank in ranks if is_gone(self.notes, self.members[rank])]
 
-    def out_of_reach(self, ranks: Iterable[int], error: str) -> list[int]:
-        """Return which of ``ranks`` are on hosts that do not answer, according to ``error`` or to a rank's failure report."""
-        places = {self.members[rank]: rank for rank in ranks}
-        return [places[name] for name in out_of_reach(self.notes, list(places), error)]
-
     def absence(self, ranks: Sequence[int], late: str) -> str:
         """Return a text about ``ranks`` that have posted nothing: which of them are gone, if any is, else ``late``.
 
@@ -266,25 +257,6 @@ _RULE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where a rank is: the number of its calls, the last ones, and a note."""
-
-    num_calls: int
-    recent: tuple[str, ...]
-    note: str = ""
-
-    def to_text(self) -> str:
-        """Return the position as one JSON object."""
-        return json.dumps({"num_calls": self.num_calls, "recent": self.recent, "note": self.note})
-
-    @classmethod
-    def from_text(cls, text: str) -> Position:
-        """Return the position that :meth:`to_text` wrote."""
-        fields = json.loads(text)
-        return cls(fields["num_calls"], tuple(fields["recent"]), fields["note"])
-
-
 class MismatchCheck:
     """The mismatch check of one engine."""
 
@@ -299,45 +271,32 @@ class MismatchCheck:
         self._agreed: set[str] = set()
         self.groups: list[dist.ProcessGroup] = []  # those that the engine uses
 
-    def check_plan(self, calls: Sequence[str], position: Position) -> None:
+    def check_plan(self, calls: Sequence[str], left_order: str = "") -> None:
         """Raise DesyncError on every rank unless all ranks have planned the same ``calls``.
 
-        Plans that ranks have agreed on before are not compared again.
+        Plans that ranks have agreed on before are not compared again.  ``left_order``: how this rank has deviated.
         """
-        text = json.dumps(list(calls))
+        text = json.dumps(["collectives in a step", *calls])
         if text not in self._agreed:
-            self._compare(
-                "plan",
-                text,
-                position,
-                lambda other, theirs: _first_difference(calls, json.loads(theirs), self._rank, other),
-                lambda others: (
-                    f"{others} did not finish a step within {self._exchange.timeout_s:g} s of rank {self._rank}"
-                    f"{', which has changed its order of units: ' * bool(position.note)}{position.note}"
-                ),
-            )
+            why = f", which has changed its order of units: {left_order}" * bool(left_order)
+            within = f"within {self._exchange.timeout_s:g} s of rank {self._rank}{why}"
+            self._compare("plan", text, lambda others: f"{others} did not finish a step {within}")
             self._agreed.add(text)
 
-    def check_facts(self, what: str, facts: Sequence[str], position: Position) -> None:
+    def check_facts(self, what: str, facts: Sequence[str]) -> None:
         """Raise DesyncError on every rank unless all ranks have the same ``facts`` about ``what``.
 
         Call it before the first collective whose sizes depend on them: a backend that gets other sizes than its peers
         may end the process, and equal sizes by chance silently mix tensors.
         """
-        mine = [what, *facts]
-        self._compare(
-            "facts",
-            json.dumps(mine),
-            position,
-            lambda other, theirs: _first_fact(mine, json.loads(theirs), self._rank, other),
-            lambda others: f"rank {self._rank} has new {what}, unlike {others}: {_listed(facts)}",
-        )
+        new = f"rank {self._rank} has new {what}"
+        self._compare("facts", json.dumps([what, *facts]), lambda others: f"{new}, unlike {others}: {_listed(facts)}")
 
     def post_writes(self, place: str, values: Sequence[str]) -> None:
         """Post what this rank has written at ``place``; no rank waits."""
         self._exchange.post(f"writes/{place}", json.dumps(list(values)))
 
-    def check_writes(self, place: str, values: Sequence[str], position: Position) -> None:
+    def check_writes(self, place: str, values: Sequence[str]) -> None:
         """Raise DesyncError unless all ranks have posted the same ``values`` at ``place``, which all have passed."""
         exchange = self._exchange
         found = exchange.collect(f"writes/{place}", exchange.peers(), GRACE_S)
@@ -352,7 +311,7 @@ class MismatchCheck:
                     "parameter, so that all must write the same: gather what the values are made of first, or write on one "
                     "rank and broadcast"
                 )
-                self._refuse(problem, position)
+                raise DesyncError(f"{problem}\n{_RULE}")
 
     @property
     def rank(self) -> int:
@@ -367,7 +326,7 @@ class MismatchCheck:
         """Return what a rank has posted about ``what``, None if there is nothing; does not wait."""
         return self._exchange.store.peek(f"{self._exchange.prefix}/{what}")
 
-    def union(self, topic: str, mine: Sequence[str], position: Position) -> set[str]:
+    def union(self, topic: str, mine: Sequence[str]) -> set[str]:
         """Return the union of all ranks' ``mine``, the same on every rank; all call it at the same place of their program.
 
         Raises: DesyncError if a rank does not call it.
@@ -376,51 +335,35 @@ class MismatchCheck:
         found = exchange.gather(topic, json.dumps(list(mine)))
         if absent := exchange.absent(found):
             late = f"rank {self._rank} has new {topic}, unlike {exchange.named(absent)}: {_listed(mine)}"
-            self._refuse(exchange.absence(absent, late), position)
+            raise DesyncError(f"{exchange.absence(absent, late)}\n{_RULE}")
         return set[str]().union(*map(json.loads, found.values()))
 
-    def check_deviation(self, what: str, position: Position) -> None:
+    def check_deviation(self, what: str) -> None:
         """Raise DesyncError unless all ranks deviate from their plan here, in the way that ``what`` describes.
 
         Call it before the first unplanned collective: its sizes may differ, and a backend that gets other sizes than
         its peers may overwrite memory.
         """
-        left = "left the order of units"
+        text = json.dumps(["deviations from the order of units", what])
         self._compare(
-            "deviation",
-            what,
-            position,
-            lambda other, theirs: f"ranks {left} differently: rank {self._rank}: {what}; rank {other}: {theirs}",
-            lambda others: f"rank {self._rank} {left}, unlike {others}: {what}",
+            "deviation", text, lambda others: f"rank {self._rank} left the order of units, unlike {others}: {what}"
         )
 
-    def _compare(
-        self,
-        topic: str,
-        text: str,
-        position: Position,
-        different: Callable[[int, str], str],
-        late: Callable[[str], str],
-    ) -> None:
+    def _compare(self, topic: str, text: str, late: Callable[[str], str]) -> None:
+        """Raise DesyncError unless all ranks post the same ``text``, a JSON list: a name, then what it is made of."""
         exchange = self._exchange
         found = exchange.gather(topic, text, lambda found: len(set(found.values())) > 1)
-        problem = next((different(exchange.members[other], each) for other, each in found.items() if each != text), "")
-        if not problem and (absent := exchange.absent(found)):
-            problem = exchange.absence(absent, late(exchange.named(absent)))
-        if problem:
-            self._refuse(problem, position)
+        other = next((other for other, each in found.items() if each != text), None)
+        if other is not None:
+            theirs = exchange.members[other]
+            raise DesyncError(
+                f"{_first_difference(json.loads(text), json.loads(found[other]), self._rank, theirs)}\n{_RULE}"
+            )
+        if absent := exchange.absent(found):
+            raise DesyncError(f"{exchange.absence(absent, late(exchange.named(absent)))}\n{_RULE}")
 
-    def _refuse(self, problem: str, position: Position) -> NoReturn:
-        self.tell(Position(position.num_calls, position.recent, problem))
-        raise DesyncError(f"{problem}\n{_RULE}")
-
-    def tell(self, position: Position) -> None:
-        """Post where this rank is, and why it stops, for the others to read."""
-        with suppress(TransportError):
-            self._exchange.post("failure", position.to_text())
-
-    def explain(self, error: BaseException, position: Position) -> DesyncError:
-        """Return an error with the positions of all ranks when a collective failed on this one.
+    def explain(self, error: BaseException, position: str) -> DesyncError:
+        """Return the error for a collective that failed on this rank at ``position``, with what is known of the others.
 
         After a backend's own error the engine's groups are unusable: their connections are closed, so that no rank
         waits there for this one while it queries the others.
@@ -428,68 +371,15 @@ class MismatchCheck:
         if alarm.deadlock:
             return DesyncError(alarm.deadlock[0])
         why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
-        lines = [f"rank {self._rank} failed at {_describe(position)}: {why}"]
-        leave(f"{lines[0]}{ASKS}")
-        try:
-            self._exchange.post("failure", position.to_text())
-            if not isinstance(error, ShardwiseError):
-                for group in filter(is_gloo, self.groups):
-                    with suppress(RuntimeError):
-                        abort_connections(group)
-            status = status_in_words(self._exchange.members)
-            lines += [*filter(None, [status]), *self._reports(str(error)), _RULE]
-        except TransportError as gone:
-            lines.append(str(gone))
-        return DesyncError("\n".join(lines))
-
-    def _reports(self, said: str) -> Iterator[str]:
-        """Yield the positions of the other ranks; about ranks that are gone, what ``said`` does not contain yet.
-
-        Once a rank is gone, or a host does not answer, the cause is known, and the others are not waited for.  Neither
-        is a rank that left by an exception: it may continue, and would wait for this rank in its next step.
-        """
-        exchange, silent, left = self._exchange, list[int](), who_left(said)
-        far = exchange.out_of_reach(exchange.peers(), said)
-        is_known = bool(far or exchange.gone(exchange.peers()))
-        # A rank that compares itself with the first one waits longer than a backend does.
-        deadline = time.monotonic() + (LOOK_S if is_known else 2 * GRACE_S)
-        for other in exchange.peers():  # one by one: others may report while one is gone
-            rank = exchange.members[other]
-            limit_s = LOOK_S if rank in left else deadline - time.monotonic()
-            text = exchange.collect("failure", [other], limit_s).get(other)
-            if text is not None:
-                yield f"rank {rank} was at {_describe(Position.from_text(text))}"
-            elif not exchange.gone([other]):
-                silent += [other] * (rank not in left)
-            elif f"rank {rank} is gone" not in said:
-                yield exchange.absence([other], "")
-        lost = [other for other in silent if other in far]
-        if lost:
-            yield out_of_reach_in_words([exchange.members[other] for other in lost])
-        if silent and not is_known:
-            yield exchange.absence(
-                silent, f"{exchange.named(silent)} reported nothing: still running, stopped, or on another host"
-            )
-
-
-def _describe(position: Position) -> str:
-    last = position.recent[-1] if position.recent else "no call yet"
-    note = f" ({position.note})" if position.note else ""
-    before = f", after {', '.join(position.recent[:-1])}" if len(position.recent) > 1 else ""
-    return f"call {position.num_calls}: {last}{before}{note}"
+        failed = f"rank {self._rank} failed at {position}: {why}"
+        others = why_failed(failed, error, self.members, self._rank, self._exchange.notes, self.groups)
+        return DesyncError("\n".join(filter(None, [failed, others, _RULE])))
 
 
 def _first_difference(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
-    for index, (left, right) in enumerate(zip_longest(mine, theirs, fillvalue="the end of the step")):
-        if left != right:
-            return f"ranks differ at collective {index} of the step: rank {rank} has {left}, rank {other} has {right}"
-    return f"rank {rank} and rank {other} differ"
-
-
-def _first_fact(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
     if mine[0] != theirs[0]:
         return f"ranks are at different places: rank {rank} compares {mine[0]}, rank {other} compares {theirs[0]}"
-    for left, right in zip_longest(mine, theirs, fillvalue="nothing more"):
+    for left, right in zip_longest(mine[1:], theirs[1:], fillvalue="nothing more"):
         if left != right:
             return f"ranks have different {mine[0]}: rank {rank} has {left}, rank {other} has {right}"
     return f"rank {rank} and rank {other} differ"
@@ -636,33 +526,20 @@ class GroupAgreement:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
         if not isinstance(error, ShardwiseError) and is_gloo(self.group) and self._is_refused_by_all(what, error):
             return TransportError(f"{what}: the backend refused the call on every rank: {in_short(error)}")
-        self.exchange.post("stuck", what)
-        if not isinstance(error, ShardwiseError) and is_gloo(self.group):
-            # a backend's own error: no rank may wait for this one while it queries the others
-            with suppress(RuntimeError):
-                abort_connections(self.group)
-        far = self.exchange.out_of_reach(self.exchange.peers(), str(error))  # they cannot report their positions
-        limit_s = LOOK_S if far else GRACE_S
-        found = self.exchange.collect("stuck", range(self.size), limit_s, self._has_failure, range(self.size))
+        others = why_failed(
+            f"{what} on rank {self.name}: {in_short(error)}",
+            error,
+            self.exchange.members,
+            self.name,
+            self.exchange.notes,
+            [self.group],
+        )
         failure = self.failure()  # a report that arrived meanwhile knows more than this rank
         if failure is not None:
             return DesyncError(f"{what} cannot finish on rank {self.name}: {failure}")
-        absent = self.exchange.absent(found)
-        elsewhere = {rank: place for rank, place in found.items() if place != what}
-        cause = "; ".join(f"rank {self.exchange.members[rank]} was in {place}" for rank, place in elsewhere.items())
-        lost = [rank for rank in absent if rank in far]
-        if lost:
-            cause = "; ".join(
-                part for part in (out_of_reach_in_words([self.exchange.members[rank] for rank in lost]), cause) if part
-            )
-        elif absent:
-            others = f"{self._names(absent)} did not take part"
-            cause = "; ".join(part for part in (self._gone_text(absent), others, cause) if part)
-        status = status_in_words(self.exchange.members)
         text = (
-            f"{what}: {cause or 'the collective failed on every rank'} (timeout {self.exchange.timeout_s:g} s). "
-            f"{f'{status}. ' * bool(status)}Every rank must make the same calls in the same order; first error: "
-            f"{in_short(error)}"
+            f"{what}: {others or 'the collective failed on every rank'} (timeout {self.exchange.timeout_s:g} s). Every rank "
+            f"must make the same calls in the same order; first error: {in_short(error)}"
         )
         self.report_failure(f"rank {self.name} was in {text}")
         return DesyncError(text)
@@ -677,14 +554,6 @@ class GroupAgreement:
         found = self.exchange.collect(place, range(self.size), LOOK_S, self._has_failure)
         return not self.exchange.absent(found) and set(found.values()) == {what}
 
-    def _gone_text(self, ranks: Sequence[int]) -> str:
-        """Return which of ``ranks`` are gone, with their last errors, or those of the others."""
-        names = [self.exchange.members[rank] for rank in ranks]
-        gone = [self.exchange.members[rank] for rank in self.exchange.gone(ranks)]
-        return (
-            gone_in_words(self.exchange.notes, gone) if gone else cited(self.exchange.notes, names).removeprefix("; ")
-        )
-
     def _names(self, ranks: Sequence[int]) -> str:
         members = self.exchange.members
         whole = self.size if members == tuple(range(self.size)) else f"the group of {format_ranks(members)}"
@@ -698,13 +567,14 @@ class GroupAgreement:
         found = self.exchange.gather("agree", json.dumps([what, _digest(facts), text, said]), self._has_failure)
         if absent := self.exchange.absent(found):
             self._explain_absence(what, absent)
-        notes = {self.exchange.members[rank]: _Note(*json.loads(text)) for rank, text in found.items()}
-        if error is None and (failed := {rank: note.error for rank, note in notes.items() if note.error}):
-            causes = "; ".join(f"rank {rank} raised {_short(text)}" for rank, text in failed.items())
+        calls, digests, errors, texts = zip(*map(json.loads, found.values()), strict=True)
+        if error is None and any(errors):
+            failed = [(rank, each) for rank, each in zip(self.exchange.members, errors, strict=True) if each]
+            causes = "; ".join(f"rank {rank} raised {_short(text)}" for rank, text in failed)
             raise DesyncError(f"{what} stopped on rank {self.name} because {causes}")
-        if error is None and len({(note.what, note.digest) for note in notes.values()}) > 1:
-            self._raise_disagreement([note.what for note in notes.values()], facts)
-        return [note.said or "" for note in notes.values()]
+        if error is None and len({*zip(calls, digests, strict=True)}) > 1:
+            self._raise_disagreement(calls, facts)
+        return [each or "" for each in texts]
 
     def _raise_disagreement(self, calls: Sequence[str], facts: Sequence[str]) -> NoReturn:
         members = self.exchange.members
@@ -728,7 +598,6 @@ class GroupAgreement:
         )
         text = f"{what}: {self.exchange.absence(absent, late)}"
         self.report_failure(f"rank {self.name} made a call alone: {text}")
-        self.exchange.post("stuck", what)
         raise DesyncError(text)
 
     def _has_failure(self, _: Mapping[int, str]) -> bool:
@@ -761,14 +630,6 @@ def first_difference(facts: dict[int, list[str]]) -> str:
         if len(set(values)) > 1:
             return _listing(ranks_by_text(zip(facts, values, strict=True)))
     return "the facts differ but their report did not arrive from every rank"
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    what: str
-    digest: str
-    error: str
-    said: str | None
 
 
 def _digest(facts: Sequence[str]) -> str:

@@ -34,7 +34,12 @@ from shardwise.consistency.liveness import (
     mark_left,
     tells_of_lost_host,
 )
-from shardwise.consistency.process_groups import abort_all_connections, collectives_begun
+from shardwise.consistency.process_groups import (
+    abort_all_connections,
+    abort_connections,
+    collectives_begun,
+    groups_within,
+)
 from shardwise.consistency.rank_status import (
     RankStatus,
     awaited_groups,
@@ -48,7 +53,7 @@ from shardwise.consistency.store import BRIEF_S, LOOK_S, SILENCE, JobStore, keep
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.observe import ERROR, Entry, entries, explainers, observers
-from shardwise.torch_private import are_threads, default_store, timeout_s_of
+from shardwise.torch_private import are_threads, default_store, is_gloo, timeout_s_of
 
 # ---- The last error of each rank, so that a rank that finds another one gone, or waits for it in vain, can cite the
 # first cause.
@@ -167,16 +172,6 @@ def _own_reason(text: str) -> str:
     lines = [line for line in text.split(" | ") if not re.match(r"rank \d+ was at |Ranks must run ", line)]
     short = re.sub(r", after [^()]*(?= \()", "", "; ".join(lines))
     return re.sub(r"; rank \d+ waited for (it|them)\.?", "", short).rstrip(" .;|")
-
-
-def who_left(error: str) -> set[int]:
-    """Return the global ranks that left by their own exception according to ``error``; they may continue.
-
-    Example:
-        >>> who_left("rank 1 raised an exception while rank 0 was at the end of a forward")
-        {1}
-    """
-    return {int(rank) for rank in _LEFT.findall(error)}
 
 
 def out_of_reach(store: dist.Store | None, ranks: Sequence[int], error: str) -> list[int]:
@@ -587,18 +582,46 @@ def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], 
         raise  # it explains itself
     except RuntimeError as error:
         alarm.refuse_deadlock()
-        others, store = tuple(rank for rank in members if rank != mine), store_of_job()
-        if store is None:
-            who = f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
-        else:
-            leave(f"{what} on rank {mine}: {in_short(error)}{ASKS}")
-            abort_all_connections(members)  # no rank may wait for this one while it queries the others
-            status = status_in_words(members)
-            who = found_among(others, store, str(error)) + (f"; {status}" if status else "")
+        failed = f"{what} on rank {mine}: {in_short(error)}"
+        groups = groups_within(members) if dist.is_initialized() else ()
+        others = [rank for rank in members if rank != mine]
+        who = why_failed(failed, error, members, mine, store_of_job(), groups) or (
+            f"{format_ranks(others)} did not all make this call, or raised an exception: see their errors"
+        )
         raise TransportError(
             f"{what}: {who}; rank {mine} waited. Every rank must make the same calls in the same order; first error: "
             f"{in_short(error)}"
         ) from error
+
+
+def why_failed(
+    failed: str,
+    error: BaseException,
+    members: Sequence[int],
+    mine: int,
+    store: dist.Store | None,
+    groups: Iterable[dist.ProcessGroup],
+) -> str:
+    """Return in words what is known of the other ranks after a collective of global ranks ``members`` failed on ``mine``.
+
+    A rank that left by an exception of its own is not waited for: it may continue, and would wait for this one.
+
+    Args:
+        failed: the report of this rank, until it knows more.
+        groups: after a backend's own error their connections are closed: no rank may wait for this one while it queries
+            the others.
+    """
+    if store is None:
+        return ""
+    leave(failed + ASKS)
+    if not isinstance(error, ShardwiseError):
+        for group in filter(is_gloo, groups):
+            with suppress(RuntimeError):
+                abort_connections(group)
+    left = {int(rank) for rank in _LEFT.findall(str(error))}
+    others = [rank for rank in members if rank != mine and rank not in left]
+    found = found_among(others, store, str(error)) if others else ""
+    return "; ".join(filter(None, [found, status_in_words(members)]))
 
 
 def concerns_others(error: RuntimeError) -> bool:

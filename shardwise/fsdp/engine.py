@@ -672,7 +672,7 @@ class Engine:
         params = self.reductions.commit()
         self.unstash_gradients()
         if params and self.compares_replicas and (check := self.exec_order.mismatch_check) is not None:
-            compare_replicas(self.units, check, self.exec_order.position())
+            compare_replicas(self.units, check)
         self.compares_replicas = self.compares_replicas and not params
         if params and self.buffers is not None and (self.divergence is not None or not self.buffers.after_step()):
             self.buffers = None

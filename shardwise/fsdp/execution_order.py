@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardwise.consistency.agreement import MismatchCheck, Position
+from shardwise.consistency.agreement import MismatchCheck
 from shardwise.errors import DesyncError
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
@@ -101,16 +101,14 @@ class ExecOrderTracker:
 
     # ---- events ----
 
-    def position(self, note: str = "") -> Position:
-        """Return the position of this rank, for messages on other ranks; ``note`` says what it waits for."""
-        recent = tuple(f"{_IN_WORDS[op]} {unit_in_words(unit)}" for op, unit in self.log.recent)
-        return Position(self.log.num_calls, recent, note or self._left_order)
-
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error`` with the position of every rank that can be reached."""
         if self.mismatch_check is None or isinstance(error, DesyncError):
             return error
-        return self.mismatch_check.explain(error, self.position(f"waiting for {where}"))
+        recent = [f"{_IN_WORDS[op]} {unit_in_words(unit)}" for op, unit in self.log.recent] or ["no call yet"]
+        before = f", after {', '.join(recent[:-1])}" if len(recent) > 1 else ""
+        position = f"call {self.log.num_calls}: {recent[-1]}{before} (waiting for {where})"
+        return self.mismatch_check.explain(error, position)
 
     # ---- order ----
 
@@ -198,7 +196,7 @@ class ExecOrderTracker:
         """Compare this rank's deviation from the plan with the other ranks.  Raises: DesyncError if they differ."""
         uncompared, self.uncompared = self.uncompared, ""
         if self.mismatch_check is not None:
-            self.mismatch_check.check_deviation(uncompared, self.position())
+            self.mismatch_check.check_deviation(uncompared)
 
     def agree_on_gradients(self, unit: Unit, params: frozenset[ShardedParam]) -> None:
         """Compare the parameters of a reduction between ranks, unless the transport compares them in every message.
@@ -215,14 +213,14 @@ class ExecOrderTracker:
             if params not in self.agreed:
                 what = f"gradients of {unit_in_words(unit.name)}"
                 facts = [_fact_of(param) for param in unit.params if param in params]
-                self.mismatch_check.check_facts(what, facts, self.position())
+                self.mismatch_check.check_facts(what, facts)
         self.agreed.add(params)
 
     def compare_parameters(self) -> None:
         """Compare the parameters of all units between ranks.  Raises: DesyncError on every rank if ranks differ."""
         if self.mismatch_check is not None:
             facts = [_fact_of(param) for each in self.units for param in each.params]
-            self.mismatch_check.check_facts("parameters", facts, self.position())
+            self.mismatch_check.check_facts("parameters", facts)
 
     def buckets(self) -> tuple[UnitBucket, ...]:
         """Return the buckets of units in this backward: those of the plan, or formed from the order of the last forward.
@@ -238,9 +236,7 @@ class ExecOrderTracker:
         key = tuple([bucket.units for bucket in buckets if len(bucket.units) > 1])
         if key and key not in self._agreed_buckets:
             if self.mismatch_check is not None:
-                self.mismatch_check.check_facts(
-                    "units whose gradients travel together", self._shown(buckets), self.position()
-                )
+                self.mismatch_check.check_facts("units whose gradients travel together", self._shown(buckets))
             self._agree_on_buckets(key)
         return buckets
 
@@ -277,7 +273,7 @@ class ExecOrderTracker:
             ]
             if plan.ahead_bytes is not None:
                 calls.append(f"gathers ahead within {plan.ahead_bytes} bytes")
-            self.mismatch_check.check_plan([*calls, *self._shown(plan.buckets)], self.position())
+            self.mismatch_check.check_plan([*calls, *self._shown(plan.buckets)], self._left_order)
         self._agree_on_buckets(tuple([bucket.units for bucket in plan.buckets if len(bucket.units) > 1]))
         self.plan, self._planned_from, self._left_order = plan, made_from, ""
         self._prefetches = [[self.units[number] for number in numbers] for numbers in plan.prefetches]
@@ -377,4 +373,4 @@ class WrittenAlike:
         posted, self.posted = self.posted, []
         for place, values in posted:
             assert exec_order.mismatch_check is not None
-            exec_order.mismatch_check.check_writes(place, values, exec_order.position())
+            exec_order.mismatch_check.check_writes(place, values)

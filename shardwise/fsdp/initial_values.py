@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.consistency.agreement import MismatchCheck, Position, open_agreement
+from shardwise.consistency.agreement import MismatchCheck, open_agreement
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError
@@ -35,7 +35,7 @@ def have_replicas(units: Iterable[Unit]) -> bool:
     return any(group.axes.num_replicas > 1 for unit in units for group in unit.groups)
 
 
-def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck, position: Position) -> None:
+def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck) -> None:
     """Compare the values of replicas of ``units`` between ranks; of a large parameter, a sample.  Collective.
 
     Nothing is compared if ranks are threads: they share one random generator, so no two ranks start with the same values.
@@ -44,7 +44,7 @@ def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck, posit
     if torch_private.are_threads():
         return
     digests = {key: digest_of(sample_of(local)) for key, local in _replicated(units).items()}
-    unlike = _find_unlike("values that replicas begin with", digests, {}, mismatch_check, position)
+    unlike = _find_unlike("values that replicas begin with", digests, {}, mismatch_check)
     _refuse(
         unlike,
         "replicas",
@@ -54,7 +54,7 @@ def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck, posit
     )
 
 
-def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck, position: Position) -> None:
+def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> None:
     """Compare between ranks the values from which the parameters of ``units`` were sharded.  Collective.
 
     Parameters that any rank has overwritten since (initialized, loaded) are skipped, and so are ranks whose shard is empty,
@@ -79,7 +79,7 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck, pos
     }
     digests = {key: begun[key].digest if key in begun else None for key in cut}
     holders = {key: param.shard.num_holders for key, param in cut.items()}
-    unlike = _find_unlike("values that were sharded", digests, holders, mismatch_check, position)
+    unlike = _find_unlike("values that were sharded", digests, holders, mismatch_check)
     _refuse(
         unlike,
         "ranks",
@@ -96,7 +96,6 @@ def _find_unlike(
     digests: Mapping[Key, int | None],
     holders: Mapping[Key, int],
     mismatch_check: MismatchCheck,
-    position: Position,
 ) -> dict[Key, dict[int, int]]:
     """Return the digests by rank for the parameters whose digests differ.
 
@@ -106,7 +105,7 @@ def _find_unlike(
     def exchange(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
         local = [json.dumps([*key, value]) for key, value in values.items()]
         found: dict[Key, list[Any]] = defaultdict(list)
-        for track, name, value in map(json.loads, sorted(mismatch_check.union(topic, local, position))):
+        for track, name, value in map(json.loads, sorted(mismatch_check.union(topic, local))):
             found[track, name].append(value)
         return found
 

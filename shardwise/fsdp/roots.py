@@ -28,7 +28,7 @@ from shardwise.collectives.routes import (
     provider_of,
 )
 from shardwise.collectives.streams import SideStream, watch_device
-from shardwise.consistency.agreement import MismatchCheck, Position, open_numbered_exchange
+from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchange
 from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError
@@ -88,8 +88,6 @@ def new_engine(units: list[Unit]) -> Engine:
     engine.adopt(units)
     engine.exec_order.mismatch_check = mismatch_check = _mismatch_check(units, device)
     if mismatch_check is not None:
-        # The lambda refers to ``mismatch_check``, not to ``exec_order``: that has the units, which would be a reference cycle.
-        engine.comm_ctx.pass_tracker.tell = lambda reason: mismatch_check.tell(Position(0, (), reason))
         # A name that all ranks share; the track's own number counts the engines of this process only.
         track = engine.exec_order.log.track
         track.name, track.is_of_several = mismatch_check.topic, True
@@ -100,7 +98,7 @@ def new_engine(units: list[Unit]) -> Engine:
         engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
     policies = _policies(units)
     if mismatch_check is not None and policies:
-        mismatch_check.check_facts("compression policies", policies, engine.exec_order.position())
+        mismatch_check.check_facts("compression policies", policies)
     set_divergence(engine, bool(units) and units[0].may_diverge)
     return engine
 
@@ -113,9 +111,7 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     check = engine.exec_order.mismatch_check
     if check is None:
         return
-    check.check_facts(
-        "set_allow_rank_divergence", [f"set_allow_rank_divergence({is_allowed})"], engine.exec_order.position()
-    )
+    check.check_facts("set_allow_rank_divergence", [f"set_allow_rank_divergence({is_allowed})"])
     if is_allowed is (engine.divergence is not None):
         return
     for unit in engine.units:
@@ -431,9 +427,7 @@ def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:
     return [name for name, tensor in found if is_unwritten(tensor)]
 
 
-def check_values(
-    root: nn.Module, attachments: Sequence[Attachment], mismatch_check: MismatchCheck | None, position: Position
-) -> None:
+def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_check: MismatchCheck | None) -> None:
     """Check before the first forward that a model from meta has values, and that shards differ between ranks.
 
     If every rank has initialized its shard with the same seed, all shards have the same random numbers.  Collective, unless
@@ -445,7 +439,7 @@ def check_values(
     for group in (group for each in attachments for group in each.unit.groups):
         starts_here = [(param.fqn, _start_of(param)) for param in group.params]
         local += [json.dumps([name, start, group.axes.shard_rank]) for name, start in starts_here if start is not None]
-    every = local if mismatch_check is None else mismatch_check.union("values", local, position)
+    every = local if mismatch_check is None else mismatch_check.union("values", local)
     found = map(json.loads, sorted(every))
     unwritten: list[str] = []
     starts: dict[str, list[int]] = defaultdict(list)
@@ -706,9 +700,9 @@ def _become_root(attachment: Attachment) -> Engine:
     outside = ModificationChecks(root, attachments)
     engine = new_engine([each.unit for each in attachments])
     engine.outside = outside
-    check_values(root, attachments, engine.exec_order.mismatch_check, engine.exec_order.position())
+    check_values(root, attachments, engine.exec_order.mismatch_check)
     if engine.exec_order.mismatch_check is not None:
-        compare_beginnings(engine.units, engine.exec_order.mismatch_check, engine.exec_order.position())
+        compare_beginnings(engine.units, engine.exec_order.mismatch_check)
         engine.buffers = BufferComparison(root, engine.exec_order.mismatch_check)
     for inner in attachments:
         if inner.engine is not None:

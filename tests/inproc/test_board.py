@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 from helpers.posts import announce_as, announce_elsewhere, make_exchange
 
-from shardwise.consistency import agreement
+from shardwise.consistency import failure_report
 from shardwise.consistency.agreement import GroupAgreement
+from shardwise.consistency.failure_report import put
 
 
 @pytest.fixture
@@ -24,26 +25,25 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "GRACE_S", 1e6)
+    monkeypatch.setattr(failure_report, "_SAY_S", 1e6)
     store = dist.HashStore()
-    first, second, _ = make_exchange(store)
+    first = make_exchange(store)[0]
     announce_as(store, 5, os.getpid())
     announce_elsewhere(store, 9)
-    second.post("stuck", "step() number 3")
     found = GroupAgreement(group, first, has_peers=True).explain(
         "step() number 3", RuntimeError("Connection timed out")
     )
     assert str(found).startswith("step() number 3: rank 9 is on another host, from which no answer has come for 5 s: ")
 
 
-def test_a_rank_that_was_elsewhere_is_named_with_its_place(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agreement, "GRACE_S", 0.1)
-    first, second, last = make_exchange()
-    second.post("stuck", "step() number 3")
-    last.post("stuck", "consolidate_state_dict(to=0)")
-    found = GroupAgreement(group, first, has_peers=True).explain(
+def test_a_rank_that_reports_why_it_failed_is_cited(group: dist.ProcessGroup) -> None:
+    store = dist.HashStore()
+    for rank in (5, 9):
+        put(store, rank, f"DesyncError: rank {rank} is in consolidate_state_dict(to=0)")
+    found = GroupAgreement(group, make_exchange(store)[0], has_peers=True).explain(
         "step() number 3", RuntimeError("Timed out waiting 20000ms")
     )
-    assert str(found).startswith("step() number 3: rank 9 was in consolidate_state_dict(to=0) (timeout 20 s).")
+    assert str(found).startswith(
+        "step() number 3: all ranks have failed; the last error of rank 5: DesyncError: rank 5 is in"
+    )
+    assert "the last error of rank 9" in str(found)

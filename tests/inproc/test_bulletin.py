@@ -9,14 +9,14 @@ import torch.distributed as dist
 from helpers.posts import announce_as, announce_elsewhere, gone_process, make_exchange, on_threads
 
 from shardwise import DesyncError
-from shardwise.consistency import agreement
-from shardwise.consistency.agreement import MismatchCheck, Position, StoreExchange
+from shardwise.consistency import failure_report
+from shardwise.consistency.agreement import MismatchCheck, StoreExchange
 from shardwise.consistency.failure_report import put
 
 
 def _raises(exchange: StoreExchange, plan: list[str]) -> str:
     with pytest.raises(DesyncError) as found:
-        MismatchCheck(exchange).check_plan(plan, Position(3, ("wait of unit 'a'",)))
+        MismatchCheck(exchange).check_plan(plan)
     return str(found.value)
 
 
@@ -40,7 +40,7 @@ def test_a_rank_that_does_not_come_is_cited_with_the_reason_that_it_left() -> No
 def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
     store = dist.HashStore()
     exchange = make_exchange(store, timeout_s=5.0)
-    exchange[2].post("plan/1", '["y"]')
+    exchange[2].post("plan/1", '["collectives in a step", "y"]')
     announce_as(store, 5, gone_process())
     assert _raises(exchange[0], ["y"]).startswith("rank 5 is gone (it reported no exception")
 
@@ -55,13 +55,13 @@ def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
 def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
     own: str, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "GRACE_S", 1e6)
+    monkeypatch.setattr(failure_report, "_SAY_S", 1e6)
     store = dist.HashStore()
     exchange = make_exchange(store)
     announce_as(store, 5, os.getpid())
     announce_elsewhere(store, 9)
     put(store, 5, left)
-    lines = str(MismatchCheck(exchange[0]).explain(RuntimeError(own), Position(3, ("wait of unit 'a'",)))).splitlines()
+    lines = str(MismatchCheck(exchange[0]).explain(RuntimeError(own), "call 3: wait of unit 'a'")).splitlines()
     assert lines[1].startswith("rank 9 is on another host, from which no answer has come for 5 s: ")
     assert lines[2].startswith("Ranks must run")
 
@@ -69,4 +69,4 @@ def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
 def test_all_ranks_that_are_late_are_named_and_not_the_first_of_them_alone() -> None:
     first = make_exchange(timeout_s=0.1)[0]
     with pytest.raises(DesyncError, match=r"^ranks 5, 9 did not finish a step within 0\.1 s of rank 4"):
-        MismatchCheck(first).check_plan(["unshard of unit 'a'"], Position(0, ()))
+        MismatchCheck(first).check_plan(["unshard of unit 'a'"])
