@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardwise.consistency import store as alarm
 from shardwise.consistency.failure_report import (
+    ASKS,
     cited,
     gone_in_words,
     in_short,
@@ -190,6 +191,7 @@ class StoreExchange:
         moment later.
         """
         names = [self.members[rank] for rank in ranks]
+        leave(late + ASKS)  # other ranks may wait for the report of this one
         if self.notes is not None:
             wait_until(
                 lambda: self.gone(ranks) or all(report_of(self.notes, name) for name in names), _HEED_S, alarm.look

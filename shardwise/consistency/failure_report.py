@@ -564,7 +564,7 @@ def _status_key(rank: int) -> str:
 
 _T = TypeVar("_T")
 _OF_BACKEND = re.compile(r"^\[\S+\.(cc|cpp|hpp):\d+\]|^Connection (closed|reset)|^Wait timeout")
-_SAY_S = 3.0  # time for ranks to fail after this one, and to report it
+_SAY_S = 5.0  # time for ranks to fail after this one, and to report it: in a gather over the store they wait longer
 
 
 def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], mine: int) -> _T:

@@ -82,7 +82,7 @@ def test_nobody_waits_for_the_timeout_of_the_group_when_a_rank_raises_in_an_exch
 
 def test_who_is_told_of_a_call_that_it_did_not_make_hears_which_rank_made_it(pool: WorkerPool) -> None:
     texts = pool.run(one_consolidates_and_the_other_steps, num_ranks=2, group_timeout_s=2)
-    assert re.search(r"rank(\(s\))? 1 (made a call alone|of 2 did not take part|was in)", texts[0])
+    assert re.search(r"rank 1 .*consolidate_state_dict", texts[0]), texts
 
 
 def one_consolidates_and_the_other_steps() -> str:

@@ -172,7 +172,7 @@ def test_a_step_that_some_ranks_make_is_an_error() -> None:
     else:
         time.sleep(TIMEOUT_S + 1)
         text = _raises(zero.consolidate_state_dict)
-    assert "rank 1 of" in text
+    assert "rank 1 reported nothing" in text
     assert "step() number 2" in text
 
 
