@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -21,8 +20,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
 from shardwise.consistency.agreement import GroupAgreement
-from shardwise.consistency.process_groups import as_sent, await_collective, closed_to, group_of, outlast, wait_all
-from shardwise.errors import DesyncError
+from shardwise.consistency.process_groups import as_sent, await_collective, group_of, wait_all
+from shardwise.consistency.store import refuse_deadlock
 from shardwise.layout import align
 from shardwise.observe import EVERYBODY, note, span
 from shardwise.torch_private import is_gloo
@@ -175,7 +174,6 @@ def _packed_bytes(items: Sequence[tuple[int, torch.dtype]]) -> int:
 # smaller tensors share a message: a gloo broadcast costs as much as copying this many bytes
 PACK_BELOW_BYTES = 256 * 1024
 PACK_UPTO_BYTES = 8 * 1024 * 1024
-PATIENCE_S = 1.0  # seconds to wait before checking whether another rank has reported a failure
 
 _Object = TypeVar("_Object")
 
@@ -211,11 +209,18 @@ class BroadcastHandle:
 
         Raises: DesyncError if the owner or another rank did not take part.
         """
-        wait_for(self.work, self.agreement, self.what, self.buffer.device)
+        note(EVERYBODY, self.what)
+        with span(self.agreement.track.name, "wait", self.what), _explaining(self.agreement, self.what):
+            await_collective(self.work, self.agreement.group, self._check)
         if len(self.call.tensors) > 1 and self.call.owner != self.agreement.rank:
             parts = self.buffer.split([tensor.numel() for tensor in self.call.tensors])
             for tensor, part in zip(self.call.tensors, parts, strict=True):
                 tensor.copy_(part)
+
+    def _check(self) -> None:
+        refuse_deadlock()
+        if self.agreement.failure() is not None:
+            raise RuntimeError("another rank has reported that it failed")  # _explaining() says why
 
 
 def plan_broadcasts(owned: Iterable[Owned]) -> tuple[Broadcast, ...]:
@@ -247,58 +252,21 @@ def launch_broadcasts(calls: Sequence[Broadcast], agreement: GroupAgreement, wha
     if agreement.size == 1 or agreement.track.note("all-gather", what, [call.tensors for call in calls]):
         return []
     num_bytes = sum(tensor.numel() * tensor.element_size() for call in calls for tensor in call.tensors)
-    with span(agreement.track.name, "all-gather", what, num_bytes):
-        return _launch_all(calls, agreement, what)
+    with span(agreement.track.name, "all-gather", what, num_bytes), _explaining(agreement, what):
+        return [_launch(call, agreement, what) for call in calls]
 
 
-def _launch_all(calls: Sequence[Broadcast], agreement: GroupAgreement, what: str) -> list[BroadcastHandle]:
-    launched: list[BroadcastHandle] = []
-    for call in calls:
-        first = call.tensors[0]
-        if len(call.tensors) == 1:
-            buffer = first
-        elif call.owner == agreement.rank:
-            buffer = torch.cat([as_sent(tensor) for tensor in call.tensors]).view(first.dtype)
-        else:
-            buffer = first.new_empty(sum(tensor.numel() for tensor in call.tensors))
-        with _explaining(agreement, what):
-            work = dist.broadcast(as_sent(buffer), group_src=call.owner, group=agreement.group, async_op=True)
-        assert work is not None
-        launched.append(BroadcastHandle(call, buffer, work, agreement, what))
-    return launched
-
-
-def wait_for(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.device) -> None:
-    """Wait for ``work``; on CPU, notice failures that other ranks report within a second.
-
-    Raises: DesyncError with the ranks and the cause if the collective cannot finish.
-    """
-    note(EVERYBODY, what)
-    with span(agreement.track.name, "wait", what):
-        _wait(work, agreement, what, device)
-
-
-def _wait(work: dist.Work, agreement: GroupAgreement, what: str, device: torch.device) -> None:
-    if device.type != "cpu":
-        work.wait()
-        return
-    while True:
-        try:
-            if work.is_completed():  # threads as ranks (tests): their works cannot wait with a timeout
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=PATIENCE_S))
-            return
-        except RuntimeError as error:
-            if work.is_completed():  # it has failed, or has finished meanwhile
-                with _explaining(agreement, what):
-                    return outlast(work, agreement.group)
-            failure = agreement.failure()
-            if failure is not None:
-                raise DesyncError(f"{what} cannot finish on rank {agreement.name}: {failure}") from error
-            if closed_to(agreement.group):
-                with _explaining(agreement, what):
-                    return outlast(work, agreement.group)
+def _launch(call: Broadcast, agreement: GroupAgreement, what: str) -> BroadcastHandle:
+    first = call.tensors[0]
+    if len(call.tensors) == 1:
+        buffer = first
+    elif call.owner == agreement.rank:
+        buffer = torch.cat([as_sent(tensor) for tensor in call.tensors]).view(first.dtype)
+    else:
+        buffer = first.new_empty(sum(tensor.numel() for tensor in call.tensors))
+    work = dist.broadcast(as_sent(buffer), group_src=call.owner, group=agreement.group, async_op=True)
+    assert work is not None
+    return BroadcastHandle(call, buffer, work, agreement, what)
 
 
 def send_tensor(tensor: torch.Tensor, to: int, agreement: GroupAgreement, what: str) -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -137,8 +137,12 @@ def forget_closed(group: dist.ProcessGroup) -> None:
     _probed.pop(group, None)
 
 
-def await_collective(work: dist.Work | None, group: dist.ProcessGroup | None) -> None:
+def await_collective(
+    work: dist.Work | None, group: dist.ProcessGroup | None, check: Callable[[], None] = refuse_deadlock
+) -> None:
     """Wait for a collective of ``group`` (None: of all ranks) that was launched with ``async_op=True``.
+
+    ``check``: is called every few seconds of a long wait over gloo; it may raise.
 
     Raises: RuntimeError, the backend's own, or one that names the ranks whose connection has broken meanwhile.
     """
@@ -151,17 +155,17 @@ def await_collective(work: dist.Work | None, group: dist.ProcessGroup | None) ->
     try:
         work.wait(FIRST)
     except RuntimeError:
-        outlast(work, group)
+        outlast(work, group, check)
 
 
-def outlast(work: dist.Work, group: dist.ProcessGroup) -> None:
+def outlast(work: dist.Work, group: dist.ProcessGroup, check: Callable[[], None] = refuse_deadlock) -> None:
     """Continue a wait for a collective of ``group`` after a wait raised, either by its timeout or as the collective failed.
 
     Raises: as :func:`await_collective`.
     """
     pause_s = FIRST.total_seconds()
     while not work.is_completed():
-        refuse_deadlock()
+        check()
         closed = closed_to(group)
         with contextlib.suppress(RuntimeError):  # a failure of the collective is raised below
             work.wait(timedelta(seconds=_SETTLE_S if closed else pause_s))

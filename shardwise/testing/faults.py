@@ -137,11 +137,6 @@ def strike(fault: Fault, subject: object) -> None:
         raise (fault.error(f"injected: {fault.text}") if isinstance(fault.error, type) else fault.error)
 
 
-def is_left_out(fault: Fault) -> bool:
-    """Return True if the announced action is skipped."""
-    return fault.kind == "drop"
-
-
 def corrupt(subject: object) -> None:
     """Change the first element of the first non-empty tensor in ``subject``: its sign and its size."""
     with torch.no_grad():
@@ -205,7 +200,7 @@ class Injected:
         self.is_over = self.num_struck >= fault.times
         self.tell()
         strike(fault, subject)
-        return is_left_out(fault)
+        return fault.kind == "drop"
 
     def _is_mine(self) -> bool:
         return self.fault.rank is None or self.fault.rank == this_rank()
@@ -307,20 +302,3 @@ raise_at = partial(inject, "raise")
 delay_at = partial(inject, "delay")
 drop_at = partial(inject, "drop")
 corrupt_at = partial(inject, "corrupt")
-
-
-__all__ = [
-    "KINDS",
-    "PLACES",
-    "Fault",
-    "corrupt_at",
-    "delay_at",
-    "drop_at",
-    "inject",
-    "interrupt_at",
-    "kill_at",
-    "raise_at",
-    "reach",
-    "stop_at",
-    "terminate_at",
-]
