@@ -156,27 +156,23 @@ class InPlaceSums(Protocol):
         """Wait for all sums."""
 
 
-class Link(Protocol):
+class Link:
     """A transport between the ranks of one group that is faster than its backend.
 
     It is used in passes: from :meth:`open` to :meth:`close` no shard changes, so peers may read shards at any time.
     """
 
     name: str
-    compares_contents: bool  # the link detects that ranks send different parameters
-    is_one_sided: bool  # a gather reads the shards of other ranks without their help
-
-    @property
-    def sums(self) -> InPlaceSums | None:
-        """The link's in-place sums; None: the backend sums."""
-        ...
+    compares_contents = False  # the link detects that ranks send different parameters
+    is_one_sided = False  # a gather reads the shards of other ranks without their help
+    sums: InPlaceSums | None = None  # None: the backend sums
 
     def open(self, kind: PassKind, wants_collectives: bool) -> bool:
         """Enter a pass with all ranks of the group; return True unless some rank wants the backend's collectives.
 
         Raises: TransportError if a rank does not arrive, has raised an exception, or enters another kind of pass.
         """
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the pass; return when no rank reads this rank's shards any more."""
@@ -186,27 +182,27 @@ class Link(Protocol):
 
     def takes_gather(self, ends: GatherEnds) -> bool:
         """Return True if the link does this all-gather; the same on every rank."""
-        ...
+        raise NotImplementedError
 
     def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
         """Return True if the link does this reduce-scatter; the same on every rank."""
-        ...
+        raise NotImplementedError
 
     def all_gather(self, ends: GatherEnds) -> Handle:
         """Launch the all-gather; ``wait`` delivers the result."""
-        ...
+        raise NotImplementedError
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Launch the reduce-scatter; ``wait`` delivers the result."""
-        ...
+        raise NotImplementedError
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         """Return the pooled bytes that the all-gather of a bucket stages, and whether they include its full parameters."""
-        ...
+        return 0, False
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         """Return the pooled bytes that the reduce-scatter of a bucket stages."""
-        ...
+        return 0
 
 
 # ---- Providers of links.  The transports of a device register here, so that modules for all devices need not import them.

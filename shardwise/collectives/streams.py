@@ -1,6 +1,6 @@
 """Devices, their streams, and the order between them; the host has one order, and these functions do nothing there.
 
-The engine uses a device through one protocol, :class:`Device`, with three implementations: the host, the real
+The engine uses a device through one class, :class:`Device`, with three kinds: the host, the real
 accelerator through ``torch.accelerator``, and the fake one of the tests (``fake_accelerator``), which records its
 calls.  Only this file uses streams.
 """
@@ -58,74 +58,47 @@ class Stream(Protocol):
         ...
 
 
-class Device(Protocol):
-    """Where parameters are gathered and used.
+class Device:
+    """Where parameters are gathered and used: here the host itself, or no memory at all, where all work has one order.
 
     Attributes:
         has_streams: work can run concurrently with the current stream, and memory belongs to the stream it was
             allocated on.
         can_pin: the host has page-locked memory for it.
-        has_values: its tensors have values; those of the fake device have only shapes.
+        has_values: its tensors have values; those of the fake device and of "meta" have only shapes.
     """
 
-    @property
-    def has_streams(self) -> bool: ...
-
-    @property
-    def can_pin(self) -> bool: ...
-
-    @property
-    def has_values(self) -> bool: ...
-
-    def new_stream(self, name: str, priority: int) -> Stream:
-        """Return a stream; messages call it ``name``, and a lower ``priority`` runs first."""
-        ...
-
-    def current_stream(self) -> Stream:
-        """Return the current stream."""
-        ...
-
-    def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
-        """Return ``numel`` elements of host memory, 1-D, with undefined values; page-locked if ``pins``."""
-        ...
-
-    def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``source``, of the host or this device, on this device in ``dtype``: ``source`` itself if nothing changes.
-
-        The current stream copies it; the host does not wait if ``source`` is page-locked.
-        """
-        ...
-
-
-class HostDevice:
-    """The host itself, or no memory at all: all work has one order.  ``device``: "cpu" or "meta"."""
-
     has_streams = can_pin = False
+    has_values = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.has_values = device.type != "meta"
 
     def new_stream(self, name: str, priority: int) -> Stream:
+        """Return a stream; messages call it ``name``, and a lower ``priority`` runs first."""
         raise RuntimeError(f"the host has no stream '{name}'; create one only if has_streams")
 
     def current_stream(self) -> Stream:
-        raise RuntimeError("the host has no streams; create one only if has_streams")
+        """Return the current stream."""
+        raise RuntimeError("the host has no streams; ask only if has_streams")
 
     def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
+        """Return ``numel`` elements of host memory, 1-D, with undefined values; page-locked if ``pins``."""
         return torch.empty(numel, dtype=dtype, pin_memory=pins, device="cpu")
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``source``, of the host or this device, on this device in ``dtype``: ``source`` itself if nothing changes.
+
+        The current stream copies it; the host does not wait if ``source`` is page-locked.
+        """
         return source.to(self._device, dtype)
 
 
-class Accelerator:
+class Accelerator(Device):
     """The accelerator of this process, as torch.accelerator finds it."""
 
-    has_streams = can_pin = has_values = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    has_streams = can_pin = True
 
     def new_stream(self, name: str, priority: int) -> Stream:
         del name
@@ -133,9 +106,6 @@ class Accelerator:
 
     def current_stream(self) -> Stream:
         return cast(Stream, torch.accelerator.current_stream(self._device.index))
-
-    def host_memory(self, numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=pins, device="cpu")
 
     def fetch(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # Two steps: in one, torch casts on the host into memory that is not page-locked, and the host waits for both.
@@ -150,7 +120,7 @@ def device_of(device: torch.device) -> Device:
     if device.type not in ("cpu", "meta"):
         return Accelerator(device)
     stand_in = _stand_in.get() if device.type == "cpu" else None
-    return HostDevice(device) if stand_in is None else stand_in
+    return Device(device) if stand_in is None else stand_in
 
 
 @contextmanager

@@ -20,11 +20,11 @@ import torch
 from fake_accelerator.allocations import Allocations, Violation
 from fake_accelerator.dispatch import Collective, OperationRecorder
 from fake_accelerator.timeline import HOST, FakeStream, Timeline
-from shardwise.collectives.streams import standing_in
+from shardwise.collectives.streams import Device, standing_in
 from shardwise.observe import hearing
 
 
-class FakeAccelerator:
+class FakeAccelerator(Device):
     """A device whose lanes write down what they are given, and whose memory knows who uses it.
 
     Args:

@@ -22,7 +22,6 @@ from shardwise.collectives.host.local_peers import (
     HostGroup,
     Segment,
     SegmentAddress,
-    TransportOffer,
     collect_from,
     meet,
 )
@@ -122,7 +121,7 @@ def _messages(way: Way) -> Link | None:
 
 def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
     with on_host(str(way.rank // (per_host or way.size))):
-        outcome = meet(way.group, TransportOffer("auto", INBOXES + NUM_INBOXES * way.size * SLOT_BYTES, "contract"))
+        outcome = meet(way.group, "auto", INBOXES + NUM_INBOXES * way.size * SLOT_BYTES, "contract")
     assert outcome.local_peers, "ranks of one host share memory"
     said: list[list[ArenaPlace]] = [[]]
 

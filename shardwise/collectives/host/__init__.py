@@ -22,7 +22,6 @@ from shardwise.collectives.host.local_peers import (
     Outcome,
     Segment,
     SegmentAddress,
-    TransportOffer,
     collect_from,
     meet,
     take_shareable,
@@ -168,7 +167,7 @@ class GroupLink:
         return mine == [users.gathers, users.reduces, users.sums] and self._transport == transport
 
     def _make(self, sizes: _AgreedSizes) -> Link | None:
-        meeting = meet(self._process_group, TransportOffer(self._transport, sizes.num_bytes, sizes.digest()))
+        meeting = meet(self._process_group, self._transport, sizes.num_bytes, sizes.digest())
         self._inside = None
         if meeting.local_peers:
             return self._make_shared(sizes, meeting)

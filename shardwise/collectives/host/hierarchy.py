@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardwise.collectives.host.send_recv import NUM_INBOXES, TAG_GATHER, TAG_SCATTER, Inboxes, Messages, PeerLink, keep
 from shardwise.collectives.host.shared_memory import NEXT_FREE, NUM_SLOTS, HostLink
 from shardwise.collectives.protocol import GatherEnds, Handle, Scale, ScatterEnds
-from shardwise.collectives.routes import PassKind, sum_sections
+from shardwise.collectives.routes import Link, PassKind, sum_sections
 from shardwise.consistency.failure_report import cited, store_of_job
 from shardwise.errors import TransportError
 from shardwise.layout import Bucket
@@ -38,7 +38,7 @@ def column_of(rank: int, ranks_per_host: int, num_ranks: int) -> range:
     return range(rank % ranks_per_host, num_ranks, ranks_per_host)
 
 
-class TieredLink:
+class TieredLink(Link):
     """The link of a group with ranks on several hosts.
 
     Args:
@@ -47,9 +47,6 @@ class TieredLink:
     """
 
     name = "shared memory, send/recv between hosts"
-    compares_contents = False
-    is_one_sided = False
-    sums = None
 
     def __init__(self, inside: HostLink, between: PeerLink, inboxes: Inboxes) -> None:
         self.inside, self.between = inside, between
@@ -120,9 +117,6 @@ class TieredLink:
 
     def takes_gather(self, ends: GatherEnds) -> bool:
         return self.inside.takes_gather(ends) and self.inboxes.takes(ends)
-
-    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
-        return 0, False
 
     def all_gather(self, ends: GatherEnds) -> Handle:
         gather = _TierGather(self, ends, self._num_gathers)

@@ -244,15 +244,6 @@ def _give_back(mapping: mmap.mmap, start: int, num_bytes: int) -> None:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TransportOffer:
-    """What a rank offers: the transport it wants, the bytes of its segment, and a digest of the sizes that must agree."""
-
-    transport: Transport
-    num_bytes: int
-    digest: str
-
-
 def collect_from(exchange: StoreExchange, what: str, ranks: Sequence[int]) -> list[str]:
     """Return what ``ranks`` of a group posted under ``what``.
 
@@ -310,19 +301,27 @@ def local_peers_of(rank: int, hosts: Sequence[str]) -> range:
     return range(start, start + size)
 
 
-def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
+def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest: str) -> Outcome:
     """Agree with the other ranks of ``group`` on a transport.  Collective.
 
+    Args:
+        transport: the one that this rank wants.  num_bytes: of its segment.
+        digest: of the sizes that must agree.
     Raises: DesyncError on every rank if one does not arrive within its timeout or offers another digest;
         TransportError if its process is gone.
     """
     exchange = open_exchange(group, "link")
     rank, ranks = exchange.rank, exchange.members
-    own, problem = _create(offer.num_bytes) if offer.transport == "auto" else (None, "")
+    own, problem = _create(num_bytes) if transport == "auto" else (None, "")
     address = None if own is None else astuple(own.address)
-    text = json.dumps([offer.transport, offer.digest, host_id(), problem, address])
+    text = json.dumps([transport, digest, host_id(), problem, address])
     found = [json.loads(text) for text in _complete(exchange, exchange.gather("offer", text), range(exchange.size))]
-    _compare_digests([fields[1] for fields in found], ranks, rank)
+    for other, fields in zip(ranks, found, strict=True):
+        if fields[1] != digest:
+            raise DesyncError(
+                f"rank {other} and rank {ranks[rank]} have shards of different sizes or dtypes; build the same model and apply "
+                "fully_shard to the same modules on every rank"
+            )
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     on_one_host = len({fields[2] for fields in found}) == 1
     if transport != "auto":
@@ -337,15 +336,6 @@ def meet(group: dist.ProcessGroup, offer: TransportOffer) -> Outcome:
     return Outcome(
         transport, exchange, local_peers, segments, tuple(found[peer][4][0] for peer in local_peers), on_one_host
     )
-
-
-def _compare_digests(digests: Sequence[str], ranks: Sequence[int], rank: int) -> None:
-    for other, digest in enumerate(digests):
-        if digest != digests[rank]:
-            raise DesyncError(
-                f"rank {ranks[other]} and rank {ranks[rank]} have shards of different sizes or dtypes; build the same model "
-                "and apply fully_shard to the same modules on every rank"
-            )
 
 
 def _create(num_bytes: int) -> tuple[Segment | None, str]:
@@ -388,8 +378,7 @@ _EPOCH = 0  # number of exceptions after which this rank, or one whose epoch it 
 _OPEN = 1  # the last pass entered, with the flags below
 CLOSED = 2  # the last pass in which this rank has done its part
 _LEFT = 3  # the last pass that this rank has left by an exception
-_LATE = 4  # the epoch that this rank left because a peer was late; the low bits: 1 + that peer
-FIRST_FREE = 5  # the words of the links start here
+FIRST_FREE = 4  # the words of the links start here
 
 _live: weakref.WeakSet[LocalPeers] = weakref.WeakSet()  # those of this process; at exit it leaves their passes
 
@@ -432,23 +421,21 @@ class LocalPeers:
     Args:
         host: the ranks.
         timeout_s: how long to wait for a live rank.
-        signs: words of the link that errors report, and what each one counts.
 
     Attributes:
         others: indices of the other ranks.  kind: of the last pass.
         blamed: the rank that caused the last error here.
     """
 
-    def __init__(self, host: HostGroup, timeout_s: float, signs: Sequence[tuple[int, str]] = ()) -> None:
+    def __init__(self, host: HostGroup, timeout_s: float) -> None:
         assert len(host.segments) == len(host.pids) == len(host.ranks)
         self.others = tuple(place for place in range(len(host.segments)) if place != host.place)
         self.kind: PassKind = "forward"
         self.blamed = host.ranks[host.place]
-        self._ranks, self._signs = host.ranks, signs
+        self._ranks = host.ranks
         self._members, self._name = host.members, host.members[self.blamed]
         self._words = tuple(segment.words for segment in host.segments)
         self._mine = self._words[host.place]
-        assert max(host.ranks) + 1 < 1 << _CALL_BITS
         self._alive = {place: Liveness(host.pids[place]) for place in self.others}
         self._timeout_s = timeout_s
         self._epoch = self._pass_number = 0
@@ -569,11 +556,10 @@ class LocalPeers:
             return
         if not alive.is_alive():
             raise self._lost(place, f"rank {self._name} waited {time.monotonic() - start:.1f} s for it at {what}")
-        self._mine[_LATE] = self._epoch << _CALL_BITS | self._ranks[place] + 1
         raise self._blame(
             place,
-            f"rank {self._name} waited {self._timeout_s:g} s for rank {self.name_of(place)} at {what}: "
-            f"{self._last_sign(place)}; every rank must make the same calls in the same order",
+            f"rank {self._name} waited {self._timeout_s:g} s for rank {self.name_of(place)} at {what}; every rank must make "
+            "the same calls in the same order",
         )
 
     def _check_epochs(self, what: str) -> None:
@@ -586,14 +572,6 @@ class LocalPeers:
         gone = [each for each in self.others if self._has_stayed(each) and not self._alive[each].is_alive()]
         if gone:  # its end is why the other one has left
             raise self._lost(gone[0], f"rank {self._name} was at {what}")
-        for other in self.others:
-            epoch, late = divmod(self._words[other][_LATE], 1 << _CALL_BITS)
-            if late and epoch == self._epoch < self._words[other][_EPOCH]:
-                self.blamed = late - 1
-                raise TransportError(
-                    f"rank {self.name_of(other)} waited {self._timeout_s:g} s for rank {self._members[late - 1]} while rank "
-                    f"{self._name} was at {what}; every rank must make the same calls in the same order"
-                )
         its = self.name_of(place)
         raise self._blame(
             place,
@@ -610,29 +588,12 @@ class LocalPeers:
         return TransportError(problem)
 
     def _lost(self, place: int, where: str) -> TransportError:
-        """Return the error for the rank at ``place``, whose process has ended, with its last action and its failure report."""
+        """Return the error for the rank at ``place``, whose process has ended, with its failure report."""
         store, name = store_of_job(), self.name_of(place)
         if store is not None:
             is_gone(store, name)  # records it, so that other hosts are notified
         text = gone_in_words(store, [name])
-        return self._blame(place, f"{text}; {where}: {self._last_sign(place)}. {look_next()}")
-
-    def _last_sign(self, place: int) -> str:
-        """Return in words what the rank at ``place`` has done last, as its header shows."""
-        words, name = self._words[place], self.name_of(place)
-        pass_number, mine = words[_OPEN] >> _CALL_BITS, self._mine[_OPEN] >> _CALL_BITS
-        if not pass_number:
-            return f"rank {name} had not begun it"
-        which = "the same" if pass_number == mine else "an earlier" if pass_number < mine else "a later"
-        kind = "backward" if words[_OPEN] & _IN_BACKWARD else "forward"
-        done = [
-            f"{words[word] & (1 << _CALL_BITS) - 1} {what}"
-            for word, what in self._signs
-            if words[word] >> _CALL_BITS == pass_number
-        ]
-        counts = f" ({', '.join(done)})" if done else ""
-        ended = ", which it has finished" if words[CLOSED] >> _CALL_BITS == pass_number else ""
-        return f"rank {name} was last in {which} {kind}{counts}{ended}"
+        return self._blame(place, f"{text}; {where}. {look_next()}")
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch

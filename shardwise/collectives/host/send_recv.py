@@ -18,7 +18,7 @@ from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.collectives.host.shared_memory import HostLink
 from shardwise.collectives.protocol import BucketEnds, GatherEnds, Handle, OnceHandle, Scale, ScatterEnds
-from shardwise.collectives.routes import PassKind, can_sum_in_parts, pack_parts, section_parts, sum_sections
+from shardwise.collectives.routes import Link, PassKind, can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import wait_all
 from shardwise.errors import TransportError
@@ -172,7 +172,7 @@ class _Exchange:
     works: list[dist.Work]
 
 
-class PeerLink:
+class PeerLink(Link):
     """Point-to-point messages in place of collectives, for groups of up to ``MAX_RANKS`` ranks.
 
     Args:
@@ -186,9 +186,6 @@ class PeerLink:
     """
 
     name = "send/recv"
-    compares_contents = False
-    is_one_sided = False
-    sums = None
 
     def __init__(
         self, group: dist.ProcessGroup, pool: BufferPool, ranks: range | None = None, members: Sequence[int] = ()

@@ -28,6 +28,7 @@ from shardwise.collectives.protocol import (
 )
 from shardwise.collectives.routes import (
     ByBackend,
+    Link,
     PassKind,
     add_up,
     can_sum_in_parts,
@@ -36,7 +37,7 @@ from shardwise.collectives.routes import (
     sum_sections,
 )
 from shardwise.errors import TransportError
-from shardwise.layout import Bucket, align
+from shardwise.layout import align
 
 # ---- Tensors that the ranks of one host sum in place, through memory that they share.
 # Every rank copies its tensor to its slots, adds up one slice over all ranks, and copies the other slices from the
@@ -352,7 +353,7 @@ class Posted:
     own: torch.Tensor
 
 
-class HostLink:
+class HostLink(Link):
     """The link of the ranks of one host: a whole group, or the part of it on this host (under :class:`hierarchy.TieredLink`).
 
     Args:
@@ -377,7 +378,7 @@ class HostLink:
         self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
     ) -> None:
         assert NEXT_FREE < NUM_WORDS
-        self.local_peers = LocalPeers(host, timeout_s, ((_READ, "all-gathers read"), (_POSTED, "reductions begun")))
+        self.local_peers = LocalPeers(host, timeout_s)
         self.segments = host.segments
         self.rank = host.ranks[host.place]
         self.place, self.ranks, self.num_ranks, self.members = host.place, host.ranks, len(host.members), host.members
@@ -391,7 +392,7 @@ class HostLink:
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         behind = outbox + outbox_bytes(slot_bytes)
-        self.sums = Sums(self.local_peers, self.place, SumSlots(_SUMS, behind, sum_slot_bytes), self._view)
+        self.sums = self._sums = Sums(self.local_peers, self.place, SumSlots(_SUMS, behind, sum_slot_bytes), self._view)
 
     # ---- passes ----
 
@@ -445,7 +446,7 @@ class HostLink:
             gather.forget()
         self.gathers.clear()
         self._scatters.clear()
-        self.sums.forget()
+        self._sums.forget()
         self.local_peers.abort()
 
     # ---- all-gathers ----
@@ -453,9 +454,6 @@ class HostLink:
     def takes_gather(self, ends: GatherEnds) -> bool:
         buckets = ends.buckets()
         return bool(buckets) and all(bucket.number is not None for bucket in buckets)
-
-    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
-        return 0, False
 
     def all_gather(self, ends: GatherEnds) -> Handle:
         gather = _HostGather(self, ends)
@@ -485,9 +483,6 @@ class HostLink:
     def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
         num_bytes = ends.section_numel * ends.dtype.itemsize
         return slot_bytes(num_bytes, self.num_ranks) <= self._slot_bytes and can_sum_in_parts(scale, self.num_ranks)
-
-    def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
-        return 0
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         # Both sides of the slot must be free: it may still hold this rank's own parts.
