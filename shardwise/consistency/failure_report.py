@@ -48,7 +48,7 @@ from shardwise.consistency.rank_status import (
     status_from_text,
     statuses_in_words,
 )
-from shardwise.consistency.recorder import DefaultRecorder, lines_of, lines_of_trace, place_of_records
+from shardwise.consistency.recorder import DefaultRecorder, lines_of, lines_of_trace, place_of_records, write_all
 from shardwise.consistency.store import BRIEF_S, LOOK_S, SILENCE, JobStore, keeps_store, wait_until
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
@@ -481,7 +481,7 @@ class WaitWatch:
         asked = job.peek(_REQUESTED) or ""
         if asked != self._asked and self._recorded_s != self._program.since_s:
             self._asked, self._recorded_s = asked, self._program.since_s
-            self._recorder.write(f"nothing has moved for {mine.still_s:.0f} s")
+            write_all(f"nothing has moved for {mine.still_s:.0f} s")
 
     def _end_deadlock(self, job: JobStore, mine: RankStatus) -> None:
         """Raise on the program's thread if this rank and others wait for each other.
@@ -508,7 +508,7 @@ class WaitWatch:
         self._reported_s = self._program.since_s
         if mine.rank == min(stuck):
             print(f"shardwise: {text}", file=sys.stderr, flush=True)
-        self._recorder.write(text)
+        write_all(text)
         known = f"{_DEADLOCK}/{len(stuck)}/{zlib.crc32(text.encode())}"
         job.add(known, 1)
         wait_until(lambda: job.add(known, 0) >= len(stuck), 2 * self._pause_s, pauses_s=(0.05, 0.2))
@@ -564,7 +564,7 @@ def _status_key(rank: int) -> str:
 
 _T = TypeVar("_T")
 _OF_BACKEND = re.compile(r"^\[\S+\.(cc|cpp|hpp):\d+\]|^Connection (closed|reset)|^Wait timeout")
-_SAY_S = 5.0  # time for ranks to fail after this one, and to report it: in a gather over the store they wait longer
+_SAY_S = 3.0  # time for ranks to fail after this one, and to report it
 
 
 def naming_lost_peers(act: Callable[[], _T], what: str, members: Sequence[int], mine: int) -> _T:

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from shardwise import observe
 from shardwise.errors import ConfigError
 from shardwise.safe_files import MOST_BYTES, move_file, open_input, replace_file
-from shardwise.torch_private import timeout_s_of
 
 # ---- Find the lines of a stack that are user code, not this package, torch or the standard library. Pure.
 
@@ -109,6 +108,13 @@ def lines_of_trace(trace: TracebackType | None) -> tuple[str, ...]:
 VERSION = 1
 MOST_RANKS = 2**20  # the report of missing ranks takes memory for each
 MOST_TEXT = 400  # characters of one text
+_HEAD: dict[str, Callable[[Any], Any]] = {
+    "num_ranks": int,
+    "host": str,
+    "pid": int,
+    "main_thread": int,
+    "written_s": float,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +177,7 @@ class Record:
 
 def to_lines(record: Record) -> Iterator[str]:
     """Yield ``record`` as JSON lines: the rank, its reasons, its stacks, its events."""
-    head = {
-        "version": VERSION,
-        "rank": record.rank,
-        "num_ranks": record.num_ranks,
-        "host": record.host,
-        "pid": record.pid,
-        "main_thread": record.main_thread,
-        "written_s": record.written_s,
-    }
-    yield json.dumps(head)
+    yield json.dumps({"version": VERSION, "rank": record.rank} | {name: getattr(record, name) for name in _HEAD})
     for reason in record.reasons:
         yield json.dumps({"reason": reason.text[:MOST_TEXT], "time_s": reason.time_s})
     for stack in record.stacks:
@@ -227,17 +224,11 @@ def from_lines(lines: Iterable[str]) -> Record | None:
 
 
 def _checked_head(found: Any) -> dict[str, Any]:
-    rank, num_ranks = found["rank"], int(found["num_ranks"])
-    if not -1 <= int(-1 if rank is None else rank) < MOST_RANKS or not 0 <= num_ranks <= MOST_RANKS:
+    head = {name: kind(found[name]) for name, kind in _HEAD.items()}
+    rank = None if found["rank"] is None else int(found["rank"])
+    if not -1 <= (-1 if rank is None else rank) < MOST_RANKS or not 0 <= head["num_ranks"] <= MOST_RANKS:
         raise ValueError("no job has so many ranks")
-    return {
-        "rank": None if rank is None else int(rank),
-        "num_ranks": num_ranks,
-        "host": str(found["host"]),
-        "pid": int(found["pid"]),
-        "main_thread": int(found["main_thread"]),
-        "written_s": float(found["written_s"]),
-    }
+    return {"rank": rank} | head
 
 
 def _event(found: list[Any]) -> Event:
@@ -250,30 +241,26 @@ def _stack(found: Any) -> Stack:
     return Stack(float(found["time_s"]), int(found["thread"]), str(found["name"]), frames)
 
 
-# ---- A thread that gets signals while the main thread waits in a collective, and notices when nothing makes progress.
+# ---- A thread that gets signals while the main thread waits in a collective.
 
 _SIGNAL = signal.SIGUSR1
-_MOST_PAUSE_S, _LEAST_PAUSE_S = 5.0, 0.05
 
 
 class Watch:
-    """Call ``signalled`` after SIGUSR1, and ``stalled(seconds)`` once there was no event for ``limit_s()``.
+    """Call ``signalled`` after SIGUSR1.
 
     Python runs signal handlers only on the main thread, between two of its lines; a thread that waits in a collective
     never gets there.  So the signal also wakes this thread, through the descriptor of ``signal.set_wakeup_fd``; an
     earlier wakeup descriptor still gets the signals.
     """
 
-    def __init__(
-        self, signalled: Callable[[], None], stalled: Callable[[float], None], limit_s: Callable[[], float]
-    ) -> None:
-        self._signalled, self._stalled, self._limit_s = signalled, stalled, limit_s
+    def __init__(self, signalled: Callable[[], None]) -> None:
+        self._signalled = signalled
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._pid = os.getpid()
         self._next_fd = -1
         self._handler: Any = None
         self._handles_signals = self._is_over = False
-        self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
 
     def open(self) -> None:
@@ -312,18 +299,11 @@ class Watch:
             self._handler(number, frame)
 
     def _run(self) -> None:
-        reported = 0.0
         poll = select.poll()  # select.select takes no descriptor above 1,023, which jobs with many files have
         poll.register(self._read, select.POLLIN)
         while not self._is_over:
-            limit_s = self._limit_s()
-            if poll.poll(1000 * min(max(limit_s / 4, _LEAST_PAUSE_S), _MOST_PAUSE_S)):
-                self._on_wakeup()
-            last = max(observe.last_time(), self._began)
-            idle_s = time.monotonic() - last
-            if idle_s >= limit_s and last != reported and not self._is_over:
-                reported = last
-                self._stalled(idle_s)
+            poll.poll()
+            self._on_wakeup()
 
     def _on_wakeup(self) -> None:
         try:
@@ -340,7 +320,6 @@ class Watch:
 PATTERN = "rank-*.jsonl"
 BLACK_BOX = "black_box"  # the folder of records in the folder of a run
 BEFORE = "before"  # in the folder: records of the previous start
-STALL_S = 60.0
 _MOST_REASONS, _MOST_STACKS = 16, 128
 _MOST_JOBS = 4  # jobs whose records are kept in the temporary folder
 _OWN_FILES = ("/shardwise/consistency/recorder.py", "/shardwise/observe.py", "/shardwise/errors.py")
@@ -351,15 +330,18 @@ _open: list[Recorder] = []  # the open recorders of this process; only open() an
 
 
 class Recorder:
-    """Write the record of this process.  A failed write never affects the program."""
+    """Write the record of this process.  A failed write never affects the program.
 
-    def __init__(self, folder: Path, stall_s: float | None) -> None:
+    Args:
+        folder: where; one of :func:`default_place` is made at the first write.
+        rank, num_ranks: as a launcher has told them, for failures before or in ``init_process_group``.
+    """
+
+    def __init__(self, folder: Path, rank: int | None = None, num_ranks: int = 0) -> None:
         self.folder = folder
-        self._stall_s = stall_s
+        self._rank, self._num_ranks = rank, num_ranks
         self._pid = os.getpid()
         self._began_s = time.monotonic()  # earlier events do not belong to this run
-        self._rank: int | None = None
-        self._num_ranks = 0
         self._reasons: list[Reason] = []
         self._stacks: list[Stack] = []
         self._lock = threading.Lock()
@@ -423,7 +405,7 @@ class Recorder:
         self._update_rank()
         self._move_last_run()
         self._observe_errors()
-        watch = Watch(self._signalled, self._stalled, self._limit_s)
+        watch = Watch(lambda: self.write("asked by SIGUSR1"))
         self._stack.callback(watch.close)
         watch.open()
 
@@ -436,19 +418,6 @@ class Recorder:
     def _on_error(self, text: str) -> None:
         if not text.startswith(_QUIET):
             self.write(text)
-
-    def _signalled(self) -> None:
-        self.write("asked by SIGUSR1")
-
-    def _stalled(self, idle_s: float) -> None:
-        self.write(f"nothing has moved for {idle_s:.0f} s")
-
-    def _limit_s(self) -> float:
-        if self._stall_s is not None:
-            return self._stall_s
-        if not dist.is_initialized() or dist.group.WORLD is None or dist.get_backend() == "fake":
-            return STALL_S
-        return min(STALL_S, timeout_s_of(dist.group.WORLD) / 2)
 
     # ---- contents ----
 
@@ -488,6 +457,8 @@ class Recorder:
         return [entry for entry in observe.entries() if entry[0] >= self._began_s]
 
     def _put(self, record: Record) -> Path:
+        if self.folder.parent == default_place():
+            _make_default_place(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         replace_file(self.folder, self._file_name(), "\n".join(to_lines(record)) + "\n")
         return self.folder / self._file_name()
@@ -504,7 +475,7 @@ class DefaultRecorder(Recorder):
     """
 
     def __init__(self, name: Callable[[], str | None]) -> None:
-        super().__init__(default_place(), None)
+        super().__init__(default_place())
         self._name, self._job = name, ""
         self._is_unwritten = False  # reasons and stacks since the last write
 
@@ -545,22 +516,6 @@ class DefaultRecorder(Recorder):
         self._is_unwritten = False
         if self.place() is None:
             raise OSError("the job has no name yet")
-        _make_default_place(self.folder)
-        return super()._put(record)
-
-
-class JobRecorder(Recorder):
-    """Writes into a folder of :func:`default_place` that a launcher has chosen for all ranks of its job.
-
-    ``rank``, ``num_ranks``: as the launcher has told them, for failures before or in ``init_process_group``.
-    """
-
-    def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
-        super().__init__(folder, None)
-        self._rank, self._num_ranks = rank, num_ranks
-
-    def _put(self, record: Record) -> Path:
-        _make_default_place(self.folder)
         return super()._put(record)
 
 
@@ -585,7 +540,13 @@ def place_of_records() -> Path | None:
     return next((each.place() for each in reversed(_open) if not each.is_silent), None)
 
 
-def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
+def write_all(reason: str) -> None:
+    """Write the record of this process because of ``reason``."""
+    for recorder in list(_open):
+        recorder.write(reason)
+
+
+def record(folder: str | Path) -> Recorder:
     """Start to write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
 
     Without this call, records are written after errors and long waits (:func:`set_wait_report`), starting with the
@@ -594,13 +555,12 @@ def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
 
     A record contains the last few thousand events and the stack of every thread.  It is written when an error of
     shardwise is raised that concerns several ranks, when an exception is not caught, when the process gets SIGUSR1 (an
-    earlier Python handler is called too), and when nothing makes progress for a while.  Each write replaces the file.
+    earlier Python handler is called too), and when a long wait is reported (:func:`set_wait_report`).  Each write replaces
+    the file.
     Nothing is written without a failure, and a failed write does not affect the program.
 
     Args:
         folder: a place that outlives the job; the same for all ranks.
-        stall_s: seconds without an event after which to write, once until the next event (default: 60 s, or half the
-            timeout of the process group if that is less).
 
     Returns: a context manager, with ``write(reason)`` and ``close()``; an exception that leaves it is written.  SIGUSR1
     is handled
@@ -610,7 +570,7 @@ def record(folder: str | Path, *, stall_s: float | None = None) -> Recorder:
         >>> with shardwise.record("run/black_box"):  # doctest: +SKIP
         ...     train()
     """
-    recorder = Recorder(Path(folder).absolute(), stall_s)
+    recorder = Recorder(Path(folder).absolute())
     recorder.open()
     return recorder
 

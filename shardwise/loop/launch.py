@@ -30,7 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.consistency.recorder import JobRecorder, default_place
+from shardwise.consistency.recorder import Recorder, default_place
 from shardwise.errors import ConfigError, RankError
 from shardwise.one_host import ScratchFolder, read_proc, stay_on_loopback
 
@@ -483,7 +483,7 @@ def start_user_program() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # each line by one write: ranks share this file
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.excepthook = _Reporter(Path(claim), None if kind != "call" else Path(words[0]))
-    JobRecorder(Path(records), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).open()
+    Recorder(Path(records), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).open()
     try:
         if kind == "call":
             _call(Path(words[0]))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from chaos.program import DIVERGENCES, Program
 from chaos.rank_program import train
-from shardwise import record
+from shardwise import record, set_wait_report
 from shardwise.consistency.diagnosis import diagnose, in_words
 from shardwise.consistency.failure_report import leave_job
 from shardwise.consistency.liveness import on_host
@@ -257,10 +257,11 @@ def _outcome(job: Job, rank: int, store: str, folder: str, pipe: Connection) -> 
     if job.divergence and rank == job.struck:
         program = DIVERGENCES[job.divergence](program)
     per_host = program.ranks_per_host
+    set_wait_report(_STALL_S)
     try:
         _join(job, rank, store)
         where = on_host(f"host {rank // per_host}") if per_host else contextlib.nullcontext()
-        with where, record(Path(folder) / BLACK_BOX, stall_s=_STALL_S), _fault(job, rank, pipe):
+        with where, record(Path(folder) / BLACK_BOX), _fault(job, rank, pipe):
             digest = train(program, Path(folder) / "checkpoints")
         return _Said(digest, time_s=time.monotonic())
     except BaseException as error:

@@ -29,9 +29,10 @@ from shardwise.testing import WorkerPool, faults
 PROGRAM = Program("fully_shard", "auto")
 
 
-def recorded(folder: str, fault: faults.Fault | None, divergence: str = "", stall_s: float | None = None) -> None:
+def recorded(folder: str, fault: faults.Fault | None, divergence: str = "", wait_s: float = 30.0) -> None:
+    shardwise.set_wait_report(wait_s)
     program = DIVERGENCES[divergence](PROGRAM) if divergence and dist.get_rank() == 1 else PROGRAM
-    with shardwise.record(Path(folder) / "black_box", stall_s=stall_s):
+    with shardwise.record(Path(folder) / "black_box"):
         if fault is None:
             train(program, Path(folder))
             return
@@ -82,7 +83,7 @@ def test_ranks_that_wait_in_silence_write_by_themselves_and_the_late_one_is_blam
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     fault = faults.Fault("delay", at="forward", rank=1, step=2, call=3, seconds=3)
-    pool.run(recorded, num_ranks=2, folder=str(tmp_path), fault=fault, stall_s=1)
+    pool.run(recorded, num_ranks=2, folder=str(tmp_path), fault=fault, wait_s=1.0)
     found = diagnosis_of(tmp_path)
     assert found.blamed == (1,)
     assert found.waiting[0].whom == (1,)

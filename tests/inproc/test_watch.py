@@ -17,7 +17,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 while os.dup(0) < 1024:
     pass
 heard = threading.Event()
-watch = Watch(heard.set, lambda seconds: None, lambda: 60.0)
+watch = Watch(heard.set)
 assert watch._read >= 1024
 watch.open()
 os.kill(os.getpid(), signal.SIGUSR1)

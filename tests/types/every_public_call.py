@@ -259,7 +259,7 @@ def fails() -> None:
         ArgumentTypeError, UsageError, RankError,
     )  # fmt: skip
     try:
-        with record("run/black_box", stall_s=30.0), faults.kill_at("backward", rank=1, step=3):
+        with record("run/black_box"), faults.kill_at("backward", rank=1, step=3):
             print(GradientReductionHandle)
     except kinds as error:
         print(str(error))
