@@ -1,22 +1,16 @@
-"""What processes of one host need: what it has and what is installed, a private folder, no access from other hosts."""
+"""What processes of one host need: what it has and what is installed, no access from other hosts."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
-import shutil
-import stat
 import sys
-import tempfile
 from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
 
-PREFIX = "shardwise-"
-_OWNER = "owner"  # a file in the folder, locked while the owner lives (a pid may be reused)
+PREFIX = "shardwise-"  # of folders for temporary files
 _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups v2 and v1
 UNKNOWN = "0+unknown"  # the version of a copy of the source that is not installed
 _INTERFACE = {"linux": "lo", "darwin": "lo0"}
@@ -68,63 +62,6 @@ def stay_on_loopback(environment: MutableMapping[str, str]) -> None:
     interface = _INTERFACE.get(sys.platform)
     if interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = interface
-
-
-class ScratchFolder:
-    """A new folder in the system's temporary folder, private to this user, removed by :meth:`close`.
-
-    The constructor removes folders whose owners were killed.  Use it as a context manager, or close it.
-    """
-
-    def __init__(self, prefix: str = PREFIX) -> None:
-        remove_abandoned(Path(tempfile.gettempdir()))
-        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
-        self.path = Path(self._folder.name)
-        self._lock = _lock(self.path)
-
-    def __enter__(self) -> ScratchFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove the folder and its contents."""
-        self._folder.cleanup()
-        if self._lock is not None:
-            self._lock.close()
-
-
-def _lock(folder: Path) -> IO[str] | None:
-    """Return the locked file; None on a file system without locks, where no process may remove the folder."""
-    file = (folder / ".owner").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    (folder / ".owner").rename(folder / _OWNER)  # only now: a file of this name without a lock means a dead owner
-    return file
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Remove what killed processes of this user left in ``parent``: shardwise's folders whose owner's lock is free."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it was removed meanwhile, or belongs to another user
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and _is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_abandoned(folder: Path) -> bool:
-    lock = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True
 
 
 def read_proc(name: str) -> str:

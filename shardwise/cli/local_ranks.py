@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -41,7 +42,7 @@ from shardwise.loop.launch import (
     run_program,
     run_ranks,
 )
-from shardwise.one_host import ScratchFolder
+from shardwise.one_host import PREFIX
 from shardwise.recipes.config import TrainConfig, check_ranks
 
 _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has reported why
@@ -116,9 +117,13 @@ def launch_ranks(
     number, cause = 0, ""
     # a user's own model may need the host's network (downloads), and so may NCCL
     is_private = config.model_from is None and device_type == "cpu"
-    with noted_signals() as received, ScratchFolder() as scratch, private_network(is_private) as network:
+    with (
+        noted_signals() as received,
+        TemporaryDirectory(prefix=PREFIX) as scratch,
+        private_network(is_private) as network,
+    ):
         while True:
-            told: dict[str, object] = {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: scratch.path / f"store-{number}"}
+            told: dict[str, object] = {LAUNCHER_VARIABLE: os.getpid(), STORE_VARIABLE: f"{scratch}/store-{number}"}
             if terms.max_restarts and folder is not None:
                 told[ATTEMPT_VARIABLE] = json.dumps(asdict(Attempt(str(folder.absolute()), number, cause)))
             place = LaunchContext(received, told, network, _SAID, leave_s=terms.leave_s)
@@ -242,9 +247,9 @@ def check_leave(leave_s: float) -> None:
 
 
 def _run(program: UserProgram, nproc: int, max_restarts: int, leave_s: float) -> int:
-    with noted_signals() as received, ScratchFolder() as scratch:
+    with noted_signals() as received, TemporaryDirectory(prefix=PREFIX) as scratch:
         for number in range(max_restarts + 1):
-            outcome = run_program(program, nproc, received, scratch.path, number, leave_s)
+            outcome = run_program(program, nproc, received, Path(scratch), number, leave_s)
             code = _conclude(outcome, received)
             if not code or received or number == max_restarts:
                 return code

@@ -1,4 +1,4 @@
-"""Combine the records of all ranks: who is missing, who failed first, where ranks diverge, who waits for whom.  Pure."""
+"""Combine the records of all ranks: who is missing, who failed first, where ranks diverge.  Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.consistency.recorder import Event, Reason, Record, Stack, own_line
+from shardwise.consistency.recorder import NOTHING_MOVES, Event, Reason, Record, Stack, own_line
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.observe import ERROR, WAITS
+from shardwise.observe import ERROR
 
 _GAP_S = 30.0  # between two writes: an earlier write belongs to a trouble that has passed
 _MOVED = 16  # events between two writes for the same trouble: ranks that fail clean up and query each other
@@ -52,21 +52,6 @@ class Behind:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A rank whose last event on its main thread is a wait.
-
-    Attributes:
-        whom: ranks that it waits for; empty if it waits for all.
-        where: what it waits at.  since_s: seconds until it wrote.
-    """
-
-    rank: int
-    whom: tuple[int, ...]
-    where: str
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
     """The first error of a rank."""
 
@@ -83,10 +68,8 @@ class Diagnosis:
         ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
         failures: first errors, the earliest first; those that name another failed rank come last.
         partings, behind: per track, the earliest first.
-        blamed: ranks that others wait for and that do not wait themselves.
         stacks: per rank, where its main thread was at the first write for its last trouble.
         ends: the same at its last write.
-        cut: ranks whose record is truncated.
     """
 
     ranks: tuple[int, ...]
@@ -95,12 +78,9 @@ class Diagnosis:
     failures: tuple[Failure, ...]
     partings: tuple[Parting, ...]
     behind: tuple[Behind, ...]
-    waiting: tuple[Waiting, ...]
-    blamed: tuple[int, ...]
     stacks: Mapping[int, Stack]
     ends: Mapping[int, Stack]
     reasons: Mapping[int, tuple[Reason, ...]]
-    cut: tuple[int, ...]
 
 
 def diagnose(records: Sequence[Record]) -> Diagnosis:
@@ -115,7 +95,6 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
     partings = [found for name, events in tracks.items() if (found := first_parting(name, events)) is not None]
     parted = {each.track for each in partings}
     behind = [found for name, events in tracks.items() if name not in parted and (found := _behind(name, events))]
-    waiting = [found for rank, each in sorted(by_rank.items()) if (found := _waiting(rank, each, by_rank)) is not None]
     stacks = {rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stacks(each))}
     failures = [found for rank, each in by_rank.items() if (found := _failure(rank, each)) is not None]
     return Diagnosis(
@@ -127,12 +106,9 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
         ),
         partings=tuple(sorted(partings, key=lambda each: (each.time_s, each.track))),
         behind=tuple(sorted(behind, key=lambda each: (each.time_s, each.track))),
-        waiting=tuple(waiting),
-        blamed=_blamed(waiting, tuple(range(num_ranks))),
         stacks={rank: found[0] for rank, found in stacks.items()},
         ends={rank: found[-1] for rank, found in stacks.items()},
         reasons={rank: each.reasons for rank, each in sorted(by_rank.items())},
-        cut=tuple(sorted(rank for rank, each in by_rank.items() if each.is_cut)),
     )
 
 
@@ -190,42 +166,6 @@ def _behind(track: str, events: Mapping[int, Sequence[Event]]) -> Behind | None:
     return Behind(track, ranks, least, most, first.text, following, max(last[rank].time_s for rank in ranks))
 
 
-def _waiting(rank: int, record: Record, by_rank: Mapping[int, Record]) -> Waiting | None:
-    """Return what the main thread of ``rank`` waited for at the first write; its errors are later."""
-    written_s = _began_s(record)
-    events = [e for e in record.events if e.thread == record.main_thread and e.time_s <= written_s and e.place != ERROR]
-    if not events or not events[-1].place.startswith(WAITS):
-        return None
-    wait = events[-1]
-    first = wait
-    for event in reversed(events):  # one wait may make several events
-        if event.place != wait.place or event.what != wait.what:
-            break
-        first = event
-    before = next((event.text for event in reversed(events) if not event.place.startswith(WAITS)), "")
-    where = " after ".join(part for part in (wait.what, before) if part)
-    return Waiting(rank, _whom(wait.place[len(WAITS) :], record, by_rank), where, written_s - first.time_s)
-
-
-def _whom(text: str, record: Record, by_rank: Mapping[int, Record]) -> tuple[int, ...]:
-    kind, _, number = text.partition(" ")
-    if not number.isdigit():
-        return ()
-    if kind == "rank":
-        return (int(number),)
-    if kind == "process":  # a process of this host
-        found = [rank for rank, each in by_rank.items() if each.pid == int(number) and each.host == record.host]
-        absent = [rank for rank in range(record.num_ranks) if rank not in by_rank]
-        return tuple(found) or (tuple(absent) if len(absent) == 1 else ())
-    return ()
-
-
-def _blamed(waiting: Sequence[Waiting], ranks: Sequence[int]) -> tuple[int, ...]:
-    wait_for = {each.rank: set(each.whom) or set(ranks) - {each.rank} for each in waiting}
-    wanted = {rank for whom in wait_for.values() for rank in whom}
-    return tuple(sorted(wanted - set(wait_for)))
-
-
 def _failure(rank: int, record: Record) -> Failure | None:
     since_s = _began_s(record) - _BEFORE_S
     errors = [Failure(rank, e.time_s, e.what) for e in record.events if e.place == ERROR and e.time_s >= since_s]
@@ -238,7 +178,7 @@ def _failure(rank: int, record: Record) -> Failure | None:
 
 
 def _is_question(text: str) -> bool:
-    return text.startswith(("asked by", "nothing has moved"))
+    return text.startswith(("asked by", NOTHING_MOVES))
 
 
 def _main_stacks(record: Record) -> list[Stack]:
@@ -266,15 +206,9 @@ _MOST_LISTED, _MOST_PLACES = 8, 16
 def in_words(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the lines of a report."""
     yield f"{_count(len(diagnosis.ranks), 'record')} of {_count(diagnosis.num_ranks, 'rank')}"
-    if diagnosis.cut:
-        yield f"  cut off, read as far as they go: {format_ranks(diagnosis.cut)}"
     yield ""
     yield "what happened"
     yield from (f"  {line}" for line in _happened(diagnosis))
-    if diagnosis.waiting:
-        yield ""
-        yield "who waits for whom"
-        yield from (f"  {_wait(each)}" for each in diagnosis.waiting[:_MOST_LISTED])
     yield ""
     yield "where the program was"
     yield from (f"  rank {rank}: {_places(diagnosis, rank)}" for rank in list(diagnosis.stacks)[:_MOST_PLACES])
@@ -295,7 +229,12 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
         yield _describe_behind(behind)
     for place, failure in enumerate(diagnosis.failures[:_MOST_LISTED]):
         yield _describe_failure(failure, is_first=place == 0 and len(diagnosis.failures) > 1)
-    if not (diagnosis.missing or diagnosis.partings or diagnosis.behind or diagnosis.failures):
+    waits = [
+        reason.text for reasons in diagnosis.reasons.values() for reason in reasons if NOTHING_MOVES in reason.text
+    ]
+    if waits:
+        yield max(waits, key=len)  # that of the rank which reported who waits for whom
+    if not (diagnosis.missing or diagnosis.partings or diagnosis.behind or diagnosis.failures or waits):
         yield "nothing that differs between the ranks, and no error"
 
 
@@ -327,12 +266,6 @@ def _places(diagnosis: Diagnosis, rank: int) -> str:
     return where if where == later or seconds < 1 else f"{where}; {seconds:.0f} s later {later}"
 
 
-def _wait(waiting: Waiting) -> str:
-    whom = format_ranks(waiting.whom) if waiting.whom else "all ranks"
-    where = re.sub(r"^shardwise/\S+", "its message in the store", waiting.where)
-    return f"rank {waiting.rank} waited for {whom} for {waiting.since_s:.1f} s at {where or 'a collective'}"
-
-
 def advice(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield what to look at next, the most likely cause first."""
     if diagnosis.missing:
@@ -349,11 +282,7 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
         )
     if raised:
         yield f"the error of rank {raised[0].rank}: {raised[0].text.split(chr(10))[0][:160]}"
-    if not diagnosis.partings:
-        for rank in diagnosis.blamed[:4]:
-            if rank in diagnosis.stacks:
-                yield f"rank {rank}, which others waited for: it was at {own_line(diagnosis.stacks[rank].frames)}"
-    if not (diagnosis.missing or diagnosis.partings or raised or diagnosis.blamed):
+    if not (diagnosis.missing or diagnosis.partings or raised):
         behind = [format_ranks(each.ranks) for each in diagnosis.behind[:1]]
         otherwise = "the first error above" if diagnosis.failures else "nothing: no rank failed or waited"
         yield f"the stacks of {behind[0]}" if behind else otherwise

@@ -48,7 +48,14 @@ from shardwise.consistency.rank_status import (
     status_from_text,
     statuses_in_words,
 )
-from shardwise.consistency.recorder import DefaultRecorder, lines_of, lines_of_trace, place_of_records, write_all
+from shardwise.consistency.recorder import (
+    NOTHING_MOVES,
+    DefaultRecorder,
+    lines_of,
+    lines_of_trace,
+    place_of_records,
+    write_all,
+)
 from shardwise.consistency.store import BRIEF_S, LOOK_S, SILENCE, JobStore, keeps_store, wait_until
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
@@ -475,13 +482,14 @@ class WaitWatch:
             self._end_deadlock(job, mine)
         if mine.still_s < _report_s[0]:
             return
+        said = ""
         if mine.waits_for and self._reported_s != self._program.since_s:
             self._reported_s = self._program.since_s
-            self._report(job, mine)
+            said = self._report(job, mine)
         asked = job.peek(_REQUESTED) or ""
         if asked != self._asked and self._recorded_s != self._program.since_s:
             self._asked, self._recorded_s = asked, self._program.since_s
-            write_all(f"nothing has moved for {mine.still_s:.0f} s")
+            write_all(f"{NOTHING_MOVES} for {mine.still_s:.0f} s{said}")
 
     def _end_deadlock(self, job: JobStore, mine: RankStatus) -> None:
         """Raise on the program's thread if this rank and others wait for each other.
@@ -496,10 +504,7 @@ class WaitWatch:
             stuck = deadlocked(found, _deadlock_s[0])
             if mine.rank in stuck:
                 where = statuses_in_words([each for each in found if each.rank in stuck])
-                more = (
-                    f" For the stacks of all ranks: shardwise diagnose {place}" if (place := place_of_records()) else ""
-                )
-                text = f"{format_ranks(stuck)} wait for each other, so that none can go on: {where}. {_RULE}{more}"
+                text = f"{format_ranks(stuck)} wait for each other, so that none can go on: {where}. {_RULE}{_for_stacks()}"
                 job.set(_DEADLOCK, json.dumps([stuck, text]))
         stuck, text = json.loads(job.peek(_DEADLOCK) or '[[], ""]')
         if mine.rank not in stuck or [text] == alarm.deadlock:
@@ -515,12 +520,15 @@ class WaitWatch:
         alarm.end_waits(self._program.thread)
         abort_all_connections(range(dist.get_world_size()))
 
-    def _report(self, job: JobStore, mine: RankStatus) -> None:
+    def _report(self, job: JobStore, mine: RankStatus) -> str:
+        """Return who waits for whom, after a colon, on the rank that prints it."""
         found = self._statuses(job, range(dist.get_world_size()), mine)
         job.set(_REQUESTED, f"{mine.rank} {self._program.since_s}")
-        if min(each.rank for each in found if each.waits_for) == mine.rank:
-            more = f" For the stacks of all ranks: shardwise diagnose {place}" if (place := place_of_records()) else ""
-            print(f"shardwise: {statuses_in_words(found)}. {_RULE}{more}", file=sys.stderr, flush=True)
+        if min(each.rank for each in found if each.waits_for) != mine.rank:
+            return ""
+        said = statuses_in_words(found)
+        print(f"shardwise: {said}. {_RULE}{_for_stacks()}", file=sys.stderr, flush=True)
+        return f": {said}"
 
     def in_words(self, members: Iterable[int], error: BaseException | None) -> str:
         """Return the text of :func:`status_in_words`."""
@@ -554,6 +562,10 @@ class WaitWatch:
         with suppress(TransportError):
             return None if store is None else JobStore(store, BRIEF_S).peek(_NAME)
         return None
+
+
+def _for_stacks() -> str:
+    return f" For the stacks of all ranks: shardwise diagnose {place}" if (place := place_of_records()) else ""
 
 
 def _status_key(rank: int) -> str:

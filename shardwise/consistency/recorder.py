@@ -160,7 +160,6 @@ class Record:
         rank: global; None if it was unknown.  num_ranks: of the job; 0 if unknown.
         host, pid: of the process.  main_thread: the thread that runs the program.
         written_s: time of the last write.
-        is_cut: a line could not be read.
     """
 
     rank: int | None
@@ -172,7 +171,6 @@ class Record:
     reasons: tuple[Reason, ...] = ()
     stacks: tuple[Stack, ...] = ()
     events: tuple[Event, ...] = field(default=(), repr=False)
-    is_cut: bool = False
 
 
 def to_lines(record: Record) -> Iterator[str]:
@@ -202,7 +200,6 @@ def from_lines(lines: Iterable[str]) -> Record | None:
     reasons: list[Reason] = []
     stacks: list[Stack] = []
     events: list[Event] = []
-    is_cut = False
     for line in lines:
         try:
             found = json.loads(line)
@@ -215,12 +212,11 @@ def from_lines(lines: Iterable[str]) -> Record | None:
             elif "stack" in found:
                 stacks.append(_stack(found["stack"]))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-            is_cut = True
             if head is None:
                 return None
     if head is None:
         return None
-    return Record(**head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events), is_cut=is_cut)
+    return Record(**head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events))
 
 
 def _checked_head(found: Any) -> dict[str, Any]:
@@ -254,7 +250,7 @@ class Watch:
     earlier wakeup descriptor still gets the signals.
     """
 
-    def __init__(self, signalled: Callable[[], None]) -> None:
+    def __init__(self, signalled: Callable[[], object]) -> None:
         self._signalled = signalled
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._pid = os.getpid()
@@ -318,6 +314,7 @@ class Watch:
 
 
 PATTERN = "rank-*.jsonl"
+NOTHING_MOVES = "nothing has moved"  # begins the reason of a record that a wait report has caused
 BLACK_BOX = "black_box"  # the folder of records in the folder of a run
 BEFORE = "before"  # in the folder: records of the previous start
 _MOST_REASONS, _MOST_STACKS = 16, 128

@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -32,7 +33,7 @@ import torch.distributed as dist
 
 from shardwise.consistency.recorder import Recorder, default_place
 from shardwise.errors import ConfigError, RankError
-from shardwise.one_host import ScratchFolder, read_proc, stay_on_loopback
+from shardwise.one_host import PREFIX, read_proc, stay_on_loopback
 
 # ---- A network namespace for the ranks of one host, so that other users neither see their ports nor can connect.
 
@@ -558,8 +559,8 @@ def notebook_launch(function: Callable[..., Any], num_ranks: int, *args: Any) ->
     """
     if num_ranks < 1:
         raise ConfigError(f"notebook_launch: num_ranks is {num_ranks}, expected 1 or more")
-    with ScratchFolder() as scratch, ExitStack() as stack:
-        call = scratch.path / "call"
+    with TemporaryDirectory(prefix=PREFIX) as folder, ExitStack() as stack:
+        call = Path(folder, "call")
         call.write_bytes(pickle.dumps((sys.path, _packed((function, args), "notebook_launch: function or args"))))
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
@@ -574,15 +575,15 @@ def notebook_launch(function: Callable[..., Any], num_ranks: int, *args: Any) ->
                 while time.monotonic() < end:
                     sys.stdout.write(copy.decode(os.read(reading, 1 << 16)))
 
-        outcome = run_program(UserProgram("call", (str(call),), writing, show), num_ranks, (), scratch.path)
+        outcome = run_program(UserProgram("call", (str(call),), writing, show), num_ranks, (), Path(folder))
         failure = outcome.failure
         if failure is None:
             with suppress(FileNotFoundError):
-                return pickle.loads((scratch.path / "result").read_bytes())
+                return pickle.loads(call.with_name("result").read_bytes())
             raise RankError(
                 "rank 0 exited with exit code 0 before the function returned. Return from it instead of calling sys.exit()"
             )
-        found = scratch.path / "error"
+        found = call.with_name("error")
         if failure.code < 0 or not found.exists():
             raise RankError(f"{describe(failure)}; all ranks have been stopped. shardwise diagnose reads their records")
         error, text = pickle.loads(found.read_bytes())

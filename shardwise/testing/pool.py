@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from shardwise.one_host import ScratchFolder, stay_on_loopback
+from shardwise.one_host import stay_on_loopback
 
 GRACE_S = 5.0  # time for the others to notice after one rank has failed
 
@@ -161,7 +162,7 @@ class WorkerPool:
         self._max_ranks = max_ranks
         self._keeps_group = keeps_group
         self._timeout_s = timeout_s
-        self._directory = ScratchFolder("shardwise-pool-")
+        self._directory = TemporaryDirectory(prefix="shardwise-pool-")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._num_calls = 0
@@ -244,7 +245,7 @@ class WorkerPool:
         self._num_calls += 1
         payload = pickle.dumps((function, kwargs))
         number = self._num_starts if self._keeps_group else self._num_calls
-        store_path = str(self._directory.path / f"store-{'kept-' * self._keeps_group}{number}")
+        store_path = f"{self._directory.name}/store-{'kept-' * self._keeps_group}{number}"
         for rank in range(num_ranks):
             task = _Task(payload, rank, num_ranks, store_path, backend, group_timeout_s or limit_s, self._keeps_group)
             self._pipes[rank].send(task)
@@ -272,7 +273,7 @@ class WorkerPool:
                 process.kill()
                 process.join()
         self._processes, self._pipes = [], []
-        self._directory.close()
+        self._directory.cleanup()
 
     def _start(self, num_ranks: int) -> None:
         if not all(process.is_alive() for process in self._processes):
@@ -309,7 +310,7 @@ class WorkerPool:
         return results
 
     def _stack_path(self, rank: int) -> str:
-        return str(self._directory.path / f"stack-{rank}")
+        return f"{self._directory.name}/stack-{rank}"
 
     def _stack(self, rank: int) -> str:
         process = self._processes[rank]

@@ -74,32 +74,18 @@ def sums_bytes(slot: int) -> int:
     return NUM_SUM_SLOTS * slot
 
 
-@dataclass(frozen=True, slots=True)
-class SumSlots:
-    """Where sums lie in every segment.
-
-    Attributes:
-        word: the first of :data:`NUM_SUM_WORDS`.  start: byte offset of the slots.
-        num_bytes: bytes of one slot; 0 if there are none.
-    """
-
-    word: int
-    start: int
-    num_bytes: int
-
-
 class Sums:
     """In-place sums of the ranks of one host.
 
     Args:
         local_peers: the ranks.  place: index of this rank among them.
-        slots: where sums lie in every segment.
+        start: byte offset of the slots in every segment.  slot_bytes: of one slot; 0 if there are none.
         view: ``view(place, start, numel, dtype)`` returns memory of a rank's segment.
     """
 
-    def __init__(self, local_peers: LocalPeers, place: int, slots: SumSlots, view: View) -> None:
+    def __init__(self, local_peers: LocalPeers, place: int, start: int, slot_bytes: int, view: View) -> None:
         self._local_peers, self._place, self._num_ranks = local_peers, place, len(local_peers.others) + 1
-        self._word, self._start, self._slot_bytes, self._view = slots.word, slots.start, slots.num_bytes, view
+        self._word, self._start, self._slot_bytes, self._view = _SUMS, start, slot_bytes, view
         self._num_chunks = 0
         self._chunks: deque[_Chunk] = deque()
 
@@ -392,7 +378,7 @@ class HostLink(Link):
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         behind = outbox + outbox_bytes(slot_bytes)
-        self.sums = self._sums = Sums(self.local_peers, self.place, SumSlots(_SUMS, behind, sum_slot_bytes), self._view)
+        self.sums = self._sums = Sums(self.local_peers, self.place, behind, sum_slot_bytes, self._view)
 
     # ---- passes ----
 
