@@ -17,12 +17,11 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.collectives.protocol import (
-    AllGatherFunction,
+    CustomCollective,
     CustomCollectives,
     GatherEnds,
     Handle,
     OnceHandle,
-    ReduceScatterFunction,
     Scale,
     ScatterEnds,
     SumContents,
@@ -397,7 +396,7 @@ class C10dCommunicator:
             tensor.div_(by.after)
 
     def _buffer(
-        self, numel: int, dtype: torch.dtype, custom: AllGatherFunction | ReduceScatterFunction | None
+        self, numel: int, dtype: torch.dtype, custom: CustomCollective | None
     ) -> tuple[torch.Tensor, PooledBuffer | None]:
         if custom is not None:
             return custom.allocate((numel,), dtype=dtype, device=self.pool.device), None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -74,36 +74,19 @@ def sums_something_else(label: str, number: int, mine: int, others: Sequence[int
 # ---- Collectives of the user, in place of a backend's.
 
 
-class AllGatherFunction(Protocol):
-    """A user's all-gather, as torch's ``set_custom_all_gather`` takes it."""
+class CustomCollective(Protocol):
+    """A user's all-gather or reduce-scatter, as torch's ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` take it.
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer for a result."""
-        ...
+    Attributes:
+        __call__: ``(output_tensor, input_tensor, group, async_op=)``, which gathers the input of all ranks into the output,
+            or ``(output_tensor, input_tensor, group, op, async_op=)``, which leaves this rank's section of the reduced input
+            in it; returns the work, or None.
+    """
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
-        ...
-
-
-class ReduceScatterFunction(Protocol):
-    """A user's reduce-scatter, as torch's ``set_custom_reduce_scatter`` takes it."""
+    __call__: Callable[..., dist.Work | None]
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer."""
-        ...
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce ``input_tensor`` over ranks and leave this rank's section in ``output_tensor``."""
         ...
 
 
@@ -117,8 +100,8 @@ class CustomCollectives:
         reduce_group: the group that runs reduce-scatters, so that they overlap all-gathers.
     """
 
-    all_gather: AllGatherFunction | None = None
-    reduce_scatter: ReduceScatterFunction | None = None
+    all_gather: CustomCollective | None = None
+    reduce_scatter: CustomCollective | None = None
     allocates_from_group: bool = False
     reduce_group: dist.ProcessGroup | None = None
 
@@ -220,22 +203,15 @@ class SumContents(SectionContents, Protocol):
         ...
 
 
-class BucketEnds(Protocol):
+class BucketEnds(SectionContents, Protocol):
     """One bucket of an all-gather, for transports that move parts.
 
     Attributes:
-        layout: where parts lie in a section.
         dtype: of the stored section.  full_dtype: of the full parameters; it is sent in this dtype.
     """
 
-    layout: Bucket
     dtype: torch.dtype
     full_dtype: torch.dtype
-
-    @property
-    def params(self) -> Sequence[NamedTensor]:
-        """The tensors of these parts, in the order of the layout."""
-        ...
 
     @property
     def number(self) -> int | None:
@@ -278,18 +254,8 @@ class GatherEnds(Protocol):
         """Use the result: 1-D, ``size * len(shard)`` elements, valid only during the call."""
 
 
-class ScatterEnds(Protocol):
+class ScatterEnds(SectionContents, Protocol):
     """The two ends of a reduce-scatter."""
-
-    @property
-    def layout(self) -> Bucket:
-        """Where the parts of every gradient lie in a section."""
-        ...
-
-    @property
-    def params(self) -> Sequence[NamedTensor]:
-        """The parameters of these gradients, in the order of the layout."""
-        ...
 
     @property
     def label(self) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from shardwise import torch_private
-from shardwise.collectives.protocol import AllGatherFunction, ReduceScatterFunction
+from shardwise.collectives.protocol import CustomCollective
 from shardwise.collectives.routes import Transport, check_transport
 from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError, did_you_mean
@@ -649,7 +649,7 @@ class FSDPModule(_Base):
 
     # ---- communication ----
 
-    def set_custom_all_gather(self, comm: AllGatherFunction) -> None:
+    def set_custom_all_gather(self, comm: CustomCollective) -> None:
         """All-gather with ``comm``, which has ``allocate`` and ``__call__`` like torch's ``AllGather``.
 
         Raises: ValueError if the parameters of this module are on several meshes.
@@ -659,7 +659,7 @@ class FSDPModule(_Base):
             group.custom.all_gather = comm
             bind_units(self._engine())
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatterFunction) -> None:
+    def set_custom_reduce_scatter(self, comm: CustomCollective) -> None:
         """Reduce-scatter with ``comm``, which has the methods of torch's ``ReduceScatter``.
 
         Raises: ValueError if the parameters of this module are on several meshes.

@@ -188,7 +188,7 @@ class Injected:
     def come(self, place: str, subject: object = None) -> bool:
         """Record that this process reaches ``place``; return True to skip what begins there."""
         fault = self.fault
-        if place != fault.at or self.is_over or not self._is_mine():
+        if place != fault.at or self.is_over or fault.rank not in (None, this_rank()):
             return False
         if fault.step is not None and self.step != fault.step + self.num_struck:
             return False
@@ -202,14 +202,7 @@ class Injected:
         strike(fault, subject)
         return fault.kind == "drop"
 
-    def _is_mine(self) -> bool:
-        return self.fault.rank is None or self.fault.rank == this_rank()
-
     # ---- hooks ----
-
-    def hear(self, place: str, _what: str, subject: object) -> bool:
-        """Handle an event of the library."""
-        return self.come(place, subject)
 
     def before_module(self, module: nn.Module, _args: object) -> None:
         """Handle the begin of a module's forward."""
@@ -268,7 +261,7 @@ def inject(fault: Fault | Kind, at: str = "", **options: Any) -> Generator[Injec
         raise ConfigError("give a Fault, or a kind and its fields; found both")
     injected = Injected(fault if isinstance(fault, Fault) else Fault(fault, at, **options))
     with ExitStack() as stack:
-        stack.enter_context(observe.hearing(injected.hear))
+        stack.enter_context(observe.hearing(lambda place, _, subject: injected.come(place, subject)))
         for handle in (
             register_module_forward_pre_hook(injected.before_module),
             register_module_forward_hook(injected.after_module),

@@ -31,7 +31,6 @@ from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, slo
 from shardwise.collectives.routes import (
     Link,
     LinkedBucket,
-    LinkedGroup,
     LinkProvider,
     LinkUsers,
     Transport,
@@ -94,9 +93,7 @@ class GroupLink:
         timeout_s: float,
     ) -> None:
         self._process_group = process_group
-        self._gathers = [weakref.ref(group) for group in users.gathers]
-        self._reduces = [weakref.ref(group) for group in users.reduces]
-        self._sums = [weakref.ref(group) for group in users.sums]
+        self._users = [[weakref.ref(group) for group in each] for each in (users.gathers, users.reduces, users.sums)]
         self._transport: Transport = transport
         self._pool = pool
         self._timeout_s = timeout_s
@@ -114,10 +111,9 @@ class GroupLink:
         """
         if self._sizes is not None and self._inside is None:
             return self._link
-        gathers = _alive(self._gathers)
-        buckets = [bucket for group in gathers for bucket in group.main_buckets if bucket.travels]
+        users = LinkUsers(*([group for ref in refs if (group := ref()) is not None] for refs in self._users))
+        buckets = [bucket for group in users.gathers for bucket in group.main_buckets if bucket.travels]
         if self._sizes is None or any(bucket.number is None for bucket in buckets):
-            users = LinkUsers(gathers, _alive(self._reduces), _alive(self._sums))
             sizes = _sizes_of(users, self._process_group.size())
             if sizes != self._sizes:
                 self._sizes = sizes
@@ -163,7 +159,7 @@ class GroupLink:
 
     def is_for(self, users: LinkUsers, transport: Transport) -> bool:
         """True if this link was made for exactly these users and this transport."""
-        mine = [[ref() for ref in refs] for refs in (self._gathers, self._reduces, self._sums)]
+        mine = [[ref() for ref in refs] for refs in self._users]
         return mine == [users.gathers, users.reduces, users.sums] and self._transport == transport
 
     def _make(self, sizes: _AgreedSizes) -> Link | None:
@@ -203,10 +199,6 @@ def can_link(process_group: dist.ProcessGroup, devices: Collection[torch.device]
     """True if a group may use a link for tensors on ``devices``: it has several ranks, on CPU, over gloo."""
     is_on_cpu = all(device.type == "cpu" for device in devices)
     return is_on_cpu and process_group.size() > 1 and torch_private.is_gloo(process_group)
-
-
-def _alive(refs: Sequence[weakref.ref[LinkedGroup]]) -> list[LinkedGroup]:
-    return [group for ref in refs if (group := ref()) is not None]
 
 
 def _sizes_of(users: LinkUsers, num_ranks: int) -> _AgreedSizes:
