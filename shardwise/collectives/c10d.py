@@ -106,9 +106,13 @@ class Launched(OnceHandle[Callable[[torch.Tensor], None]]):
         return self._ends is None or self._work is None or self._work.is_completed()
 
     def finish(self, ends: Callable[[torch.Tensor], None]) -> None:
-        if self._work is not None:
+        work = self._work
+        if work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
-            self._outlast(self._work)
+            try:
+                work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a custom collective's own Work class
+            except RuntimeError as error:
+                self._outlast(work, error)
         buffer, take_over = self._buffer, self._take_over
         if take_over is not None and buffer is not None and take_over(buffer):
             return
@@ -118,25 +122,18 @@ class Launched(OnceHandle[Callable[[torch.Tensor], None]]):
 
     def drop(self, ends: Callable[[torch.Tensor], None]) -> None:
         # The backend may still write to the buffers, so they must live until its work is done.
-        if self._work is None:
-            return
+        self._take_over = None
         with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffer is never released to the pool
-            self._outlast(self._work)
-            if self._buffer is not None:
-                self._buffer.release()
+            self.finish(lambda _: None)
 
-    def _outlast(self, work: dist.Work) -> None:
-        """Wait.  Raises: RuntimeError that names the other ranks."""
+    def _outlast(self, work: dist.Work, error: RuntimeError) -> None:
+        """Continue to wait after a first wait that raised ``error``.  Raises: RuntimeError that names the other ranks."""
         try:
-            if type(work) is not dist.Work:  # a custom collective's own class
-                work.wait()
-                return
-            try:
-                work.wait(FIRST)
-            except RuntimeError:
-                outlast(work, self._group)
-        except RuntimeError as error:
-            name_partners(error, self._group)
+            if type(work) is not dist.Work:
+                raise error
+            outlast(work, self._group)
+        except RuntimeError as last:
+            name_partners(last, self._group)
             raise
 
 
@@ -265,9 +262,14 @@ class C10dCommunicator:
         """
         if self.stream.is_concurrent:
             return self._all_gather_on_stream(ends)
-        shard = ends.shard()
-        packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, self.custom.all_gather)
-        work = self._start_gather(packed, shard, async_op=True)
+        shard, custom = ends.shard(), self.custom
+        if custom.all_gather is None and not custom.allocates_from_group:
+            buffer = self.pool.acquire(shard.numel() * self._size * shard.dtype.itemsize)
+            packed = buffer.tensor(shard.dtype)
+            work = all_gather_single(packed, shard, self.group)
+        else:
+            packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, custom.all_gather)
+            work = self._start_gather(packed, shard, async_op=True)
         return Launched(work, ends.deliver, packed, buffer, self.group, ends.take_over)
 
     def _all_gather_on_stream(self, ends: GatherEnds) -> Handle:
@@ -309,7 +311,12 @@ class C10dCommunicator:
         The section is delivered on a stream at once, on the host in ``wait``.  The buffer is in use until ``wait`` in either
         case.
         """
-        packed, buffer = self._buffer(ends.section_numel * self._size, ends.dtype, self.custom.reduce_scatter)
+        custom, dtype = self.custom, ends.dtype
+        if custom.reduce_scatter is None and not custom.allocates_from_group:
+            buffer = self.pool.acquire(ends.section_numel * self._size * dtype.itemsize)
+            packed = buffer.tensor(dtype)
+        else:
+            packed, buffer = self._buffer(ends.section_numel * self._size, dtype, custom.reduce_scatter)
         ends.fill(packed)
         if self._resolved[0] is not scale:
             self._resolved = scale, resolve_scale(scale, self._size)
@@ -400,7 +407,7 @@ class C10dCommunicator:
     ) -> tuple[torch.Tensor, PooledBuffer | None]:
         if custom is not None:
             return custom.allocate((numel,), dtype=dtype, device=self.pool.device), None
-        if self.custom.allocates_from_group and self._allocates_from_group:
+        if self._allocates_from_group:
             backend = torch_private.backend_of(self.group, self.pool.device)
             return backend.allocate_tensor(numel, dtype=dtype, device=self.pool.device), None
         buffer = self.pool.acquire(numel * dtype.itemsize)

@@ -16,12 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -103,7 +103,7 @@ def lines_of_trace(trace: TracebackType | None) -> tuple[str, ...]:
     return (*outer[-_MOST_FRAMES:], *found[-_MOST_FRAMES:])
 
 
-# ---- The record of one rank: its last events, why it was written, and where its threads were. Pure; JSON lines.
+# ---- The record of one rank: its last events, why it was written, and where its threads were. Pure; one line of JSON.
 
 VERSION = 1
 MOST_RANKS = 2**20  # the report of missing ranks takes memory for each
@@ -173,68 +173,51 @@ class Record:
     events: tuple[Event, ...] = field(default=(), repr=False)
 
 
-def to_lines(record: Record) -> Iterator[str]:
-    """Yield ``record`` as JSON lines: the rank, its reasons, its stacks, its events."""
-    yield json.dumps({"version": VERSION, "rank": record.rank} | {name: getattr(record, name) for name in _HEAD})
-    for reason in record.reasons:
-        yield json.dumps({"reason": reason.text[:MOST_TEXT], "time_s": reason.time_s})
-    for stack in record.stacks:
-        yield json.dumps({"stack": asdict(stack)})
-    for event in record.events:
-        what = event.what[:MOST_TEXT]
-        yield json.dumps([round(event.time_s, 6), event.thread, event.track, event.count, event.place, what])
+def to_text(record: Record) -> str:
+    """Return ``record`` as one JSON object."""
+    rows = {
+        "reasons": [[each.time_s, each.text[:MOST_TEXT]] for each in record.reasons],
+        "stacks": [astuple(each) for each in record.stacks],
+        "events": [
+            [round(e.time_s, 6), e.thread, e.track, e.count, e.place, e.what[:MOST_TEXT]] for e in record.events
+        ],
+    }
+    return json.dumps({"version": VERSION} | {name: getattr(record, name) for name in ("rank", *_HEAD)} | rows)
 
 
 def read_record(path: Path) -> Record | None:
     """Return the record in the file ``path``; None if it cannot be read."""
     try:
         with open_input(path.parent, path.name, MOST_BYTES) as file:
-            return from_lines(line.decode(errors="replace") for line in file)
+            return from_text(file.read().decode(errors="replace"))
     except OSError:
         return None
 
 
-def from_lines(lines: Iterable[str]) -> Record | None:
-    """Return the record in ``lines``, without truncated or unknown lines; None if the first one cannot be read."""
-    head: dict[str, Any] | None = None
-    reasons: list[Reason] = []
-    stacks: list[Stack] = []
-    events: list[Event] = []
-    for line in lines:
-        try:
-            found = json.loads(line)
-            if head is None:
-                head = _checked_head(found)
-            elif isinstance(found, list):
-                events.append(_event(cast(list[Any], found)))
-            elif "reason" in found:
-                reasons.append(Reason(float(found["time_s"]), str(found["reason"])))
-            elif "stack" in found:
-                stacks.append(_stack(found["stack"]))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-            if head is None:
-                return None
-    if head is None:
+def from_text(text: str) -> Record | None:
+    """Return the record in ``text``; None if it is not one."""
+    try:
+        found = json.loads(text)
+        head = {name: kind(found[name]) for name, kind in _HEAD.items()}
+        rank = None if found["rank"] is None else int(found["rank"])
+        if not -1 <= (-1 if rank is None else rank) < MOST_RANKS or not 0 <= head["num_ranks"] <= MOST_RANKS:
+            return None  # no job has so many ranks
+        return Record(
+            rank,
+            **head,
+            reasons=tuple([Reason(float(time_s), str(text)) for time_s, text in found["reasons"]]),
+            stacks=tuple(
+                [Stack(float(t), int(thread), str(name), (*map(str, f),)) for t, thread, name, f in found["stacks"]]
+            ),
+            events=tuple(
+                [
+                    Event(float(t), int(thread), str(track), int(n), str(at), str(of))
+                    for t, thread, track, n, at, of in found["events"]
+                ]
+            ),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    return Record(**head, reasons=tuple(reasons), stacks=tuple(stacks), events=tuple(events))
-
-
-def _checked_head(found: Any) -> dict[str, Any]:
-    head = {name: kind(found[name]) for name, kind in _HEAD.items()}
-    rank = None if found["rank"] is None else int(found["rank"])
-    if not -1 <= (-1 if rank is None else rank) < MOST_RANKS or not 0 <= head["num_ranks"] <= MOST_RANKS:
-        raise ValueError("no job has so many ranks")
-    return {"rank": rank} | head
-
-
-def _event(found: list[Any]) -> Event:
-    time_s, thread, track, count, place, what = found
-    return Event(float(time_s), int(thread), str(track), int(count), str(place), str(what))
-
-
-def _stack(found: Any) -> Stack:
-    frames = tuple(map(str, found["frames"]))
-    return Stack(float(found["time_s"]), int(found["thread"]), str(found["name"]), frames)
 
 
 # ---- A thread that gets signals while the main thread waits in a collective.
@@ -457,7 +440,7 @@ class Recorder:
         if self.folder.parent == default_place():
             _make_default_place(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(self.folder, self._file_name(), "\n".join(to_lines(record)) + "\n")
+        replace_file(self.folder, self._file_name(), to_text(record) + "\n")
         return self.folder / self._file_name()
 
 

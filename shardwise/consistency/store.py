@@ -223,10 +223,6 @@ class JobStore:
         """Store ``text`` under ``key``."""
         self._query(lambda: self._store.set(key, text))
 
-    def get(self, key: str) -> str:
-        """Return the value of ``key``, which must exist."""
-        return self._query(lambda: self._store.get(key)).decode()
-
     def peek(self, key: str) -> str | None:
         """Return the value of ``key``, None if it does not exist; does not wait."""
         return self._query(lambda: self._store.get(key).decode() if self._store.check([key]) else None)

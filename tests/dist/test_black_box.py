@@ -87,7 +87,7 @@ def test_ranks_that_wait_in_silence_write_by_themselves_and_the_late_one_is_blam
     found = diagnosis_of(tmp_path)
     texts = [reasons[0].text for reasons in found.reasons.values()]
     assert all(text.startswith("nothing has moved for 1 s") for text in texts), texts
-    assert "rank 0 is in its 2nd forward" in lines_of(found)
+    assert "waits for rank 1" in lines_of(found)
     assert "in strike()" in lines_of(found)
 
 

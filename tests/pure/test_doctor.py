@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardwise
 from shardwise.consistency.diagnosis import diagnose, first_parting, in_words
-from shardwise.consistency.recorder import Event, Reason, Record, Stack, from_lines, lines_of, own_line, to_lines
+from shardwise.consistency.recorder import Event, Reason, Record, Stack, from_text, lines_of, own_line, to_text
 from shardwise.observe import ERROR
 
 MAIN = 7
@@ -119,25 +119,14 @@ def test_trouble_that_has_passed_is_not_the_failure_of_now() -> None:
     assert [each.text for each in found.failures] == ["ValueError: x"]
 
 
-@given(st.integers(0, 400))
-def test_a_record_that_is_cut_off_says_what_is_left_of_it(length: int) -> None:
-    whole = record_of(0, events_of(["unshard", "reduce"]))
-    text = "\n".join(to_lines(whole))
-    found = from_lines(text[:length].splitlines())
-    if found is not None:
-        assert found.rank == 0
-        assert whole.events[: len(found.events)] == found.events
-        list(in_words(diagnose([found])))
-
-
 def test_a_record_is_read_as_it_was_written() -> None:
     whole = record_of(0, events_of(["unshard", "reduce"]))
-    assert from_lines("\n".join(to_lines(whole)).splitlines()) == whole
+    assert from_text(to_text(whole)) == whole
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": "x"}', '{"version": 1}', "null\n[1]"])
 def test_what_is_no_record_is_none(text: str) -> None:
-    assert from_lines(text.splitlines()) is None
+    assert from_text(text) is None
 
 
 def test_where_a_rank_hangs_after_its_error_is_said_too() -> None:

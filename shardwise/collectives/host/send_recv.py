@@ -179,7 +179,6 @@ class PeerLink(Link):
         group: the process group.
         pool: memory for staging.
         ranks: the ranks of ``group`` that the link connects, this one included; by default all of them.
-        members: the global rank of each rank of ``group``, as errors name them; by default as torch reports them.
 
     Attributes:
         is_on_one_host: all ranks are on one host but cannot share memory.
@@ -187,10 +186,8 @@ class PeerLink(Link):
 
     name = "send/recv"
 
-    def __init__(
-        self, group: dist.ProcessGroup, pool: BufferPool, ranks: range | None = None, members: Sequence[int] = ()
-    ) -> None:
-        self.group, self._named = group, members
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool, ranks: range | None = None) -> None:
+        self.group = group
         self.rank = group.rank()
         found = range(group.size()) if ranks is None else ranks
         self.size = len(found)
@@ -231,7 +228,7 @@ class PeerLink(Link):
 
     def _members(self) -> Sequence[int]:
         """Return the global ranks, as errors name them."""
-        return self._named or dist.get_process_group_ranks(self.group)
+        return dist.get_process_group_ranks(self.group)
 
     def refuse(self, kind: PassKind, blamed: int) -> None:
         """Notify the others, without waiting, that this host does not enter the pass because of rank ``blamed``."""
