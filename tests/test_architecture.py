@@ -273,7 +273,6 @@ ONE_IDEA = {
     "zero/optimizer.py:ZeroRedundancyOptimizer": "the public names of torch's class",
     "transaction/transaction.py:Ledger": "the state before one step",
     "checkpoint/save.py:Saver": "one folder that is saved into",
-    "consistency/recorder.py:Watch": "one thread that listens",
     "plan/schedule.py:_Simulation": "the units of a step as it goes on, without tensors",
 }
 MOST_ATTRIBUTES = 10
@@ -323,18 +322,18 @@ def test_files_and_functions_are_short() -> None:
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
     "fsdp": 8900,  # with plan 5900, and checks 600
-    "collectives": 3600,  # 2800
+    "collectives": 3100,  # 2800
     "checkpoint": 2650,  # with transaction 2900
     "recipes": 2000,  # with cli and loop 3600
-    "consistency": 2450,  # 1800
+    "consistency": 2200,  # 1800
     "planner": 1400,
     "optim": 2100,  # 1700
     "zero": 1100,
     "cli": 1250,
     "(top)": 1600,  # with testing 1500
     "transaction": 600,
-    "loop": 650,
-    "testing": 500,
+    "loop": 600,
+    "testing": 450,
     "plan": 450,
 }
 
