@@ -48,7 +48,7 @@ from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 
 # ---- A rank's report of the exception that ended its step, and which of several was the first cause.
 
-Choice = Literal["retry", "skip", "raise", "end"]
+Choice = Literal["retry", "skip", "raise"]
 _PACKAGE = str(Path(__file__).parent.parent)
 _INSIDE = (_PACKAGE, str(Path(torch.__file__).parent))
 _LIMIT = 400  # characters of a quoted text
@@ -62,7 +62,7 @@ class Report:
         rank: global.  order: how many ranks had reported by then, this one included.
         follows: another rank's exception may have caused it.
         kind, text, place: name of the class, first line, and the line of user code that raised it.
-        choice: what the user of this rank wants to do about it; "end": it cannot be undone.
+        choice: what the user of this rank wants to do about it.
     """
 
     rank: int
@@ -148,23 +148,12 @@ class Agreement:
     # ---- with a fault ----
 
     def check(self, number: int) -> None:
-        """Raise StepError if a rank has failed in step ``number``, or for good; queries the store from time to time."""
+        """Raise StepError if a rank has failed in step ``number``; queries the store from time to time."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_S:
             self._looked = now
-            if self._exchange.store.check([self._key(number, "order")]) or self.ended() is not None:
+            if self._exchange.store.check([self._key(number, "order")]):
                 raise StepError(f"another rank has failed; rank {self.rank} stops its step")
-
-    def end(self, report: Report) -> None:
-        """Publish that no step can be undone any more, because of ``report``, and abort the others' collectives."""
-        if self.ended() is None:
-            self._exchange.store.set(f"{self._exchange.prefix}/ended", report.to_text())
-        abort_all_connections(self.members)
-
-    def ended(self) -> Report | None:
-        """Return why no step can be undone any more, or None."""
-        text = self._exchange.store.peek(f"{self._exchange.prefix}/ended")
-        return None if text is None else Report.from_text(text)
 
     def claim(self, number: int) -> int:
         """Publish that this rank has failed in step ``number``; return how many ranks have by now."""
@@ -188,13 +177,10 @@ class Agreement:
         abort_all_connections(self.members)
 
         def is_enough(_: Mapping[int, str]) -> bool:
-            return (mine.follows and self.was_committed(number)) or self.ended() is not None
+            return mine.follows and self.was_committed(number)
 
         found = exchange.gather(f"{number}/report", mine.to_text(), is_enough)
         if absent := exchange.absent(found):
-            ended = self.ended()
-            if ended is not None:
-                return ended
             if mine.follows and self.was_committed(number):
                 return None
             late = (
@@ -237,20 +223,6 @@ class Agreement:
 # it.
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The options of the transactions over a model.
-
-    Attributes:
-        also: objects with state dicts, and "rng" for random numbers, to restore too.
-        undoes_optimizer: copy what the optimizer's step changes, so that a fault in it can be undone.  Otherwise ranks
-            agree before it, and nothing is copied.
-    """
-
-    also: tuple[Any, ...]
-    undoes_optimizer: bool
-
-
 class Ledger:
     """The state before each step of ``model`` and ``optimized``; all ranks of the job take part.
 
@@ -258,16 +230,15 @@ class Ledger:
 
     Attributes:
         agreement: how the ranks agree; None without other ranks.
-        number: of transactions begun.  is_open: one is running.  is_agreed: all ranks have reached its optimizer step,
-            which cannot be undone.
+        number: of transactions begun.  is_open: one is running.
     """
 
-    def __init__(self, model: nn.Module, optimized: Sequence[Optimized], wanted: Wanted) -> None:
-        check_others(wanted.also)
+    def __init__(self, model: nn.Module, optimized: Sequence[Optimized], also: tuple[Any, ...]) -> None:
+        check_others(also)
         self.agreement = _agreement()
         self.number = 0
-        self.is_open = self.is_agreed = False
-        self._wanted = wanted
+        self.is_open = False
+        self._also = also
         self._model = weakref.ref(model)
         self._ddps = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
         self._attachments = attachments_of(model)
@@ -290,12 +261,10 @@ class Ledger:
         """Bytes copied in the last transaction."""
         return self._saved.num_bytes
 
-    def is_for(self, optimizers: Sequence[Optimizer], wanted: Wanted) -> bool:
-        """Return True if this ledger is for these optimizers and options, and for the current ranks."""
-        mine = self._wanted
+    def is_for(self, optimizers: Sequence[Optimizer], also: Sequence[Any]) -> bool:
+        """Return True if this ledger is for these optimizers and objects, and for the current ranks."""
         same = list(self._optimizers) == [id(each) for each in optimizers]
-        same = same and [id(each) for each in mine.also] == [id(each) for each in wanted.also]
-        same = same and mine.undoes_optimizer == wanted.undoes_optimizer
+        same = same and [id(each) for each in self._also] == [id(each) for each in also]
         return same and (self.agreement.group if self.agreement is not None else None) is _several_ranks()
 
     # ---- one transaction ----
@@ -323,7 +292,7 @@ class Ledger:
         save_buffers(saved, self._buffers)
         for each in self._optimizers.values():
             save_options(saved, each)
-        for undo in keep_others(self._wanted.also):
+        for undo in keep_others(self._also):
             saved.then(undo)
         self._stepped.clear()
         self.number += 1
@@ -333,21 +302,14 @@ class Ledger:
             store.listen(lambda: agreement.check(number))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Save the parameters and the state of ``optimizer``, which is about to change them, or agree that it may.
-
-        Raises: like :meth:`Agreement.arrive`.
-        """
-        if self.is_open and not self._wanted.undoes_optimizer:
-            if self.agreement is not None and not self.is_agreed:
-                self.agreement.arrive()
-            self.is_agreed = True
-        elif self.is_open and id(optimizer) not in self._stepped:
+        """Save the parameters and the state of ``optimizer``, which is about to change them."""
+        if self.is_open and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
             save_step(self._saved, self._optimizers[id(optimizer)])
 
     def close(self) -> None:
         """End the transaction, committed or not."""
-        self.is_open = self.is_agreed = False
+        self.is_open = False
         store.leave()
         self._saved.clear()
 
@@ -402,7 +364,7 @@ def _agreement() -> Agreement | None:
 # ---- One step in a transaction: the context manager that users get.
 
 Types = tuple[type[BaseException], ...]
-Outcome = Literal["running", "committed", "again", "skipped", "undone", "lost"]
+Outcome = Literal["running", "committed", "again", "skipped", "undone"]
 
 
 class Transaction:
@@ -410,7 +372,7 @@ class Transaction:
 
     Attributes:
         outcome: "committed": it happened on all ranks.  On none: "again": it is to be repeated; "skipped"; "undone":
-            its exception was raised.  "lost": it ended within an optimizer step that cannot be undone.
+            its exception was raised.
         cause: the exception that ended it, if any: its rank, class, text and place, as the error on other ranks has it.
         num_bytes: bytes copied to save the state before it.
     """
@@ -457,7 +419,7 @@ class Transaction:
     def _arrive(self) -> BaseException | None:
         agreement = self._ledger.agreement
         try:
-            if agreement is not None and not self._ledger.is_agreed:
+            if agreement is not None:
                 agreement.arrive()
         except BaseException as error:
             return error
@@ -467,8 +429,6 @@ class Transaction:
         """Undo the step with all ranks; return True to suppress the exception."""
         ledger, agreement = self._ledger, self._ledger.agreement
         store.leave()  # from here on all ranks meet
-        if ledger.is_agreed:
-            self._end(error)
         cause = self._report(error)
         mine = cause.order
         if agreement is not None:
@@ -479,8 +439,6 @@ class Transaction:
                     raise error
                 return False
             mine, cause = cause.order, found
-        if cause.choice == "end":
-            self._raise_end(cause, error)
         is_suppressed = cause.choice != "raise"
         if is_suppressed:
             traceback.clear_frames(error.__traceback__)  # its frames reference activations
@@ -489,28 +447,6 @@ class Transaction:
         self.outcome = "undone" if not is_suppressed else "skipped" if cause.choice == "skip" else "again"
         if is_suppressed or (is_own and mine == cause.order):
             return is_suppressed  # a rank's own exception is re-raised by ``with``
-        raise self.cause from error
-
-    def _end(self, error: BaseException) -> NoReturn:
-        """Raise, on this rank and on all others, that a step has ended that cannot be undone."""
-        agreement = self._ledger.agreement
-        known = None if agreement is None else agreement.ended()
-        if known is not None:
-            self._raise_end(known, error)
-        rank = 0 if agreement is None else agreement.rank
-        cause = make_report(error, rank, 1, "end")
-        if agreement is not None:
-            agreement.end(cause)
-        self._raise_end(cause, error)
-
-    def _raise_end(self, cause: Report, error: BaseException) -> NoReturn:
-        self.outcome = "lost"
-        text = (
-            f"rank {cause.rank} raised {cause.kind} at {cause.place}: {cause.text}\nAll ranks had agreed on the optimizer's "
-            "step, which undoes_optimizer=False does not undo: parameters may differ between ranks. Start again from a "
-            "checkpoint, or use undoes_optimizer=True"
-        )
-        self.cause = StepError(text, cause.rank, cause.kind, cause.text, cause.place)
         raise self.cause from error
 
     def _report(self, error: BaseException) -> Report:
@@ -562,7 +498,6 @@ def transaction(
     retry: Types | type[BaseException] = (),
     skip: Types | type[BaseException] = (),
     also: Sequence[Any] = (),
-    undoes_optimizer: bool = True,
 ) -> Transaction:
     """Return a context for one step (data, forward, backward, optimizer) that happens on all ranks, or on none.
 
@@ -580,8 +515,6 @@ def transaction(
         skip: exceptions after which all ranks continue without the step.
         also: other objects to restore: a ``GradScaler``, schedules, anything with ``state_dict`` and
             ``load_state_dict``; "rng" for random numbers of torch (CPU and accelerator), ``random`` and numpy.
-        undoes_optimizer: False: copy nothing for the optimizer's step.  Ranks agree right before it that all have got
-            so far; an exception during or after the step aborts the job: :class:`shardwise.StepError` on all ranks.
 
     All ranks of the job must make the same transactions, and only the optimizer may change parameters.
     Cost: one agreement per step; copies of buffers at its begin, and of existing gradients (call ``zero_grad`` before
@@ -608,10 +541,9 @@ def transaction(
         skipped
     """
     optimizers = distinct([optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
-    wanted = Wanted(tuple(also), undoes_optimizer)
     ledger = _ledgers.get(model)
-    if ledger is None or not ledger.is_for(optimizers, wanted):
-        ledger = _ledgers[model] = Ledger(model, [_optimized(each) for each in optimizers], wanted)
+    if ledger is None or not ledger.is_for(optimizers, also):
+        ledger = _ledgers[model] = Ledger(model, [_optimized(each) for each in optimizers], tuple(also))
     return Transaction(ledger, _types(retry, "retry"), _types(skip, "skip"))
 
 

@@ -40,15 +40,13 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
     assert not wrong, f"{what}: {wrong}"
 
 
-def assert_undone(
-    expected: Program, transport: str, place: str, step: int, rank: int = 1, undoes_optimizer: bool = True
-) -> None:
+def assert_undone(expected: Program, transport: str, place: str, step: int, rank: int = 1) -> None:
     program = build(expected.api, transport)
     torch.manual_seed(8)
     counted = step + (place == "stepped")  # faults count a step as over when the optimizer has made it
 
     def body() -> None:
-        train(program, 3, retry=KINDS, undoes_optimizer=undoes_optimizer)
+        train(program, 3, retry=KINDS)
 
     is_struck = struck(place, body, rank=rank, step=counted)
     what = f"{expected.api} over {transport}, {place} in step {step}"
@@ -255,32 +253,6 @@ def test_state_that_somebody_holds_is_that_before_the_step() -> None:
         for name, values in held.items():
             assert all(torch.equal(local_of(value), local_of(live[name][key])) for key, value in values.items()), name
     assert_same(found[1], found[0], "held state")
-
-
-@pytest.mark.parametrize("transport", ["auto", "collective"])
-@on_ranks(2, **PATIENT)
-def test_without_copies_a_fault_before_the_optimizer_is_undone(transport: str) -> None:
-    for api in ("fully_shard", "zero1"):
-        expected = trained(api, transport)
-        for place in ("backward", "reject"):
-            assert_undone(expected, transport, place, 2, undoes_optimizer=False)
-        program = build(api, transport)
-        train(program, 1, undoes_optimizer=False)
-        program.optimizer.zero_grad()
-        ledger = transaction(program.model, program.optimizer, also=["rng"], undoes_optimizer=False)._ledger
-        train(program, 1, undoes_optimizer=False)
-        assert ledger.num_bytes == sum(buffer.nbytes for buffer in program.net.buffers())
-    set_default_transport("auto")
-
-
-@pytest.mark.parametrize("transport", ["auto", "collective"])
-@on_ranks(2, **PATIENT)
-def test_without_copies_a_fault_in_the_optimizer_ends_all_ranks_by_name(transport: str) -> None:
-    program = build("zero1", transport)
-    train(program, 1, undoes_optimizer=False)
-    with pytest.raises(StepError, match="rank 1 raised KeyError .*\n.*undoes_optimizer=False does not undo"):
-        struck("stepped", lambda: train(program, 3, retry=KeyError, undoes_optimizer=False), rank=1)
-    set_default_transport("auto")
 
 
 def killed_in_a_step(transport: str, at: str) -> str:

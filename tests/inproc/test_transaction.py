@@ -187,8 +187,9 @@ def test_only_the_thread_of_the_step_hears_the_alarm() -> None:
 def test_an_optimizer_keeps_no_hook_of_transactions_that_are_gone() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for undoes in (True, False, True):
-        with transaction(model, optimizer, undoes_optimizer=undoes) as step:
+    other = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for also in ([], [other], []):
+        with transaction(model, optimizer, also=also) as step:
             optimizer.step()
         del step
     gc.collect()

@@ -202,7 +202,7 @@ def trains(model: Net, data: Tensor) -> None:
 
 
 def undoes(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> str:
-    with transaction(model, optimizer, skip=(RejectedStep, MemoryError), also=["rng"], undoes_optimizer=True) as step:
+    with transaction(model, optimizer, skip=(RejectedStep, MemoryError), also=["rng"]) as step:
         if float(model(data).sum()) < 0:
             step.reject("negative")
         optimizer.step()
