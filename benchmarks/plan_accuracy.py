@@ -9,6 +9,7 @@ Run: python benchmarks/plan_accuracy.py [--only NAME ...] [--out results.json]
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import weakref
@@ -23,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import shard_model, torch_private
-from shardwise.collectives.host.local_peers import foreign_ranges
+from shardwise.collectives.host import local_peers
 from shardwise.planner.advice import step_under
 from shardwise.planner.dry_run import TensorSplit, dry_run
 from shardwise.planner.hardware import HARDWARE
@@ -33,10 +34,40 @@ from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.gpt import GPT
 from shardwise.recipes.sharding import HEADS, STRATEGIES, split_heads
 from shardwise.testing import WorkerPool
-from shardwise.testing.models import TiedModel
 
 WARM_STEPS = 2
 EVEN, UNEVEN = ModelShape(4, 384, 6, 256), ModelShape(3, 330, 5, 200)
+
+
+class _TiedModel(nn.Module):
+    """Token model whose embedding weight is its head's weight."""
+
+    def __init__(self, width: int, vocabulary: int, num_blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 2 * width + 1), nn.GELU(), nn.Linear(2 * width + 1, width)
+            )
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def foreign_ranges() -> list[tuple[int, int]]:
+    """Return the address ranges where memory of other processes is mapped here, as (first byte, one past the last)."""
+    starts = [
+        (ctypes.addressof(ctypes.c_char.from_buffer(segment.mapping)), segment.num_bytes)
+        for segment in list(local_peers._mapped.values())
+    ]
+    return [(start, start + num_bytes) for start, num_bytes in starts]
 
 
 @dataclass(frozen=True)
@@ -70,7 +101,7 @@ class Case:
 
     def build(self) -> nn.Module:
         if self.model == "tied":
-            model = TiedModel(width=320, vocabulary=3000, num_blocks=4)
+            model = _TiedModel(width=320, vocabulary=3000, num_blocks=4)
             # As language models do: with torch's N(0, 1) logits are in the hundreds, and what softmax makes of them is
             # denormal, too; no plan knows values.
             nn.init.normal_(model.embed.weight, std=0.02)

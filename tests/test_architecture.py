@@ -333,7 +333,7 @@ BUDGETS = {
     "(top)": 1600,  # with testing 1500
     "transaction": 600,
     "loop": 600,
-    "testing": 450,
+    "testing": 400,
     "plan": 450,
 }
 

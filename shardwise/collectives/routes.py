@@ -44,15 +44,6 @@ def pack_parts(layout: Bucket, parts: Sequence[torch.Tensor], section: torch.Ten
         torch_private.copy_all(section_parts(layout, section, rank, first), chosen)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def have_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape and dtype are equal bit by bit, so that NaN equals the same NaN."""
-    bits = _BITS.get(left.element_size())
-    return torch.equal(left, right) if bits is None else torch.equal(left.view(bits), right.view(bits))
-
-
 def can_sum_in_parts(scale: Scale, size: int) -> bool:
     """Return True if :func:`sum_sections` supports ``scale``: it does not divide before the sum."""
     return resolve_scale(scale, size).before is None

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 from helpers.compare import EXACT, REORDERED, assert_same
+from helpers.models import batch_for, build
 from helpers.ranks import on_ranks
 from helpers.sharded import shard_units, step_on_drawn_gradients
 
 from shardwise import ShardedOptimizer
-from shardwise.testing.models import batch_for, build
 
 pytestmark = pytest.mark.clients
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import REORDERED, assert_same, average_gradients, is_incomplete
 from helpers.inside import Recorder, engine_of
+from helpers.models import build
 from helpers.ranks import on_ranks
 from helpers.sharded import batch, loss_of
 from torch import nn
@@ -19,7 +20,6 @@ from torch.distributed.tensor import init_device_mesh
 
 from shardwise import FSDPModule, StateError, fully_shard, replicate
 from shardwise.observe import Op
-from shardwise.testing.models import build
 
 
 def older(model: nn.Module, **_: Any) -> nn.Module:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import assert_same, average_gradients, comparable
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, vector_to_parameters
 
 from shardwise import ConfigError, DesyncError, StateError, fully_shard, replicate
-from shardwise.testing.models import Block
 
 
 def _blocks(make: Callable[[], nn.Module] = lambda: Block(6, 10), seed: int = 0) -> nn.Sequential:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from helpers.compare import assert_equal, full
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.trains_alike import batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import fully_shard, replicate
-from shardwise.testing.models import Block
 
 Api = Callable[..., Any]
 WAYS = (  # scope, compiled before it is sharded

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,6 @@ from shardwise import (
     replicate,
     shard_model,
 )
-from shardwise.testing.models import Block
 
 
 @on_ranks(2)

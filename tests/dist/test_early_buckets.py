@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, is_incomplete, local
 from helpers.inside import Recorder, all_reduced, engine_of, full_from, over, parts_from
+from helpers.models import Block
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
@@ -23,7 +24,6 @@ from shardwise import DesyncError, TransportError, policy, replicate
 from shardwise.collectives.routes import Transport
 from shardwise.consistency.agreement import MismatchCheck
 from shardwise.observe import Op
-from shardwise.testing.models import Block
 
 NUM_BLOCKS, WIDTH = 6, 7
 BYTES = sum(param.numel() for param in Block(WIDTH, 2 * WIDTH).parameters()) * 4

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import fully_shard, replicate, shard_model
-from shardwise.testing.models import Block
 
 
 class Blown(Exception):

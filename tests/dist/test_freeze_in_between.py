@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.compare import average_gradients, full
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.trains_alike import batch
 from torch import nn
@@ -16,7 +17,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import fully_shard, replicate
-from shardwise.testing.models import Block
 
 Api = Callable[[nn.Module], None]
 # Before a step's forward, and between its forward and its backward: what a parameter of the first block is told.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.checkpoints import APIS, Net
 from helpers.live_bytes import LiveBytes
+from helpers.models import MODELS, build
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded, loss_of
 from torch import nn
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import ConfigError, DesyncError, full_state_dict, full_tensors, fully_shard, replicate, shard_model
-from shardwise.testing.models import MODELS, build
 
 WRAPS: dict[str, Any] = {
     **{name: api.wrap for name, api in APIS.items()},

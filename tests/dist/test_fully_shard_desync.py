@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, full
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import DesyncError, FSDPModule, fully_shard, replicate
 from shardwise.collectives.routes import Transport
 from shardwise.testing import WorkerPool
-from shardwise.testing.models import Block
 
 
 class Skippable(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from helpers.compare import assert_averaged
+from helpers.models import Block, build
 from helpers.ranks import on_ranks
 from helpers.sharded import batch, build_sharded
 from torch import nn
@@ -11,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import fully_shard, share_comm_ctx
-from shardwise.testing.models import Block, build
 
 
 @on_ranks(2)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from helpers.compare import EXACT, REORDERED, assert_same
 from helpers.inside import engine_of, over, parts_from
+from helpers.models import MODELS, batch_for, build, units_of
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.collectives.routes import Transport
-from shardwise.testing.models import MODELS, batch_for, build, units_of
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),

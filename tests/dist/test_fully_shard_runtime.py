@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.inside import Recorder, engine_of
+from helpers.models import Block, batch_for
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded, loss_of, share
 from helpers.trains_alike import assert_trains_alike, batch
@@ -21,7 +22,6 @@ from shardwise import FSDPModule, StateError, describe_units, fully_shard, repli
 from shardwise.collectives.routes import Transport
 from shardwise.observe import Op, OrderChanged
 from shardwise.plan.schedule import peak_bytes
-from shardwise.testing.models import Block, batch_for
 
 
 @on_ranks()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, is_incomplete
+from helpers.models import Block, batch_for, build
 from helpers.ranks import on_ranks
 from helpers.sharded import batch, build_sharded
 from torch import nn
@@ -28,7 +29,6 @@ from shardwise import (
     replicate,
 )
 from shardwise.fsdp.mesh import names_of
-from shardwise.testing.models import Block, batch_for, build
 
 ops = torch.ops.c10d
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import comparable, full
+from helpers.models import build
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
 from torch import nn
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard, replicate
-from shardwise.testing.models import build
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 

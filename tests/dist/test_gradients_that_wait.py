@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import REORDERED, assert_same, average_gradients
 from helpers.divergent import Divergent, Signs, Way, inputs, run_forward
+from helpers.models import build
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import ShardedOptimizer, StateError, fully_shard, replicate
-from shardwise.testing.models import build
 
 # What lets gradients wait, and what reduces them with the next backward.
 WAYS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {

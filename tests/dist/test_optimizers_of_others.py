@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.compare import CLOSE, EXACT, assert_same, full
+from helpers.models import batch_for, build
 from helpers.ranks import on_ranks
 from helpers.sharded import shard_units, step_on_drawn_gradients
 
 from shardwise import ConfigError, ShardedOptimizer
-from shardwise.testing.models import batch_for, build
 
 
 class Small(torch.optim.Optimizer):

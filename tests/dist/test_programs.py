@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, comparable, full
 from helpers.inside import over
+from helpers.models import Block
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import ConfigError, FSDPModule, StateError, fully_shard, replicate
-from shardwise.testing.models import Block
 
 # ---- what is done to parameters that are registered whole ----
 

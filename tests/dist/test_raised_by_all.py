@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
-from shardwise.testing.models import Block
 
 
 class Refused(Exception):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from shardwise import fully_shard, replicate, shard_model
-from shardwise.testing.models import Block
 
 SHAPE = 8, 6
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import EXACT, REORDERED, assert_same, full
+from helpers.models import MODELS, Block, build, units_of
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import batch, shard_units
@@ -23,7 +24,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import MixedPrecisionPolicy, fully_shard, reference
-from shardwise.testing.models import MODELS, Block, build, units_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),

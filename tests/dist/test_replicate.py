@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, local
 from helpers.inside import parts_from
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
 from torch import nn
@@ -22,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import ReplicateModule, StateError, fully_shard, policy, replicate
 from shardwise.fsdp.api import OLDER_ARGUMENTS
 from shardwise.fsdp.roots import attachment_of, live_engine
-from shardwise.testing.models import Block
 
 DDP_TAKES = {*inspect.signature(DistributedDataParallel).parameters} - {"module"}  # torch 2.13 has one more
 

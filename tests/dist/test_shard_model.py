@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import EXACT, assert_same
 from helpers.inside import Recorder
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.stacked import BLOCK, HUGE, Stacked, build, inputs, mixed, uneven, units
 from torch import nn
@@ -30,7 +31,6 @@ from shardwise import (
     shard_model,
 )
 from shardwise.observe import Op
-from shardwise.testing.models import Block
 
 EACH = ["", *(f"blocks.{n}" for n in range(5))]
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.compare import REORDERED, assert_same, average_gradients
+from helpers.models import build
 from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import replicate
-from shardwise.testing.models import build
 
 EVALUATIONS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 

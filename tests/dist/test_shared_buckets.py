@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, local
 from helpers.inside import all_reduced, full_from
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
 from torch import nn
@@ -18,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import DesyncError, replicate
-from shardwise.testing.models import Block
 
 WIDTH = 7
 

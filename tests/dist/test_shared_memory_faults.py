@@ -20,6 +20,7 @@ import torch.distributed as dist
 from helpers.compare import full
 from helpers.inside import engine_of, parts_from
 from helpers.jobs import SEGMENT, Job, segments_of, tell
+from helpers.models import batch_for, build
 from helpers.sharded import build_sharded, loss_of
 from torch import nn
 
@@ -27,7 +28,6 @@ import shardwise
 from shardwise import fully_shard
 from shardwise.collectives.host.local_peers import Segment, SegmentAddress
 from shardwise.collectives.host.shared_memory import HostLink
-from shardwise.testing.models import batch_for, build
 
 LIMIT_S = 30.0  # for survivors to end with an error, where a collective waits 60 s
 POINTS = ("before meeting", "in meeting", "in forward", "in backward", "between reductions", "after step")

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.compare import local
 from helpers.folders import folder_of_all
 from helpers.inside import over
+from helpers.models import batch_for
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from torch import nn
@@ -28,7 +29,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, replicate, shard_model
 from shardwise.collectives.buffer_pool import is_own
-from shardwise.testing.models import batch_for
 
 
 class Net(nn.Module):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import full
 from helpers.inside import engine_of, parts_from
+from helpers.models import batch_for
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded
 from helpers.undone import build, struck, train
@@ -19,7 +20,6 @@ from torch import nn
 from shardwise import RejectedStep, describe_units, fully_shard
 from shardwise.collectives.host.send_recv import TAG_GATHER, TAG_SCATTER, PeerLink
 from shardwise.consistency.liveness import on_host
-from shardwise.testing.models import batch_for
 
 TIERS = "shared memory, send/recv between hosts"
 

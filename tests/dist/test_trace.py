@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -32,7 +33,6 @@ from shardwise.observe import Call, Op
 from shardwise.planner.dry_run import dry_run
 from shardwise.planner.profile import SHARED, Profile, Setting
 from shardwise.planner.rank_units import rank_units, steps_of
-from shardwise.testing.models import Block
 
 
 def hooked_transfers(profile: Profile, bucket_bytes: Sequence[int]) -> Iterator[tuple[str, int]]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import full, local
 from helpers.inside import engine_of, parts_from
+from helpers.models import MODELS, batch_for, units_of
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded
 from torch import nn
@@ -27,7 +28,6 @@ from shardwise import (
     set_default_transport,
 )
 from shardwise.collectives.routes import TRANSPORTS, Transport
-from shardwise.testing.models import MODELS, batch_for, units_of
 
 
 def build_over(name: str, transport: Transport, **arguments: object) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, comparable, full
 from helpers.inside import Recorder, engine_of
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
@@ -17,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import fully_shard, replicate
-from shardwise.testing.models import Block
 
 
 class TwiceChecked(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.inside import engine_of
+from helpers.models import Block
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -23,7 +24,6 @@ from shardwise import (
     replicate,
 )
 from shardwise.plan.schedule import peak_bytes
-from shardwise.testing.models import Block
 
 pytestmark = pytest.mark.gpu
 

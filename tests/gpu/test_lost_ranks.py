@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.models import Block
 from torch import nn
 
 from shardwise import ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
 from shardwise.testing import WorkerPool
-from shardwise.testing.models import Block
 from shardwise.testing.pool import share_gpus
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ PRELOAD = (
     "shardwise.cli.train",
     "shardwise.recipes.train",
     "shardwise.recipes.report",
-    "shardwise.testing.models",
+    "helpers.models",
     "shardwise.testing.frozen",
 )
 

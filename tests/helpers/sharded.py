@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from helpers.models import batch_for, build, units_of
 from shardwise import fully_shard
-from shardwise.testing.models import batch_for, build, units_of
 
 
 def share(batch: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from helpers.models import Block, Mixed, TiedModel
 from shardwise import describe_units
-from shardwise.testing.models import Block, Mixed, TiedModel
 
 BLOCK = 4 * sum(p.numel() for p in Block(7, 9).parameters())
 HUGE = 10**9

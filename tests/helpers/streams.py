@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from helpers.inside import engine_of
+from helpers.models import MODELS, batch_for, units_of
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate, shard_model
 from shardwise.plan.schedule import peak_bytes
-from shardwise.testing.models import MODELS, batch_for, units_of
 from shardwise.torch_private import forget_meshes
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.inside import Recorder, engine_of
+from helpers.models import Block
 from helpers.sharded import build_sharded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise import fully_shard
 from shardwise.plan.schedule import peak_bytes
-from shardwise.testing.models import Block
 
 
 @contextmanager

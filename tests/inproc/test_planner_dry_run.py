@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.models import Block, build
 from torch import nn
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,7 +22,6 @@ from shardwise.planner.dry_run import dry_run
 from shardwise.planner.profile import UNIT_STRATEGIES, Profile, Setting, StepMark
 from shardwise.recipes.config import PRESETS
 from shardwise.recipes.gpt import GPT
-from shardwise.testing.models import Block, build
 
 
 def blocks(width: int = 32) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.models import Block
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -22,7 +23,6 @@ from shardwise.planner.advice import Choices, evaluate
 from shardwise.planner.dry_run import TensorSplit, dry_run
 from shardwise.planner.hardware import HARDWARE
 from shardwise.planner.profile import Setting, StepMark
-from shardwise.testing.models import Block
 
 WIDTH, INNER, BATCH, COUNT = 32, 128, 16, 3
 HALVES = {"up": ColwiseParallel(), "down": RowwiseParallel()}

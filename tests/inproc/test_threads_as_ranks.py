@@ -6,13 +6,13 @@ import copy
 
 import torch
 import torch.distributed as dist
+from helpers.models import Block, batch_for, build, units_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from shardwise import FSDPModule, fully_shard, torch_private
-from shardwise.testing.models import Block, batch_for, build, units_of
 
 
 class TestThreads(MultiThreadedTestCase):

@@ -142,15 +142,6 @@ class Segment:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
 
-def foreign_ranges() -> list[tuple[int, int]]:
-    """Return the address ranges where memory of other processes is mapped here, as (first byte, one past the last)."""
-    found: list[tuple[int, int]] = []
-    for segment in list(_mapped.values()):
-        start = ctypes.addressof(ctypes.c_char.from_buffer(segment.mapping))
-        found.append((start, start + segment.num_bytes))
-    return found
-
-
 def _make_private(mapping: mmap.mmap, fd: int) -> None:
     """Replace a shared mapping, in place, by a private one.
 
