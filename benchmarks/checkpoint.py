@@ -203,7 +203,7 @@ def measure_loads(mib: int, rounds: int, folder: str) -> list[Row]:
 
 def held_mib(state: dict[str, Any]) -> float:
     """Return how much of ``state`` this rank holds."""
-    parts = contents_of(state, 0, 1, {}).parts.values()
+    parts = contents_of(state, 0, 1).parts.values()
     return sum(part.tensor.numel() * part.tensor.element_size() for each in parts for part in each) / 2**20
 
 

@@ -20,7 +20,7 @@ ROOT = Path(shardwise.__file__).parent
 LINES: tuple[tuple[str, ...], ...] = (
     ("observe", "torch_private", "one_host", "formatting"),
     ("errors",),
-    ("arguments", "safe_files", "layout", "plan"),
+    ("arguments", "safe_files", "random_state", "layout", "plan"),
     ("consistency",),
     ("collectives",),
     ("fsdp",),

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from shardwise import torch_private
 from shardwise.checkpoint.format import (
@@ -341,27 +339,6 @@ def check_plain(name: str, local: torch.Tensor) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class KnownTensor:
-    """This rank's part of a tensor at the last save: one window.  ``mesh``, ``placements`` are None unless it is a DTensor."""
-
-    mesh: DeviceMesh | None
-    placements: tuple[Placement, ...] | None
-    dtype: torch.dtype
-    held: Held
-
-    def is_like(self, tensor: torch.Tensor) -> bool:
-        """Return True if this rank has the same part of ``tensor``, which may be another tensor of that name."""
-        if isinstance(tensor, DTensor):
-            is_placed = self.mesh is tensor.device_mesh and self.placements == tensor.placements
-        else:
-            is_placed = self.mesh is None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        return is_placed and self.dtype == tensor.dtype and self.held.shape == tuple(tensor.shape)
-
-
-Known = dict[str, KnownTensor]
-
-
 @dataclass(slots=True)
 class Contents:
     """This rank's part of the state.
@@ -372,8 +349,6 @@ class Contents:
         params: parameters of modules by name; True for plain ones, of which every rank holds the whole.
         buffers: names of plain module buffers that no broadcast makes equal on all ranks.
         values: encoded values; a rank may lack some, but ranks must agree on those that they have.
-        known: by name, parts of earlier saves of tensors that have not changed; it is extended, and outlives this
-            object.
     """
 
     held: dict[str, Held] = field(default_factory=dict[str, Held])
@@ -382,27 +357,16 @@ class Contents:
     params: dict[str, bool] = field(default_factory=dict[str, bool])
     buffers: list[str] = field(default_factory=list[str])
     values: dict[str, Any] = field(default_factory=dict[str, Any])
-    known: Known = field(default_factory=Known)
     _windows: Windows = field(default_factory=Windows)
 
     def add_tensor(self, name: str, tensor: torch.Tensor, is_lowest: bool = False) -> None:
         """Add a tensor under a new name; ``is_lowest``: see :class:`~shardwise.checkpoint.format.Held`."""
         self._check_new(name)
-        known = self.known.get(name)
-        if known is not None and known.is_like(tensor):
-            local = _own_memory(tensor)
-            check_plain(name, local)
-            self.parts[name], self.held[name] = [LocalPart(known.held.windows[0], local)], known.held
-            return
         parts = parts_of(name, tensor, self._windows)
         held = Held(
             name, dtype_name(tensor.dtype, name), tuple(tensor.shape), tuple(part.window for part in parts), is_lowest
         )
         self.parts[name], self.held[name] = parts, held
-        if isinstance(tensor, DTensor):
-            self.known[name] = KnownTensor(tensor.device_mesh, tensor.placements, tensor.dtype, held)
-        elif type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            self.known[name] = KnownTensor(None, None, tensor.dtype, held)
 
     def add_value(self, name: str, value: Any) -> None:
         """Add an encoded value under a new name."""

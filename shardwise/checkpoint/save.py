@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.arguments import explains_arguments
-from shardwise.checkpoint.contents import Contents, Known, merged
+from shardwise.checkpoint.contents import Contents, merged
 from shardwise.checkpoint.files import Buffer, Files, clean, commit, give_back, keep_last, take, write_all
 from shardwise.checkpoint.format import (
     BLOCK_BYTES,
@@ -169,7 +169,7 @@ class HostCopy:
 
 logger = logging.getLogger(__name__)
 
-Collect = Callable[[Known], Contents]
+Collect = Callable[[], Contents]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,6 @@ class Saver:
         self.rank, self.size = store_gather.rank, store_gather.size
         self._files: Files = files or Files()
         self._plan: SavePlan | None = None
-        self._known: Known = {}
         self.host = HostCopy()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -257,7 +256,7 @@ class Saver:
         """Free all that :meth:`wait` and :meth:`close` do not need: the group is gone, no save can follow."""
         if self._thread is not None and self._thread.is_alive():
             return  # its peers may be gone too: wait() waits for it if called
-        self.host, self._plan, self._known, self._store_gather = HostCopy(), None, {}, StoreGather(None)
+        self.host, self._plan, self._store_gather = HostCopy(), None, StoreGather(None)
 
     # ---- phases ----
 
@@ -269,7 +268,7 @@ class Saver:
 
         def begin() -> list[Any]:
             nonlocal contents, text, checks
-            contents = collect(self._known)
+            contents = collect()
             checks = BufferCheck(contents, buffers, self.rank), None
             text = held_to_text(contents.held.values())
             digest = sum_of(text.encode())
@@ -439,11 +438,7 @@ def save(
     with _turn_of(Path(folder)):
         saver = _saver_of(Path(folder), group)
         saver.wait()
-        rank, size = saver.rank, saver.size
-
-        def collect(known: Known) -> Contents:
-            return contents_of(state, rank, size, known)
-
+        collect = partial(contents_of, state, saver.rank, saver.size)
         if wait:
             return saver.save(collect, step, keep, buffers)
         saver.start(collect, step, keep, buffers)

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise import torch_private
 from shardwise.checkpoint.contents import (
     Contents,
-    Known,
     LoadRequests,
     device_of,
     encode,
@@ -48,6 +47,7 @@ from shardwise.optim.other_class import why_other_class
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, state_places
 from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of
+from shardwise.random_state import RandomState
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 from shardwise.zero.partition import LocalSlice
 from shardwise.zero.state_dict import StateSlice
@@ -214,34 +214,6 @@ class PerRank:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-
-
-class RandomState:
-    """The state of the random generators of Python, numpy and torch on this rank, as an entry of the state to save.
-
-    At another number of ranks it cannot be restored: each rank gets a seed that depends on the save and its rank.
-
-    Example:
-        >>> state = {"random": RandomState()}
-        >>> sorted(state["random"].state_dict())
-        ['cuda', 'numpy', 'python', 'torch']
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all generators."""
-        kind, keys, *rest = cast(Any, np.random.get_state())
-        cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
-        numpy = (str(kind), np.asarray(keys).tobytes(), *[float(x) if isinstance(x, float) else int(x) for x in rest])
-        return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore that state."""
-        random.setstate(state_dict["python"])
-        kind, keys, *rest = state_dict["numpy"]
-        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(state_dict["torch"])
-        if state_dict["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state_dict["cuda"][0])
 
 
 def own_state(marked: PerRank | RandomState) -> Any:
@@ -760,12 +732,12 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
     return found
 
 
-def contents_of(state: Mapping[str, Any], rank: int, size: int, known: Known) -> Contents:
+def contents_of(state: Mapping[str, Any], rank: int, size: int) -> Contents:
     """Return this rank's part of ``state``; collective if an optimizer's state is on the owners of matrices.
 
-    ``known``: see :func:`~shardwise.checkpoint.contents.parts_of`.  Raises: ConfigError for what cannot be saved.
+    Raises: ConfigError for what cannot be saved.
     """
-    contents = Contents(known=known)
+    contents = Contents()
     for carrier in carriers_of(state, rank, size):
         carrier.put(contents)
     return contents

@@ -204,24 +204,19 @@ def mismatches(found: Sequence[LiveSlice], joins: Sequence[bool], states: Mappin
 def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> dict[ParamSlice, State]:
     """Return ``states`` with values per element packed in the order in which slices will be joined; joins need no copy."""
     copies = {param_slice: dict(state) for param_slice, state in states.items()}
-    rows: dict[str, list[tuple[State, torch.Tensor]]] = {}
+    rows: dict[tuple[str, torch.dtype, torch.device], list[tuple[State, torch.Tensor]]] = {}
     for index in in_memory_order(found):
         item = found[index]
         for key, value in copies.get(item.param_slice, {}).items():
             if is_per_element(value, item.local.shape) and value.dtype == item.local.dtype:
-                rows.setdefault(key, []).append((copies[item.param_slice], value))
-    for key, row in rows.items():
-        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[State, torch.Tensor]]] = {}
-        for state, value in row:
-            by_kind.setdefault((value.dtype, value.device), []).append((state, value))
-        for members in by_kind.values():
-            if are_neighbours([value for _, value in members]) and all(value.is_contiguous() for _, value in members):
-                continue
-            memory = torch.cat([value.reshape(-1) for _, value in members])
-            start = 0
-            for state, value in members:
-                state[key] = suballocate(memory, start, value.shape).detach()
-                start += value.numel()
+                rows.setdefault((key, value.dtype, value.device), []).append((copies[item.param_slice], value))
+    for (key, _, _), members in rows.items():
+        if are_neighbours([value for _, value in members]) and all(value.is_contiguous() for _, value in members):
+            continue
+        memory, start = torch.cat([value.reshape(-1) for _, value in members]), 0
+        for state, value in members:
+            state[key] = suballocate(memory, start, value.shape).detach()
+            start += value.numel()
     return copies
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -20,6 +18,7 @@ from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.roots import Attachment, attachment_of
 from shardwise.fsdp.unit import Unit
 from shardwise.optim.slices import copied
+from shardwise.random_state import RandomState
 
 Undo = Callable[[], None]
 
@@ -204,23 +203,17 @@ def check_others(others: Sequence[Any]) -> None:
     Raises: ConfigError if one cannot.
     """
     for each in others:
-        if not is_rng(each) and not (
-            callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
-        ):
+        is_rng = isinstance(each, str) and each == "rng"
+        if not is_rng and not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise ConfigError(
                 "also= takes objects with state_dict() and load_state_dict(): a GradScaler, a schedule, a data loader; and "
                 f"'rng' for random numbers; found {each!r}"
             )
 
 
-def is_rng(each: object) -> bool:
-    """True for the string "rng", which stands for random numbers."""
-    return isinstance(each, str) and each == "rng"
-
-
 def keep_others(others: Sequence[Any]) -> list[Undo]:
     """Save ``others``, and for "rng" all random generators; return functions that restore them."""
-    return [_keep_random_numbers() if is_rng(each) else _keep(each) for each in others]
+    return [_keep(RandomState() if isinstance(each, str) else each) for each in others]
 
 
 def _keep(each: Any) -> Undo:
@@ -230,21 +223,6 @@ def _keep(each: Any) -> Undo:
         return lambda: vars(each).update(was)
     state = copy.deepcopy(each.state_dict())
     return lambda: each.load_state_dict(state)
-
-
-def _keep_random_numbers() -> Undo:
-    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    device: Any = torch.get_device_module() if torch.accelerator.is_available() else None
-    of_device: torch.Tensor | None = None if device is None else device.get_rng_state()
-
-    def restore() -> None:
-        torch.random.set_rng_state(of_torch)
-        random.setstate(of_python)
-        numpy.random.set_state(of_numpy)
-        if device is not None and of_device is not None:
-            device.set_rng_state(of_device)
-
-    return restore
 
 
 @dataclass(frozen=True, slots=True, eq=False)

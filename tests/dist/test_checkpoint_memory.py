@@ -27,7 +27,7 @@ class Wide(nn.Module):
 
 
 def _held_bytes(state: dict[str, Any]) -> int:
-    parts = contents_of(state, 0, 1, {}).parts
+    parts = contents_of(state, 0, 1).parts
     return sum(part.tensor.numel() * part.tensor.element_size() for each in parts.values() for part in each)
 
 
