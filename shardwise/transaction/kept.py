@@ -17,8 +17,10 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.roots import Attachment, attachment_of
 from shardwise.fsdp.unit import Unit
-from shardwise.optim.slices import copied
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
+from shardwise.optim.slices import as_they_are, copied
 from shardwise.random_state import RandomState
+from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 
 Undo = Callable[[], None]
 
@@ -134,19 +136,20 @@ def _engines(attachments: Sequence[Attachment]) -> list[Engine]:
 
 
 def _unit_as_it_is(unit: Unit) -> Undo:
-    earlier, backward, policy = unit.earlier, unit.backward, unit.policy
+    earlier = unit.earlier
     # gradients of earlier backwards never change in place
     held, partial, unsynced = dict(earlier.held), dict(earlier.partial), set(earlier.unsynced)
-    counts, ended_late = backward.counts, backward.ended_late
-    sums = [group.num_replica_sums for group in unit.groups]
+    undos = [
+        as_they_are([unit], "policy"),
+        as_they_are([unit.backward], "counts", "ended_late"),
+        as_they_are(unit.groups, "num_replica_sums"),
+    ]
 
     def restore() -> None:
         unit.earlier.put_back(held, partial)
         unit.earlier.unsynced = unsynced
-        unit.policy = policy
-        unit.backward.counts, unit.backward.ended_late = counts, ended_late
-        for group, number in zip(unit.groups, sums, strict=True):
-            group.num_replica_sums = number
+        for undo in undos:
+            undo()
 
     return restore
 
@@ -241,23 +244,23 @@ class Optimized:
     renew: Callable[[], None]
 
 
-def save_options(saved: Saved, optimized: Optimized) -> None:
+def save_options(saved: Saved, each: Optimized) -> None:
     """Save the options of an optimizer and its lists of parameters."""
-    optimizers = [optimized.outer] if optimized.inner is optimized.outer else [optimized.outer, optimized.inner]
-    for group in [group for each in optimizers for group in each.param_groups]:
+    optimizers = [each.outer] if each.inner is each.outer else [each.outer, each.inner]
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
         saved.then(_options_as_they_are(group))
-        saved.copy(("options", id(group)), [each for each in group.values() if isinstance(each, torch.Tensor)])
-    saved.then(optimized.renew)
+        saved.copy(("options", id(group)), [value for value in group.values() if isinstance(value, torch.Tensor)])
+    saved.then(each.renew)
 
 
-def save_step(saved: Saved, optimized: Optimized) -> None:
+def save_step(saved: Saved, each: Optimized) -> None:
     """Save parameters and state of an optimizer that is about to step."""
-    params = [param for group in optimized.outer.param_groups for param in group["params"]]
-    saved.copy(("parameters", id(optimized)), [holder for param in params for holder in holders_of(param)])
-    state = optimized.inner.state
+    params = [param for group in each.outer.param_groups for param in group["params"]]
+    saved.copy(("parameters", id(each)), [holder for param in params for holder in holders_of(param)])
+    state = each.inner.state
     found = [(key, entry, {name: _kept(value) for name, value in entry.items()}) for key, entry in state.items()]
     values = [value for _, _, was in found for value in was.values()]
-    saved.copy(("state", id(optimized)), [value for value in values if isinstance(value, torch.Tensor)])
+    saved.copy(("state", id(each)), [value for value in values if isinstance(value, torch.Tensor)])
 
     def restore() -> None:
         state.clear()
@@ -267,7 +270,7 @@ def save_step(saved: Saved, optimized: Optimized) -> None:
             state[key] = entry
 
     saved.then(restore)
-    saved.then(optimized.mark())
+    saved.then(each.mark())
 
 
 def _kept(value: Any) -> Any:
@@ -286,20 +289,21 @@ def _options_as_they_are(group: dict[str, Any]) -> Undo:
     return restore
 
 
-def watch(optimizer: Optimizer, before: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Call ``before`` when ``optimizer`` is about to step; return a function that ends this."""
-    return optimizer.register_step_pre_hook(lambda each, *_: before(each)).remove
-
-
-def optimized_as_it_is(optimizer: Optimizer) -> Optimized:
-    """Return an optimizer of ``torch.optim`` as a transaction sees it."""
+def optimized(optimizer: Optimizer) -> Optimized:
+    """Return an optimizer as a transaction sees it.  Raises: ConfigError for one that steps inside backward."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if optimizer.overlap_with_ddp:
+            raise ConfigError(
+                "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket, so that no "
+                "state before its step exists that could be restored; make it without overlap to use transactions"
+            )
+        backend = zero_backend(optimizer)
+        return Optimized(optimizer, optimizer.optim, backend.mark, backend.renew)
+    if isinstance(optimizer, ShardedOptimizer):
+        backend = optimizer_backend(optimizer)
+        return Optimized(optimizer, backend.optimizer, backend.mark, _nothing)
     return Optimized(optimizer, optimizer, lambda: _nothing, _nothing)
 
 
 def _nothing() -> None:
     return None
-
-
-def distinct(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return each optimizer once."""
-    return list({id(each): each for each in optimizers}.values())

@@ -27,24 +27,19 @@ from shardwise.consistency.process_groups import abort_all_connections, all_have
 from shardwise.errors import ConfigError, DesyncError, RejectedStep, StateError, StepError, TransportError
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Track, note
-from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.transaction.kept import (
-    Optimized,
     Saved,
     attachments_of,
     check_others,
-    distinct,
     holders_of,
     keep_others,
-    optimized_as_it_is,
+    optimized,
     save_buffers,
     save_gradients,
     save_options,
     save_step,
     save_units,
-    watch,
 )
-from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 
 # ---- A rank's report of the exception that ended its step, and which of several was the first cause.
 
@@ -224,7 +219,7 @@ class Agreement:
 
 
 class Ledger:
-    """The state before each step of ``model`` and ``optimized``; all ranks of the job take part.
+    """The state before each step of ``model`` and ``optimizers``; all ranks of the job take part.
 
     Creating one is collective.  Raises: ConfigError for groups whose collectives cannot be aborted.
 
@@ -233,7 +228,7 @@ class Ledger:
         number: of transactions begun.  is_open: one is running.
     """
 
-    def __init__(self, model: nn.Module, optimized: Sequence[Optimized], also: tuple[Any, ...]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], also: tuple[Any, ...]) -> None:
         check_others(also)
         self.agreement = _agreement()
         self.number = 0
@@ -243,13 +238,13 @@ class Ledger:
         self._ddps = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
         self._attachments = attachments_of(model)
         self._buffers = [torch_private.buffers_of(module) for module in model.modules()]
-        self._optimizers = {id(each.outer): each for each in optimized}
+        self._optimizers = {id(each): optimized(each) for each in optimizers}
         self._stepped: set[int] = set()
         self._saved = Saved()
         this: weakref.ref[Ledger] = weakref.ref(self)
-        for each in optimized:
-            end = watch(each.outer, lambda optimizer: _before_step(this, optimizer))
-            weakref.finalize(self, end).atexit = False
+        for each in optimizers:
+            hook = each.register_step_pre_hook(lambda optimizer, *_: _before_step(this, optimizer))
+            weakref.finalize(self, hook.remove).atexit = False
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -540,10 +535,12 @@ def transaction(
         committed
         skipped
     """
-    optimizers = distinct([optimizer] if isinstance(optimizer, Optimizer) else list(optimizer))
+    optimizers = list(
+        {id(each): each for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)}.values()
+    )
     ledger = _ledgers.get(model)
     if ledger is None or not ledger.is_for(optimizers, also):
-        ledger = _ledgers[model] = Ledger(model, [_optimized(each) for each in optimizers], tuple(also))
+        ledger = _ledgers[model] = Ledger(model, optimizers, tuple(also))
     return Transaction(ledger, _types(retry, "retry"), _types(skip, "skip"))
 
 
@@ -553,22 +550,3 @@ def _types(given: Any, name: str) -> Types:
     if wrong:
         raise ConfigError(f"{name}= takes classes of exceptions; found {wrong[0]!r}")
     return found
-
-
-def _optimized(optimizer: Optimizer) -> Optimized:
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        if optimizer.overlap_with_ddp:
-            raise ConfigError(
-                "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket, so that no "
-                "state before its step exists that could be restored; make it without overlap to use transactions"
-            )
-        shares = zero_backend(optimizer)
-        return Optimized(optimizer, optimizer.optim, shares.mark, shares.renew)
-    if isinstance(optimizer, ShardedOptimizer):
-        backend = optimizer_backend(optimizer)
-        return Optimized(optimizer, backend.optimizer, backend.mark, _nothing)
-    return optimized_as_it_is(optimizer)
-
-
-def _nothing() -> None:
-    return None
