@@ -294,27 +294,6 @@ _ADDRESS, _SHARDED = torch.Tensor.data_ptr, operator.attrgetter("sharded")
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 
 
-@dataclass(frozen=True, slots=True)
-class GradientPlaces:
-    """The layout of the gradients of some parameters in a section.
-
-    Attributes:
-        params: the parameters.
-        places: offset, in elements, and shape of each shard.
-        numel: elements of the section.
-        num_spare: elements behind the section, for a checksum of the reduction.
-    """
-
-    params: tuple[ShardedParam, ...]
-    places: tuple[tuple[int, tuple[int, ...]], ...]
-    numel: int
-    num_spare: int = 0
-
-    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a section with undefined values, in memory that has the spare elements behind it."""
-        return torch.empty(self.numel + self.num_spare, dtype=dtype, device=device).narrow(0, 0, self.numel)
-
-
 class GradientSection:
     """A section and the gradients sub-allocated from it.
 
@@ -325,16 +304,19 @@ class GradientSection:
         is_taken: a reduction uses the section; otherwise it may be reused when nothing else references a gradient.
     """
 
-    def __init__(self, places: GradientPlaces, flat: torch.Tensor) -> None:
+    def __init__(
+        self, params: Sequence[ShardedParam], places: Sequence[tuple[int, tuple[int, ...]]], flat: torch.Tensor
+    ) -> None:
+        """Sub-allocate gradients of ``params`` from ``flat``; ``places``: offset, in elements, and shape of each."""
         self.flat = flat
-        self._params = places.params
-        self.windows = suballocate_all(flat, places.places)
-        self.gradients = [as_gradient(param, window) for param, window in zip(places.params, self.windows, strict=True)]
+        self._params = params
+        self.windows = suballocate_all(flat, places)
+        self.gradients = [as_gradient(param, window) for param, window in zip(params, self.windows, strict=True)]
         storages = [window.untyped_storage() for window in self.windows]
         self._objects: list[object] = [*self.gradients, *self.windows, *storages]
         self._count_uses = torch_private.use_counter([*self.gradients, *self.windows], storages)
         self._addresses = [window.data_ptr() for window in self.windows]
-        self._specs = torch_private.specs_of([param.sharded for param in places.params])
+        self._specs = torch_private.specs_of([param.sharded for param in params])
         self.is_taken = True
         del storages  # the list would be among the references that are counted next
         self._unheld = [*map(sys.getrefcount, self._objects)], self._count_uses()
@@ -355,29 +337,6 @@ class GradientSection:
             return False
         self.is_taken = True
         return True
-
-
-class GradientMemory:
-    """The sections of some parameters' gradients; those of up to ``kept_bytes`` are reused from step to step."""
-
-    def __init__(self, places: GradientPlaces, kept_bytes: int) -> None:
-        self._places = places
-        self._kept_bytes = kept_bytes
-        self._kept: list[GradientSection] = []
-
-    def take(self, dtype: torch.dtype, place: ParamStorage) -> GradientSection:
-        """Return a section that nothing else uses, on the device of the shards of ``place``, with undefined values."""
-        for section in self._kept:
-            if section.flat.dtype is dtype and section.flat.device == place.storage_device and section.take():
-                return section
-        if place.is_offloaded:
-            flat = place.on.host_memory(self._places.numel, dtype, place.pins)
-        else:
-            flat = self._places.empty(dtype, place.device)
-        section = GradientSection(self._places, flat)
-        if flat.numel() * flat.element_size() <= self._kept_bytes:
-            self._kept = [*self._kept, section][-_MAX_KEPT:]
-        return section
 
 
 def as_gradient(param: ShardedParam, window: torch.Tensor) -> torch.Tensor:
@@ -700,7 +659,7 @@ class ReduceLayout:
 
     Args:
         num_spare: elements behind the section, for a checksum of the reduction.
-        kept_bytes: sections of up to this size are reused.
+        kept_bytes: sections of up to this size are reused from step to step.
 
     Attributes:
         scale: the policy and the scale of the last reduction, cached.
@@ -716,11 +675,34 @@ class ReduceLayout:
         self._parts: dict[int, tuple[Move, ...]] = {}
         self._packed_windows = BufferWindows()
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
-        places = tuple(zip(self.bucket.offsets, shapes, strict=True))
+        self._places = [*zip(self.bucket.offsets, shapes, strict=True)]
         self.scale: tuple[object, Any] | None = None
-        self.places = GradientPlaces(tuple(params), places, self.bucket.section_numel, num_spare)
-        self.memory = GradientMemory(self.places, kept_bytes)
-        self._windows = [(offset, row_major(shape), shape) for offset, shape in places]
+        self.num_spare = num_spare
+        self._kept_bytes = kept_bytes
+        self._kept: list[GradientSection] = []
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a section with undefined values, in memory that has the spare elements behind it."""
+        numel = self.bucket.section_numel
+        return torch.empty(numel + self.num_spare, dtype=dtype, device=device).narrow(0, 0, numel)
+
+    def section_in(self, flat: torch.Tensor) -> GradientSection:
+        """Return the gradients in ``flat``, a section."""
+        return GradientSection(self.params, self._places, flat)
+
+    def take(self, dtype: torch.dtype, place: ParamStorage) -> GradientSection:
+        """Return a section that nothing else uses, on the device of the shards of ``place``, with undefined values."""
+        for section in self._kept:
+            if section.flat.dtype is dtype and section.flat.device == place.storage_device and section.take():
+                return section
+        if place.is_offloaded:
+            flat = place.on.host_memory(self.bucket.section_numel, dtype, place.pins)
+        else:
+            flat = self.empty(dtype, place.device)
+        section = self.section_in(flat)
+        if flat.numel() * flat.element_size() <= self._kept_bytes:
+            self._kept = [*self._kept, section][-_MAX_KEPT:]
+        return section
 
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
         """Copy every rank's shard of every gradient to its place in ``packed``; padding becomes zero."""
@@ -768,4 +750,4 @@ class ReduceLayout:
     def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards in this rank's section."""
         start = section.storage_offset()
-        return [section.as_strided(shape, stride, start + offset) for offset, stride, shape in self._windows]
+        return [section.as_strided(shape, row_major(shape), start + offset) for offset, shape in self._places]

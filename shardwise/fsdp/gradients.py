@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -70,13 +70,21 @@ _DTYPE = operator.attrgetter("dtype")
 
 
 def layout_of(group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype) -> ReduceLayout:
-    """Return the layout in which gradients of ``params``, all of ``group``, are reduced in ``dtype``; it is cached."""
-    key = (dtype,) if params is group.by_size else (dtype, *[param.ordinal for param in params])
+    """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``group`` caches it.
+
+    ``params``: of the group, and in a bucket of several units of other groups after these.
+    """
+    key = (dtype,) if params is group.by_size else (dtype, *params)
     layout = group.reduce_layouts.get(key)
     if layout is None:
-        alignment = group.place.alignment(dtype)
-        num_spare = num_spare_of(group, dtype)
-        layout = group.reduce_layouts[key] = ReduceLayout(params, alignment, group.axes.shard_rank, num_spare)
+        if len(group.reduce_layouts) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
+            group.reduce_layouts.clear()
+        # On the host sections of a whole bucket are reused, too: a bucket has more gradients to make than a unit.
+        is_bucket = shares(group) and not group.place.on.has_streams
+        kept_bytes = 2 * FULL_BYTES_ON_HOST if is_bucket else KEPT_BYTES
+        alignment, num_spare = group.place.alignment(dtype), num_spare_of(group, dtype)
+        layout = ReduceLayout(params, alignment, group.axes.shard_rank, num_spare, kept_bytes)
+        group.reduce_layouts[key] = layout
     return layout
 
 
@@ -161,15 +169,15 @@ class _Packing:
     def target(self) -> torch.Tensor:
         if self.section is None:
             if self.is_final:
-                self.result = self.reduced.memory.take(self.dtype, self.place)
+                self.result = self.reduced.take(self.dtype, self.place)
                 self.section = self.result.flat
             else:
-                self.section = self.reduced.places.empty(self.dtype, self.place.device)
+                self.section = self.reduced.empty(self.dtype, self.place.device)
         return self.section
 
     def put_mark(self) -> None:
         """Include a checksum element in the all-reduce, if the section has room for it."""
-        section, num_spare = self.target(), self.reduced.places.num_spare
+        section, num_spare = self.target(), self.reduced.num_spare
         end = section.storage_offset() + self.section_numel + num_spare
         if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
             self.mark = ReductionChecksum(section.as_strided((self.section_numel + 1,), (1,)), self.label, self.number)
@@ -295,7 +303,7 @@ class Reduction:
         place, section, packing = self.group.place, self._packing.target(), self._packing
         dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
         if len(dtypes) == 1:
-            packing.result = self._layout.memory.take(dtypes.pop(), place)
+            packing.result = self._layout.take(dtypes.pop(), place)
             packing.result.flat.copy_(section, non_blocking=True)
             self._stored = packing.result.gradients
             return
@@ -412,13 +420,13 @@ class Reduction:
         group, section = self.group, packing.target()
         dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
         if dtypes == {packing.dtype}:
-            return GradientSection(self._layout.places, section).gradients
+            return self._layout.section_in(section).gradients
         if len(dtypes) > 1:
             return [
                 as_gradient(param, window.to(param.dtype_of_gradient or packing.dtype, copy=True))
                 for param, window in self.windows().items()
             ]
-        packing.result = self._layout.memory.take(dtypes.pop(), group.place)
+        packing.result = self._layout.take(dtypes.pop(), group.place)
         packing.result.flat.copy_(section)
         return packing.result.gradients
 
@@ -454,20 +462,50 @@ class Reduction:
         return _staging(self.group, self._packing, self._scale)
 
 
-def launch_reductions(
-    group: ParamGroup, gradients: Gradients, terms: ReductionTerms, partial: Gradients
-) -> list[Reduction]:
-    """Launch the reductions of ``gradients``: one per dtype, with parameters in the same order on every rank."""
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """The gradients of a group that are reduced now, or with those of other units.
+
+    Attributes:
+        gradients: the gradients in their reduce dtypes.
+        partial: sums over the shard axis from earlier backwards, of some of the parameters.
+        terms: the terms of the unit.
+    """
+
+    group: ParamGroup
+    gradients: Gradients
+    partial: Gradients
+    terms: ReductionTerms
+
+
+def launch_reductions(brought: Sequence[Brought]) -> list[Reduction]:
+    """Launch the reductions of gradients that are sent together: one per dtype and scale, the same on every rank.
+
+    They are removed from ``brought``, so that their memory is free once they are packed.
+    """
+    lots: dict[object, tuple[Brought, torch.dtype, list[ShardedParam], list[torch.Tensor], Gradients]] = {}
+    for each in brought:
+        group, gradients = each.group, each.gradients
+        if each.partial:
+            gradients = {param: widened(gradient, each.partial.get(param)) for param, gradient in gradients.items()}
+        for dtype, params in by_reduce_dtype(group, dict(zip(gradients, map(_DTYPE, gradients.values()), strict=True))):
+            key = dtype if len(brought) == 1 else (dtype, scale_of(group, dtype, each.terms.policy))
+            own, lot = [*map(gradients.__getitem__, params)], lots.get(key)
+            if lot is None:
+                lots[key] = each, dtype, params, own, each.partial
+            else:
+                lots[key] = lot[0], dtype, [*lot[2], *params], [*lot[3], *own], {**lot[4], **each.partial}
+        each.gradients.clear()
     launched: list[Reduction] = []
-    if partial:
-        gradients = {param: widened(gradient, partial.get(param)) for param, gradient in gradients.items()}
-    for dtype, params in by_reduce_dtype(group, dict(zip(gradients, map(_DTYPE, gradients.values()), strict=True))):
-        own = [*map(gradients.__getitem__, params)]
-        launched.append(reduction := Reduction(group, layout_of(group, params, dtype), own, dtype, terms, partial))
-        if reduction.has_elements and group.is_collective:
-            reduction.scatter()
+    while lots:
+        first, dtype, params, own, partial = lots.pop(next(iter(lots)))
+        group = first.group
+        launched.append(Reduction(group, layout_of(group, params, dtype), own, dtype, first.terms, partial))
+        del own
+        if launched[-1].has_elements and group.is_collective:
+            launched[-1].scatter()
         else:
-            reduction.reduce_here(in_place=False)
+            launched[-1].reduce_here(in_place=False)
     return launched
 
 
@@ -542,22 +580,6 @@ LARGE_BYTES = LEAST_BYTES  # on the host a gradient of this size is a bucket of 
 _MOST_LAYOUTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """The gradients that a unit adds to a bucket.
-
-    Attributes:
-        gradients: the gradients in their reduce dtypes.
-        partial: sums over the shard axis from earlier backwards, of some of the parameters.
-        terms: the terms of the unit.
-    """
-
-    group: ParamGroup
-    gradients: Gradients
-    partial: Gradients
-    terms: ReductionTerms
-
-
 def shares(group: ParamGroup) -> bool:
     """Return True if gradients of ``group`` take an all-reduce and nothing else: no reduce-scatter, no compression."""
     comm = group.bound_comm
@@ -607,55 +629,3 @@ def launch_large(brought: Brought, kept: Collection[ShardedParam]) -> list[Reduc
         launched[-1].is_marked = False
         launched[-1].reduce_here(in_place=param not in kept and is_own(gradient))
     return launched
-
-
-@dataclass(slots=True)
-class _Lot:
-    """The contents of one all-reduce."""
-
-    first: Brought
-    params: list[ShardedParam] = field(default_factory=list[ShardedParam])
-    gradients: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    partial: Gradients = field(default_factory=Gradients)
-
-
-class BucketLayouts:
-    """The layouts of buckets that several units share, cached from step to step."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], ReduceLayout] = {}
-
-    def launch(self, brought: Sequence[Brought]) -> list[Reduction]:
-        """Launch the reductions of a bucket: one for each reduce dtype and scale, the same on every rank."""
-        lots: dict[tuple[torch.dtype, Scale], _Lot] = {}
-        for each in brought:
-            gradients = each.gradients
-            if each.partial:
-                gradients = {param: widened(own, each.partial.get(param)) for param, own in gradients.items()}
-            dtypes = {param: gradient.dtype for param, gradient in gradients.items()}
-            for dtype, params in by_reduce_dtype(each.group, dtypes):
-                lot = lots.setdefault((dtype, scale_of(each.group, dtype, each.terms.policy)), _Lot(each))
-                lot.params += params
-                lot.gradients += [gradients[param] for param in params]
-                lot.partial.update(each.partial)
-            each.gradients.clear()
-        launched: list[Reduction] = []
-        for (dtype, _), lot in lots.items():
-            first, layout = lot.first, self._layout_of(lot, dtype)
-            launched.append(Reduction(first.group, layout, lot.gradients, dtype, first.terms, lot.partial))
-            launched[-1].reduce_here(in_place=False)
-        return launched
-
-    def _layout_of(self, lot: _Lot, dtype: torch.dtype) -> ReduceLayout:
-        key = (dtype, *lot.params)
-        layout = self._known.get(key)
-        if layout is None:
-            if len(self._known) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
-                self._known.clear()
-            group = lot.first.group
-            # On the host sections of a whole bucket are reused, too: a bucket has more gradients to make than a unit.
-            kept_bytes = KEPT_BYTES if group.place.on.has_streams else 2 * FULL_BYTES_ON_HOST
-            alignment, num_spare = group.place.alignment(dtype), num_spare_of(group, dtype)
-            layout = ReduceLayout(lot.params, alignment, group.axes.shard_rank, num_spare, kept_bytes)
-            self._known[key] = layout
-        return layout

@@ -13,7 +13,6 @@ from shardwise.errors import StateError
 from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.gradients import (
     Brought,
-    BucketLayouts,
     EarlyBuckets,
     Reduction,
     ReductionTerms,
@@ -175,13 +174,8 @@ class _Launch:
         return f"gradients of units {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _InBucket:
-    """The entry of a launch in a bucket, and the stream that computed its gradients; None without streams."""
-
-    launch: _Launch
-    brought: Brought
-    stream: Stream | None
+# The entry of a launch in a bucket, and the stream that computed its gradients; None without streams.
+_InBucket = tuple[_Launch, Brought, Stream | None]
 
 
 class Reductions:
@@ -206,7 +200,6 @@ class Reductions:
         self._in_flight: list[Reduction] = []
         self._launched: list[_Launch] = []
         self._deferred: list[_Launch] = []
-        self._terms: dict[Unit, ReductionTerms] = {}  # the last terms of each unit, reused while its policy is the same
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self.schedule: AgreedSchedule | None = None
         self.syncs_replicas = True
@@ -217,7 +210,6 @@ class Reductions:
         self.is_followed = False
         self.failed_hook: BaseException | None = None
         self._buckets = OpenBuckets[_InBucket]()
-        self._layouts = BucketLayouts()
         self._split: tuple[object, EarlyBuckets] | None = None  # buckets of a single unit, and the key they depend on
         self._early: _Launch | None = None  # the launch of a unit whose backward still runs
 
@@ -300,16 +292,14 @@ class Reductions:
 
     def _reduce(self, launch: _Launch, gradients: Gradients, added: Gradients) -> None:
         unit = launch.unit
-        terms, groups = self._terms.get(unit), unit.groups
-        policy = unit.policy if self.schedule is None else self._agreed_policy(unit)
-        if terms is None or terms.policy is not policy or terms.hook is not unit.all_reduce_hook:
-            terms = self._terms[unit] = ReductionTerms(policy, self._comm_ctx.streams, unit.all_reduce_hook)
+        groups = unit.groups
+        terms = ReductionTerms(self._agreed_policy(unit), self._comm_ctx.streams, unit.all_reduce_hook)
         if not groups or groups[0].is_collective or not self._may_share(unit):
             for group in groups:
                 mine = gradients
                 if len(groups) > 1:
                     mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
-                launch.reductions += launch_reductions(group, mine, terms, added)
+                launch.reductions += launch_reductions([Brought(group, mine, added, terms)])
         elif (split := self._split_of(unit)) is not None:
             for bucket in split.buckets:
                 own = {param: gradients[param] for param in bucket if param in gradients}
@@ -390,7 +380,7 @@ class Reductions:
     def _reduce_alone(self, launch: _Launch, brought: Brought) -> None:
         launch.reductions += launch_large(brought, launch.held)
         if brought.gradients:
-            launch.reductions += self._layouts.launch([brought])
+            launch.reductions += launch_reductions([brought])
 
     # ---- buckets: gradients of several units in one all-reduce ----
 
@@ -421,19 +411,17 @@ class Reductions:
         first = buckets.first_entry(number)
         # A bucket is packed, and its memory freed, on the stream of its first entry.  Entries of another stream are not ordered
         # with that, so they are reduced separately.
-        if (first is not None and first.stream != stream) or not buckets.bring(
-            number, _InBucket(launch, brought, stream)
-        ):
-            launch.reductions += self._layouts.launch([brought])
+        if (first is not None and first[2] != stream) or not buckets.bring(number, (launch, brought, stream)):
+            launch.reductions += launch_reductions([brought])
 
     def _send(self, ready: Iterable[list[_InBucket]]) -> None:
         """Launch the all-reduces of complete buckets."""
         for bucket in ready:
-            launch = bucket[0].launch
-            launch.others += [each.launch.unit for each in bucket[1:]]
+            launch, _, stream = bucket[0]
+            launch.others += [each.unit for each, _, _ in bucket[1:]]
             try:
-                with back_at(bucket[0].stream):
-                    reductions = self._layouts.launch([each.brought for each in bucket])
+                with back_at(stream):
+                    reductions = launch_reductions([brought for _, brought, _ in bucket])
             except RuntimeError as error:
                 if not concerns_others(error):
                     raise
