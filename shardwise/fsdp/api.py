@@ -200,7 +200,7 @@ def _place_axes(
         raise ConfigError(
             f"{name} shards no parameter: call shard_model(model, strategy={name!r}), or replicate(model)"
         )
-    if axes.dims is not None or mesh.ndim != len(row.optimizer):
+    if axes.dp_mesh_dims is not None or mesh.ndim != len(row.optimizer):
         raise ConfigError(
             f"{name} takes a mesh of {len(row.optimizer)} data-parallel axes, without dp_mesh_dims, found {mesh}"
         )

@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
+from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.protocol import BucketEnds, Communicator, GatherEnds, Handle
 from shardwise.collectives.streams import device_of
 from shardwise.consistency.process_groups import mesh_of_one
 from shardwise.errors import LayoutError
+from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.mesh import MeshAxes
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import MixedPrecisionPolicy
@@ -31,17 +32,11 @@ _ALIGNMENT = 16  # bytes, of every input in the packed section
 
 
 @dataclass(slots=True, eq=False)
-class _Output:
-    """One gathered tensor; its storage object stays, and the memory under it is allocated and freed."""
-
-    tensor: torch.Tensor
-    buffer: PooledBuffer | None = None
-
-
-@dataclass(slots=True, eq=False)
 class _Extended:
     param: ShardedParam
-    outputs: list[_Output] = field(default_factory=list)
+    outputs: list[tuple[FullBuffer, torch.Tensor]] = field(
+        default_factory=list
+    )  # memory, and the gathered tensor in it
     inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
 
@@ -151,7 +146,7 @@ class ExtensionParams:
             shape = entry.param.shard.shape
             if tuple(full.shape) != shape:  # uneven shards that fsdp_pre_all_gather has padded
                 full = full.as_strided(shape, row_major(shape), 0)
-            own = {output.tensor.untyped_storage().data_ptr() for output in entry.outputs}
+            own = {tensor.untyped_storage().data_ptr() for _, tensor in entry.outputs}
             entry.inner = [
                 (tensor.untyped_storage(), tensor.untyped_storage().nbytes())
                 for tensor in inner
@@ -166,29 +161,22 @@ class ExtensionParams:
         self, entry: _Extended, shapes: list[tuple[tuple[int, ...], torch.dtype]], pool: BufferPool
     ) -> list[torch.Tensor]:
         """Return contiguous tensors for the gathered inputs, the same tensor objects in every step."""
-        if not entry.outputs:
-            for _, dtype in shapes:
-                entry.outputs.append(_Output(torch.empty(0, dtype=dtype, device=self._device)))
-        for output, (shape, dtype) in zip(entry.outputs, shapes, strict=True):
-            if output.buffer is None:
-                output.buffer = pool.acquire(math.prod(shape) * dtype.itemsize)
-                storage = output.tensor.untyped_storage()
-                torch_private.swap_storage(storage, output.buffer.storage)
-                if tuple(output.tensor.shape) != shape:
-                    stride = torch.empty(shape, device="meta").stride()
-                    output.tensor.set_(storage, 0, shape, stride)
-        return [output.tensor for output in entry.outputs]
+        if [(tuple(tensor.shape), tensor.dtype) for _, tensor in entry.outputs] != shapes:
+            buffers = [FullBuffer(math.prod(shape), dtype, self._device) for shape, dtype in shapes]
+            entry.outputs = [
+                (buffer, buffer.hold(pool).view(shape)) for buffer, (shape, _) in zip(buffers, shapes, strict=True)
+            ]
+        for buffer, _ in entry.outputs:
+            buffer.hold(pool)
+        return [tensor for _, tensor in entry.outputs]
 
     def drop(self, keeps_memory: bool = False) -> None:
         """Free the memory of the gathered tensors, unless ``keeps_memory``."""
         if keeps_memory:
             return
         for entry in self._entries:
-            for output in entry.outputs:
-                if output.buffer is not None:
-                    buffer, output.buffer = output.buffer, None
-                    torch_private.swap_storage(output.tensor.untyped_storage(), buffer.storage)
-                    buffer.release()
+            for buffer, _ in entry.outputs:
+                buffer.drop()
             for storage, _ in entry.inner:
                 storage.resize_(0)
 

@@ -33,19 +33,6 @@ def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...],
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """The memory of a section.
-
-    Attributes:
-        flat: a 1-D tensor.
-        place: its location for other processes of this host; None if it is not in shared memory.
-    """
-
-    flat: torch.Tensor
-    place: object | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Allocator:
     """Allocates memory for sections.
 
@@ -61,16 +48,16 @@ class Allocator:
     shares: bool = False
     offloads_from: Device | None = None
 
-    def __call__(self, numel: int, dtype: torch.dtype) -> Memory:
-        """Return ``numel`` zeros."""
+    def __call__(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, object | None]:
+        """Return ``numel`` zeros, and their location for other processes of this host, None if they are private."""
         if self.shares and numel and self.device.type == "cpu":  # meta has no memory to share
             for provider in link_providers:
                 found = provider.take_shareable(numel * dtype.itemsize)
                 if found is not None:
-                    return Memory(found[0].view(dtype), found[1])
+                    return found[0].view(dtype), found[1]
         if self.offloads_from is not None and self.device.type == "cpu":
-            return Memory(self.offloads_from.host_memory(numel, dtype, self.pins).zero_())
-        return Memory(torch.zeros(numel, dtype=dtype, device=self.device))
+            return self.offloads_from.host_memory(numel, dtype, self.pins).zero_(), None
+        return torch.zeros(numel, dtype=dtype, device=self.device), None
 
 
 @dataclass(slots=True, eq=False)
@@ -132,8 +119,7 @@ class FlatBucket:
 
     @torch.inference_mode(False)  # the first forward after a change may be an evaluation, and this memory outlives that
     def _take_memory(self) -> None:
-        memory = self._allocate(self.layout.section_numel, self.dtype)
-        self.place, self.local = memory.place, memory.flat
+        self.local, self.place = self._allocate(self.layout.section_numel, self.dtype)
         self._packed: list[torch.UntypedStorage] = []
         self._addresses: list[int | None] = []  # of the packed memory; None for an empty shard
         self.unpacked: list[int] = []
@@ -588,7 +574,7 @@ class Packing:
             for param in bucket.params:
                 param.full = None
                 param.is_hooked = False
-        self.fulls = [FullBuffer(b.layout, b.full_dtype, place.device, is_shared=not b.travels) for b in self.buckets]
+        self.fulls = [FullBuffer(b.layout.full_numel, b.full_dtype, place.device, not b.travels) for b in self.buckets]
         self._windows = {
             param: (buffer, offset)
             for bucket, buffer in zip(self.buckets, self.fulls, strict=True)

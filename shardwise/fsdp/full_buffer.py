@@ -8,7 +8,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.fsdp.param import ShardedParam
-from shardwise.layout import Bucket, row_major
+from shardwise.layout import row_major
 
 _RESHARDED = (
     "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it, or read the "
@@ -27,14 +27,14 @@ class FullBuffer:
         copied_bytes: what the last gather of the packing copied into full parameters; of its first buffer only.
     """
 
-    def __init__(self, layout: Bucket, dtype: torch.dtype, device: torch.device, is_shared: bool) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, is_shared: bool = False) -> None:
         """Make a buffer without memory; ``is_shared``: it needs none, since the full parameters are the shards."""
         self._pooled: PooledBuffer | None = None
         self.is_shared = self.is_held = is_shared
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         if not is_shared:  # without this, a kernel that reads the storage while it has no memory crashes the process
             torch_private.refuse_reads(self._storage, _RESHARDED)
-        self.num_bytes = 0 if is_shared else layout.full_numel * dtype.itemsize
+        self.num_bytes = 0 if is_shared else numel * dtype.itemsize
         self.copied_bytes = 0
         self._dtype = dtype
         self._flat: torch.Tensor | None = None
@@ -61,10 +61,7 @@ class FullBuffer:
 
     def drop(self) -> None:
         """Return the memory to its pool; tensors on it must not be read until the next :meth:`hold`."""
-        if self._pooled is not None:
-            pooled, self._pooled = self._pooled, None
-            self.is_held = self.is_shared
-            torch_private.swap_storage(self._storage, pooled.storage)
+        if (pooled := self._take_out()) is not None:
             pooled.release()
 
     @property
@@ -74,12 +71,15 @@ class FullBuffer:
 
     def lose(self) -> object:
         """Release the memory without returning it to the pool, since a peer may still write to it; return its owner."""
-        if self._pooled is None:
-            return None
+        pooled = self._take_out()
+        return None if pooled is None else pooled.lose()
+
+    def _take_out(self) -> PooledBuffer | None:
         pooled, self._pooled = self._pooled, None
-        self.is_held = self.is_shared
-        torch_private.swap_storage(self._storage, pooled.storage)
-        return pooled.lose()
+        if pooled is not None:
+            self.is_held = self.is_shared
+            torch_private.swap_storage(self._storage, pooled.storage)
+        return pooled
 
 
 def make_full_parameter(

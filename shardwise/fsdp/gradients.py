@@ -175,6 +175,11 @@ class _Packing:
                 self.section = self.reduced.empty(self.dtype, self.place.device)
         return self.section
 
+    def give_back(self) -> None:
+        """Let a later reduction use the memory of the result, once user code references no gradient in it."""
+        if self.result is not None:
+            self.result.is_taken, self.result = False, None
+
     def put_mark(self) -> None:
         """Include a checksum element in the all-reduce, if the section has room for it."""
         section, num_spare = self.target(), self.reduced.num_spare
@@ -300,16 +305,25 @@ class Reduction:
 
     def _store(self) -> None:
         """Copy the result to the host on the current stream, into page-locked memory if the policy says so."""
-        place, section, packing = self.group.place, self._packing.target(), self._packing
-        dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
-        if len(dtypes) == 1:
-            packing.result = self._layout.take(dtypes.pop(), place)
-            packing.result.flat.copy_(section, non_blocking=True)
-            self._stored = packing.result.gradients
+        place, packing = self.group.place, self._packing
+        if (result := self._converted()) is not None:
+            self._stored = result.gradients
             return
         for param, window in self.windows().items():
             flat = place.on.host_memory(window.numel(), param.dtype_of_gradient or packing.dtype, place.pins)
             self._stored.append(as_gradient(param, flat.view(window.shape).copy_(window, non_blocking=True)))
+
+    def _converted(self) -> GradientSection | None:
+        """Return the result in the dtype of ``.grad`` and on the device of the shards; None if the dtypes differ."""
+        packing, section = self._packing, self._packing.target()
+        dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
+        if len(dtypes) > 1:
+            return None
+        if dtypes == {packing.dtype} and not self.group.place.is_offloaded:
+            return self._layout.section_in(section)
+        packing.result = self._layout.take(dtypes.pop(), self.group.place)
+        packing.result.flat.copy_(section, non_blocking=self.group.place.is_offloaded)
+        return packing.result
 
     # ---- waiting ----
 
@@ -359,7 +373,7 @@ class Reduction:
         for handle in handles:
             if handle is not None:
                 handle.cancel()
-        self._give_back()
+        self._packing.give_back()
 
     # ---- the result ----
 
@@ -407,8 +421,7 @@ class Reduction:
                 news.append(torch_private.local_of(gradient))
         if olds:
             torch_private.add_all(olds, news)
-        if packing.result is not None:
-            packing.result.is_taken, packing.result = False, None
+        packing.give_back()
         return failed
 
     def _as_gradients(self) -> list[torch.Tensor]:
@@ -417,22 +430,12 @@ class Reduction:
             return self._stored
         if packing.result is not None:
             return packing.result.gradients
-        group, section = self.group, packing.target()
-        dtypes = {param.dtype_of_gradient or packing.dtype for param in self.params}
-        if dtypes == {packing.dtype}:
-            return self._layout.section_in(section).gradients
-        if len(dtypes) > 1:
-            return [
-                as_gradient(param, window.to(param.dtype_of_gradient or packing.dtype, copy=True))
-                for param, window in self.windows().items()
-            ]
-        packing.result = self._layout.take(dtypes.pop(), group.place)
-        packing.result.flat.copy_(section)
-        return packing.result.gradients
-
-    def _give_back(self) -> None:
-        if self._packing.result is not None:
-            self._packing.result.is_taken, self._packing.result = False, None
+        if (result := self._converted()) is not None:
+            return result.gradients
+        return [
+            as_gradient(param, window.to(param.dtype_of_gradient or packing.dtype, copy=True))
+            for param, window in self.windows().items()
+        ]
 
     # ---- queries ----
 

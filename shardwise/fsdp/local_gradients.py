@@ -65,7 +65,7 @@ def _local_gradient(gradient: torch.Tensor, param: ShardedParam, group: ParamGro
         return gradient
     assert param.inner_spec is not None
     placements = list(param.inner_spec.placements)
-    dims, names = group.axes.dims, gradient.device_mesh.mesh_dim_names
+    dims, names = group.axes.dp_mesh_dims, gradient.device_mesh.mesh_dim_names
     if dims is not None and names is not None:
         # On a full SPMD mesh leave the data-parallel axes as they are: the reduction sums over them.
         for name in (*names_of(dims.shard), *names_of(dims.replicate)):

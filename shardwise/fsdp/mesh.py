@@ -44,21 +44,28 @@ def names_of(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class MeshAxes:
-    """A data-parallel mesh and the roles of its axes.
+class DataParallelMeshInfo:
+    """A data-parallel mesh in the result of a placement function.
 
     Attributes:
         mesh: the mesh of the data-parallel axes only (1-D or 2-D).
         shard_mesh_dim: index of the axis that shards, None if nothing is sharded.
         replicate_mesh_dim: index of the axis that replicates, None if none does.
-        dims: set when parameters are DTensors on ``spmd_mesh``, which has the data-parallel axes among others.
+        dp_mesh_dims: set when parameters are DTensors on ``spmd_mesh``, which has the data-parallel axes among others.
+
+    Source: torch's classes of these names in ``torch.distributed.fsdp``.
     """
 
     mesh: DeviceMesh
     shard_mesh_dim: int | None = None
     replicate_mesh_dim: int | None = None
-    dims: DataParallelMeshDims | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshAxes(DataParallelMeshInfo):
+    """A data-parallel mesh and the roles of its axes."""
 
     @functools.cached_property  # every collective reads it
     def num_shards(self) -> int:
@@ -81,26 +88,6 @@ class MeshAxes:
         if self.mesh.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
-
-
-@dataclass(frozen=True, eq=False)
-class DataParallelMeshInfo:
-    """A data-parallel mesh in the result of a placement function.
-
-    Attributes:
-        mesh: the mesh of the data-parallel axes only (1-D or 2-D).
-        shard_mesh_dim: index of the axis that shards, None if nothing is sharded.
-        replicate_mesh_dim: index of the axis that replicates, None if none does.
-        dp_mesh_dims: set when parameters are DTensors on ``spmd_mesh``, which has the data-parallel axes among others.
-
-    Source: torch's classes of these names in ``torch.distributed.fsdp``.
-    """
-
-    mesh: DeviceMesh
-    shard_mesh_dim: int | None = None
-    replicate_mesh_dim: int | None = None
-    dp_mesh_dims: DataParallelMeshDims | None = None
-    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
 
 
 class FSDPMeshInfo(DataParallelMeshInfo):
@@ -185,7 +172,7 @@ def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) ->
     local = torch_private.local_of(param) if isinstance(param, DTensor) else param
     dim = _checked_dim(fqn, param, 0 if shard is None else shard.dim)
     if not isinstance(param, DTensor):
-        if axes.dims is not None:
+        if axes.dp_mesh_dims is not None:
             raise ConfigError(
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
                 f"distribute_module). Got plain tensor for parameter '{fqn}'."
@@ -195,7 +182,7 @@ def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) ->
         spec = torch_private.make_spec(axes.mesh, placements, param.shape, stride, param.dtype)
         return Placed(local.detach(), dim, spec, None)
     inner = torch_private.spec_of(param)
-    if axes.dims is not None:
+    if axes.dp_mesh_dims is not None:
         return Placed(local.detach(), dim, _spmd_spec(param, fqn, axes, dim), inner)
     return Placed(local.detach(), dim, _tensor_parallel_spec(param, fqn, axes, dim), inner)
 
@@ -260,7 +247,7 @@ def _tensor_parallel_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) ->
 
 def _spmd_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpec:
     inner = torch_private.spec_of(param)
-    dims, names = axes.dims, inner.mesh.mesh_dim_names
+    dims, names = axes.dp_mesh_dims, inner.mesh.mesh_dim_names
     assert dims is not None
     if (axes.spmd_mesh is not None and inner.mesh != axes.spmd_mesh) or names is None:
         raise ConfigError(
@@ -292,7 +279,7 @@ def _spmd_shard(inner: DTensorSpec, index: int, dim: int) -> Placement:
 
 def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], placements: list[Placement]) -> DTensorSpec:
     # Several shard axes act as one: in the parameter's mesh the flattened axis replaces the first of them.
-    dims, mesh = axes.dims, torch_private.spec_of(param).mesh
+    dims, mesh = axes.dp_mesh_dims, torch_private.spec_of(param).mesh
     assert dims is not None
     meshes: list[DeviceMesh] = []
     flat: list[Placement] = []

@@ -469,7 +469,9 @@ class ParamGroup:
             return None
         shards, is_extended = packing.shards, bool(self.extended.params)
         fulls = [
-            FullBuffer(each.layout, each.full_dtype, self.device, False) for each in self.main_buckets if each.travels
+            FullBuffer(each.layout.full_numel, each.full_dtype, self.device)
+            for each in self.main_buckets
+            if each.travels
         ]
         ends = [] if is_extended else [ShardEnds(shards, number, full) for number, full in enumerate(fulls)]
         for each in ends:
