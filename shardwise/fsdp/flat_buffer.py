@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -646,9 +645,6 @@ class ReduceLayout:
     Args:
         num_spare: elements behind the section, for a checksum of the reduction.
         kept_bytes: sections of up to this size are reused from step to step.
-
-    Attributes:
-        scale: the policy and the scale of the last reduction, cached.
     """
 
     def __init__(
@@ -662,7 +658,6 @@ class ReduceLayout:
         self._packed_windows = BufferWindows()
         shapes = [shard.shard_shape(rank) for shard in self.bucket.shards]
         self._places = [*zip(self.bucket.offsets, shapes, strict=True)]
-        self.scale: tuple[object, Any] | None = None
         self.num_spare = num_spare
         self._kept_bytes = kept_bytes
         self._kept: list[GradientSection] = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -103,6 +104,7 @@ def _dtypes_of_gradients(group: ParamGroup, params: list[ShardedParam]) -> set[t
     return group.gradient_dtypes
 
 
+@dataclass(slots=True, eq=False)
 class _Packing:
     """The sending and receiving side of a reduce-scatter.
 
@@ -110,39 +112,23 @@ class _Packing:
         is_final: the section that is received holds the gradients that users see, without another copy.
     """
 
-    __slots__ = (
-        "dtype",
-        "gradients",
-        "is_dense",
-        "is_final",
-        "label",
-        "layout",
-        "mark",
-        "number",
-        "place",
-        "reduced",
-        "result",
-        "section",
-        "section_numel",
-    )
+    reduced: ReduceLayout
+    gradients: list[torch.Tensor]
+    dtype: torch.dtype
+    place: ParamStorage
+    is_final: bool = False
+    section: torch.Tensor | None = None
+    number: int = 0
+    mark: ReductionChecksum | None = None
+    result: GradientSection | None = None
+    is_dense: bool = False
+    layout: Bucket = field(init=False)
+    label: str = field(init=False)
+    section_numel: int = field(init=False)
 
-    def __init__(
-        self,
-        reduced: ReduceLayout,
-        gradients: list[torch.Tensor],
-        dtype: torch.dtype,
-        place: ParamStorage,
-        is_final: bool = False,
-    ) -> None:
-        self.reduced, self.gradients, self.dtype, self.place, self.is_final = reduced, gradients, dtype, place, is_final
-        self.section: torch.Tensor | None = None
-        self.number = 0
-        self.mark: ReductionChecksum | None = None
-        self.result: GradientSection | None = None
-        self.is_dense = False
-        self.layout: Bucket = reduced.bucket
-        self.label = reduced.names
-        self.section_numel = reduced.bucket.section_numel
+    def __post_init__(self) -> None:
+        self.layout, self.label = self.reduced.bucket, self.reduced.names
+        self.section_numel = self.layout.section_numel
 
     @property
     def params(self) -> Sequence[ShardedParam]:
@@ -243,9 +229,7 @@ class Reduction:
         self.has_elements = self._layout.bucket.full_numel > 0
         self._partial = {param: partial[param] for param in params if param in partial} if partial else partial
         self._terms = terms
-        if layout.scale is None or layout.scale[0] is not terms.policy:
-            layout.scale = terms.policy, scale_of(group, dtype, terms.policy)
-        self._scale: Scale = layout.scale[1]
+        self._scale = scale_of(group, dtype, terms.policy)
         self._scattered: Handle | None = None
         self._replicated: Handle | None = None
         self._has_all_reduced = False
@@ -554,7 +538,8 @@ def by_reduce_dtype(
     return list(by_dtype.items())
 
 
-_MEAN = Scale()  # the same object in every step, since communicators cache by it
+_MEAN = Scale()
+_scale = functools.lru_cache(maxsize=64)(Scale)  # the same object in every step, since communicators cache by it
 
 
 def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
@@ -562,9 +547,9 @@ def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
     size = group.axes.num_shards * group.axes.num_replicas
     if policy.divide_factor is not None:
-        return Scale(policy.divide_factor, policy.sum_only, risky)
+        return _scale(policy.divide_factor, policy.sum_only, risky)
     if risky or policy.sum_only:
-        return Scale(float(size), policy.sum_only, risky)
+        return _scale(float(size), policy.sum_only, risky)
     return _MEAN
 
 
