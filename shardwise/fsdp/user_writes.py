@@ -78,15 +78,16 @@ class UserWrites:
     def take(written: Written) -> None:
         """Copy this rank's rows of the written parameters to the shards.
 
-        Only elements that differ from the result of a gather are copied: if a gather casts or compresses, others would lose
-        precision.
+        If a gather casts or compresses, only elements that differ from its result are copied: others would lose precision.
         """
         for group, param in written:
             full, local = param.full, param.local.detach()
             assert full is not None
             with torch.no_grad():
                 rows, gathered = _own_rows(group, param, full)
-                local.copy_(torch.where(rows != gathered, rows.to(local.dtype), local.to(rows.device)))
+                if rows.dtype is not local.dtype or group.gather_coding is not None:
+                    rows = torch.where(rows != gathered, rows.to(local.dtype), local.to(rows.device))
+                local.copy_(rows)
             group.is_written = True
             torch.autograd.graph.increment_version(param.sharded)
             param.count.gathered = param.version
