@@ -8,6 +8,7 @@ can resume exactly on another number of ranks.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import importlib
 import json
@@ -295,23 +296,16 @@ def open_vocabulary(path: Path | None) -> Vocabulary:
 
 def _plain_texts(source: TextSource) -> Iterator[str]:
     """Yield plain text in chunks that end after a line if possible; bytes that are not UTF-8 become replacement characters."""
-    left = b""
+    decoder, left = codecs.getincrementaldecoder("utf-8")("replace"), ""
     for chunk in read_chunks(source):
-        left += chunk
+        left += decoder.decode(chunk)
         while len(left) > _CHUNK_CHARACTERS:
-            cut = left.rfind(b"\n", 0, _CHUNK_CHARACTERS) + 1 or _whole_characters(left[:_CHUNK_CHARACTERS])
-            yield left[:cut].decode("utf-8", errors="replace")
+            cut = left.rfind("\n", 0, _CHUNK_CHARACTERS) + 1 or _CHUNK_CHARACTERS
+            yield left[:cut]
             left = left[cut:]
+    left += decoder.decode(b"", final=True)
     if left:
-        yield left.decode("utf-8", errors="replace")
-
-
-def _whole_characters(data: bytes) -> int:
-    """Return how many bytes of ``data`` to use so that no UTF-8 character is cut."""
-    for back in range(1, min(4, len(data)) + 1):
-        if data[-back] & 0xC0 != 0x80:
-            return len(data) - back if data[-back] >= 0xC0 else len(data)
-    return len(data)
+        yield left
 
 
 DEFAULT_LIMIT_BYTES = 12_000_000

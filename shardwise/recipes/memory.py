@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -107,7 +106,6 @@ def peak_bytes(device: torch.device) -> int:
 # microbatch, and the logits. What fits by this bound may still not fit; what does not fit by it never will.
 
 _FP32, _INT64 = 4, 8
-_TRIES = 10_000
 _KINDS_OF_STATE = 4  # a parameter, its gradient, and AdamW's two averages
 
 
@@ -202,27 +200,12 @@ def check_memory(config: TrainConfig, num_ranks: int, limit: MemoryLimit, vocabu
         )
     state = least.state - least.gradients if host_bytes is None else 0
     needed = state + least.num_sequences * least.per_sequence
-    if needed <= limit.num_bytes:
-        return
-    found = (
-        f"--batch {config.batch}: a microbatch of {least.num_sequences:,} sequence(s) on each of {num_ranks} rank(s) takes at "
-        f"least {format_bytes(needed)}, and {limit.place}."
-    )
-    most = max(0, limit.num_bytes - state) // least.per_sequence
-    if not most:
-        less = "a smaller --context or --width" + ("" if config.recompute else ", or --recompute")
-        raise ConfigError(f"{found} Not even one fits. Use {less}.")
-    parts = data_ranks(config, num_ranks)
-    fitting = most * parts * config.accumulate
-    accumulate = _fitting_accumulate(config.batch // parts, most)
-    raise ConfigError(f"{found} Use --batch {fitting} or less, or {accumulate}.")
-
-
-def _fitting_accumulate(num_sequences: int, most: int) -> str:
-    """Return the smallest --accumulate that cuts a rank's part of the batch into equal microbatches of ``most`` or fewer."""
-    least = math.ceil(num_sequences / most)
-    found = next((number for number in range(least, least + _TRIES) if num_sequences % number == 0), None)
-    return f"a larger --accumulate, {least} at least" if found is None else f"--accumulate {found}"
+    if needed > limit.num_bytes:
+        raise ConfigError(
+            f"--batch {config.batch}: a microbatch of {least.num_sequences:,} sequence(s) on each of {num_ranks} rank(s) takes "
+            f"at least {format_bytes(needed)}, and {limit.place}. Use a smaller --batch or --context, a larger "
+            "--accumulate, or --recompute."
+        )
 
 
 def _sizes(shape: ModelShape) -> str:

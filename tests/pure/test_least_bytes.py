@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 import torch
 
 from shardwise import ConfigError
-from shardwise.recipes.config import NUM_BYTES, SHARDS, ModelShape, TrainConfig, check_ranks
+from shardwise.recipes.config import NUM_BYTES, SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.gpt import build_gpt, next_byte_loss
 from shardwise.recipes.memory import LeastBytes, MemoryLimit, check_memory, count_gpt_parameters, least_bytes
 
@@ -63,26 +62,18 @@ def test_state_is_that_of_the_api() -> None:
     }  # fmt: skip
 
 
-def _advice(config: TrainConfig, num_ranks: int, limit: MemoryLimit) -> dict[str, int]:
-    with pytest.raises(ConfigError) as caught:
-        check_memory(config, num_ranks, limit)
-    return {
-        name: int(number) for name, number in re.findall(r"(?:Use|or) --(batch|accumulate) (\d+)", str(caught.value))
-    }
-
-
 @pytest.mark.parametrize(("num_ranks", "shard"), [(1, "none"), (2, "zero3"), (4, "hsdp"), (3, "zero2")])
-def test_what_is_advised_fits_and_one_more_does_not(num_ranks: int, shard: str) -> None:
+def test_a_microbatch_that_just_fits_is_taken_and_one_sequence_more_is_not(num_ranks: int, shard: str) -> None:
     limit = dataclasses.replace(CPU, num_bytes=2_000_000)
     config = TrainConfig(model=SHAPE, shard=shard, batch=1200)
-    advice = _advice(config, num_ranks, limit)
-    assert set(advice) == {"batch", "accumulate"}
-    for name, number in advice.items():
-        asked = dataclasses.replace(config, **{name: number})
-        check_ranks(asked, num_ranks)
-        check_memory(asked, num_ranks, limit)
+    with pytest.raises(ConfigError, match="Use a smaller --batch or --context, a larger --accumulate, or --recompute"):
+        check_memory(config, num_ranks, limit)
+    least = least_bytes(config, num_ranks)
+    most = (limit.num_bytes - least.state + least.gradients) // least.per_sequence
+    parts = config.batch // least.num_sequences
+    check_memory(dataclasses.replace(config, batch=most * parts), num_ranks, limit)
     with pytest.raises(ConfigError):
-        check_memory(dataclasses.replace(config, batch=advice["batch"] + num_ranks), num_ranks, limit)
+        check_memory(dataclasses.replace(config, batch=(most + 1) * parts), num_ranks, limit)
 
 
 def test_shards_that_are_offloaded_are_held_by_the_host() -> None:
@@ -92,7 +83,7 @@ def test_shards_that_are_offloaded_are_held_by_the_host() -> None:
     check_memory(config, 1, MemoryLimit(least, state, "a GPU"))
     with pytest.raises(ConfigError, match="parameters with their gradients"):
         check_memory(config, 1, MemoryLimit(10 * state, state - 1, "a GPU"))
-    with pytest.raises(ConfigError, match="Not even one fits"):
+    with pytest.raises(ConfigError, match="a microbatch of 1 sequence"):
         check_memory(config, 1, MemoryLimit(least - 1, state, "a GPU"))
 
 
