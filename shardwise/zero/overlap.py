@@ -7,7 +7,7 @@ broadcasts from callbacks of the backend's threads, in an order that differs bet
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from shardwise.zero.partition import gradient_for, is_dense
 
 
 DDPHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
-Warmup = Literal["update", "skip"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +42,6 @@ class Overlap:
     hook: DDPHook
     ddp: weakref.ref[DistributedDataParallel]
     backend: ZeroBackend
-    warmup: Warmup
     is_interleaved: bool
     index_of: dict[torch.Tensor, int] = field(default_factory=dict[torch.Tensor, int])
     strides: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
@@ -63,8 +61,6 @@ class _Bucket:
 class _Backward:
     """The progress of one backward."""
 
-    num_begun: int = 0
-    has_step: bool = True
     has_unused: bool = False
     buckets: list[_Bucket] = field(default_factory=list[_Bucket])
     broadcasts: list[BroadcastHandle] = field(default_factory=list[BroadcastHandle])
@@ -84,16 +80,10 @@ def _begin(overlap: Overlap, running: _Backward) -> None:
     running.buckets, running.broadcasts = [], []
     ddp = overlap.ddp()
     assert ddp is not None  # it runs this backward
-    # Count backwards instead of asking DDP: a rank that joined early (Join) does not notice that DDP has rebuilt its
-    # buckets.
-    num_skipped = 0 if overlap.warmup == "update" else 3 if ddp.static_graph else 2
-    running.has_step = running.num_begun >= num_skipped
     running.has_unused = ddp.find_unused_parameters and not ddp.static_graph
-    running.num_begun += 1
-    if running.has_step:
-        _adopt_params(overlap)
-        _check_memory_order(overlap)
-        overlap.backend.refresh()
+    _adopt_params(overlap)
+    _check_memory_order(overlap)
+    overlap.backend.refresh()
 
 
 def _check_memory_order(overlap: Overlap) -> None:
@@ -114,8 +104,6 @@ def _check_memory_order(overlap: Overlap) -> None:
 
 
 def _on_bucket(overlap: Overlap, running: _Backward, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    if not running.has_step:
-        return overlap.hook(state, bucket)
     indices = [overlap.index_of.get(param, -1) for param in bucket.parameters()]
     gradients = _gradient_views(bucket)
     future = overlap.hook(state, bucket)
@@ -219,8 +207,6 @@ def hook_with_zero_step(
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
-    *,
-    warmup: Warmup = "update",
 ) -> DDPHook:
     """Return a hook that steps at the end of backward, bucket by bucket, while later buckets are still reduced.
 
@@ -230,14 +216,14 @@ def hook_with_zero_step(
         zero: made with ``overlap_with_ddp=True``.
         shard_buckets: ignored; torch has this argument.  Owners come from ``zero``'s partition, which is balanced over
             the whole model, so several ranks always update parts of a bucket.
-        warmup: "skip" skips the step in the first two (static graph: three) iterations, as torch does; "update" steps.
 
-    Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients.
+    Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients.  torch's hooks leave out the step of
+    the first two or three iterations; these don't.
     Raises: ConfigError (a ValueError) for arguments that contradict each other.
     Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))  # doctest: +SKIP
     """
-    return _make(hook, ddp, zero, warmup, is_interleaved=False)
+    return _make(hook, ddp, zero, is_interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -245,8 +231,6 @@ def hook_with_zero_step_interleaved(
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
-    *,
-    warmup: Warmup = "update",
 ) -> DDPHook:
     """Return a hook that updates a bucket's parameters in backward, as soon as the next bucket is ready.
 
@@ -254,21 +238,18 @@ def hook_with_zero_step_interleaved(
     parameter after its gradient is complete (autograd raises if a saved one has changed).  With
     ``find_unused_parameters`` it steps at the end of backward, when the used parameters are known.
     """
-    return _make(hook, ddp, zero, warmup, is_interleaved=True)
+    return _make(hook, ddp, zero, is_interleaved=True)
 
 
 def _make(
     hook: DDPHook | None,
     ddp: DistributedDataParallel,
     zero: ZeroRedundancyOptimizer,
-    warmup: Warmup,
     is_interleaved: bool,
 ) -> DDPHook:
     if not zero.overlap_with_ddp:
         raise ConfigError("the hook needs ZeroRedundancyOptimizer(..., overlap_with_ddp=True)")
-    if warmup not in ("update", "skip"):
-        raise ConfigError(f"found warmup={warmup!r}, expected 'update' or 'skip'")
-    overlap = Overlap(hook or allreduce_hook, weakref.ref(ddp), zero_backend(zero), warmup, is_interleaved)
+    overlap = Overlap(hook or allreduce_hook, weakref.ref(ddp), zero_backend(zero), is_interleaved)
     running = _Backward()
     _adopt_params(overlap)
 
