@@ -56,6 +56,14 @@ def ids_of_ignored(params: Iterable[object] | None, api: str) -> frozenset[int]:
     return frozenset(map(id, found))
 
 
+def check_whole(name: str, value: object, least: int, hint: str = "") -> None:
+    """Raise ArgumentTypeError unless ``value`` is an int, ConfigError with ``hint`` if it is below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}{hint}")
+
+
 # ---- Tensors over the same memory (``nn.Parameter(embedding.weight)``, or an assignment to ``.data``).  In one process they
 # change together; copies would become different.
 

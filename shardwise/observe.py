@@ -249,17 +249,6 @@ class Call:
     copied_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class OrderChanged:
-    """Forward deviated from the order that was planned; units unshard on demand until the next plan."""
-
-    expected: str
-    found: str
-
-
-Event = Call | OrderChanged
-
-
 def unit_in_words(name: str) -> str:
     """Return a unit's name in messages.
 
@@ -273,7 +262,7 @@ def unit_in_words(name: str) -> str:
 class Instrument(Protocol):
     """Receives every event of an engine; must not change anything."""
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Call) -> None:
         """Process ``event``; called on the thread that runs the step, in the order of events."""
 
 

@@ -320,6 +320,12 @@ def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> tuple[bool, bool]
     )
 
 
+def hook_alone(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Register ``hook`` on ``parameter`` in place of its other gradient hooks, which may be shared with another tensor."""
+    parameter._backward_hooks = None
+    parameter.register_hook(hook)
+
+
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Share the gradient hooks of ``source`` with ``target``: one set for both, from which handles remove them."""
     if source._backward_hooks:
@@ -507,10 +513,10 @@ def draw_per_shard() -> None:
         _random._rng_tracker = cast(Any, _ShardDraws())
 
 
-def clip_mixed_by(clip: Callable[..., torch.Tensor], clipping: Callable[..., AbstractContextManager[None]]) -> None:
+def clip_mixed_by(clip: Callable[..., torch.Tensor], before: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
     """Use ``clip`` in ``torch.nn.utils.clip_grad_norm_`` for a mix of DTensor and plain gradients, where torch's raises.
 
-    It clips inside of ``clipping(parameters, function, max_norm, ...)``.
+    ``before(parameters)`` returns the parameters that have the gradients.
 
     The function is public, but is replaced in its modules, once.
     """
@@ -520,12 +526,11 @@ def clip_mixed_by(clip: Callable[..., torch.Tensor], clipping: Callable[..., Abs
 
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with clipping(params, clip_grad_norm_, max_norm, *args, **kwargs):
-            if len({isinstance(param.grad, DTensor) for param in params if param.grad is not None}) < 2:
-                return original(params, max_norm, *args, **kwargs)
-            kwargs.pop("foreach", None)
-            return clip(params, max_norm, *args[:2], **kwargs)
+        params = before([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
+        if len({isinstance(param.grad, DTensor) for param in params if param.grad is not None}) < 2:
+            return original(params, max_norm, *args, **kwargs)
+        kwargs.pop("foreach", None)
+        return clip(params, max_norm, *args[:2], **kwargs)
 
     clip_grad_norm_.shardwise_clip = clip  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_

@@ -19,7 +19,7 @@ from shardwise.collectives.owned import ranks_along
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
 from shardwise.consistency.process_groups import as_sent
 from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
-from shardwise.fsdp.roots import attachment_of
+from shardwise.fsdp.attachment import attachment_of
 
 NamedTensors = dict[str, torch.Tensor]
 _CALL = "full_tensors"

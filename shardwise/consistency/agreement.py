@@ -320,14 +320,6 @@ class MismatchCheck:
         """This rank, as errors name it."""
         return self._rank
 
-    def post_for_later(self, what: str, text: str) -> None:
-        """Post ``text``, in place of what another rank has posted, for ranks that :meth:`posted_before` asks."""
-        self._exchange.store.set(f"{self._exchange.prefix}/{what}", text)
-
-    def posted_before(self, what: str) -> str | None:
-        """Return what a rank has posted about ``what``, None if there is nothing; does not wait."""
-        return self._exchange.store.peek(f"{self._exchange.prefix}/{what}")
-
     def union(self, topic: str, mine: Sequence[str]) -> set[str]:
         """Return the union of all ranks' ``mine``, the same on every rank; all call it at the same place of their program.
 

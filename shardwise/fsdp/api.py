@@ -26,6 +26,7 @@ from shardwise.arguments import explains_arguments, ids_of_ignored
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError, did_you_mean
+from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_torch
 from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit
 from shardwise.fsdp.engine import engine_of
 from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
@@ -33,7 +34,7 @@ from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, names_of
 from shardwise.fsdp.module import FSDPModule, mix_in
 from shardwise.fsdp.placements import Placements
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
-from shardwise.fsdp.roots import Attachment, attachment_of, is_managed_by_torch, provisional_engine, share_streams
+from shardwise.fsdp.roots import provisional_engine, share_streams
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import UnitRow, UnitTable, compress_paths
 
@@ -335,11 +336,6 @@ def modules_in(given: object, api: str) -> list[nn.Module]:
     """
     if isinstance(given, nn.Module):
         return [given]
-    if isinstance(given, type):
-        raise ConfigError(
-            f"{api} takes a module, found the class {given.__name__}. Make an instance and call {api} on it, or on each of "
-            f"its blocks: for block in model.modules(): if isinstance(block, {given.__name__}): {api}(block)"
-        )
     modules = list(cast(Iterable[object], given)) if isinstance(given, Iterable) else [given]
     for each in modules:
         if not isinstance(each, nn.Module):

@@ -21,6 +21,17 @@ from shardwise.collectives.codec import CompressionPolicy
 from shardwise.collectives.compressed import Compression
 from shardwise.consistency.liveness import announce
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.attachment import (
+    ATTACHMENT,
+    PENDING,
+    Attachment,
+    attachment_of,
+    is_managed_by_torch,
+    managed_by_registration,
+    remember,
+    roots_to_come,
+    unit_of,
+)
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
 from shardwise.fsdp.initial_values import sync_buffers, values_of_first
@@ -28,19 +39,7 @@ from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_s
 from shardwise.fsdp.param import Beginning, Registration, ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
-from shardwise.fsdp.roots import (
-    ATTACHMENT,
-    PENDING,
-    Attachment,
-    attachment_of,
-    copy_settings,
-    is_managed_by_torch,
-    managed_by_registration,
-    may_share_memory,
-    remember,
-    roots_to_come,
-    unit_of,
-)
+from shardwise.fsdp.roots import may_share_memory
 from shardwise.fsdp.unit import Unit
 from shardwise.layout import ChunkShard
 from shardwise.observe import note
@@ -75,50 +74,52 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     if is_outermost:
         # Only now all modules that may share a parameter are copied.
         del memo[PENDING]
+        units = {old.unit: new.unit for old, new in pending}
         for old, new in pending:
-            _complete(old, new, memo)
+            _complete(old, new, units, memo)
     return result
 
 
-def _complete(old: Attachment, new: Attachment, memo: dict[Any, Any]) -> None:
+_SETTINGS = ("uses_default_reshard", "max_reductions", "may_diverge", "transport", "ahead_bytes", "all_reduce_hook")
+
+
+def _complete(old: Attachment, new: Attachment, units: dict[Unit, Unit], memo: dict[Any, Any]) -> None:
     source, unit = old.unit, new.unit
     unit.adopt_modules([memo[id(module)] for module in source.modules if id(module) in memo])
-    unit.uses_default_reshard = source.uses_default_reshard
-    if old.is_root and source.uses_default_reshard:
-        unit.policy = source.policy  # a root that has run does not reshard after forward; neither does its copy
-    unit.max_reductions = source.max_reductions
-    unit.may_diverge = source.may_diverge
+    for name in _SETTINGS:
+        setattr(unit, name, getattr(source, name))
     if unit.may_diverge:
         roots_to_come[new] = None
-    unit.transport = source.transport
-    unit.ahead_bytes = source.ahead_bytes
-    unit.all_reduce_hook = source.all_reduce_hook
     unit.groups = [_copy_group(group, memo) for group in source.groups]
     unit.number_parameters()
     remember(unit)
     Hooks(new).listen()
-    copy_settings(old, new)
-    unit.forward_prefetch = _copied(source.forward_prefetch, memo)
-    unit.backward_prefetch = _copied(source.backward_prefetch, memo)
+    unit.forward_prefetch = _copied(source.forward_prefetch, units)
+    unit.backward_prefetch = _copied(source.backward_prefetch, units)
     new.ignored = tuple((memo[id(table)], name) for table, name in old.ignored if id(table) in memo)
     for tied in source.tied_units:
-        copied = _copy_of(tied, memo)
-        if copied is not None:
-            unit.use_tied(copied)
+        if tied in units:
+            unit.use_tied(units[tied])
     for name in old.forward_methods:
         for module in unit.modules:
             module.__dict__.pop(name, None)
             wrap_forward_method(module, new, name)
 
 
+def _copied(named: list[weakref.ref[Unit]] | None, units: dict[Unit, Unit]) -> list[weakref.ref[Unit]] | None:
+    return named and [weakref.ref(units[unit]) for ref in named if (unit := ref()) in units]
+
+
 def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
     params: list[ShardedParam] = []
     for param in group.params:
-        registrations = [
-            _copy_registration(registration, memo)
-            for registration in param.registrations
-            if id(registration.parameters) in memo
-        ]
+        registrations: list[Registration] = []
+        for at in param.registrations:
+            if id(at.parameters) in memo:
+                owner = memo.get(id(at.setattr_module())) if at.setattr_module is not None else None
+                registrations.append(
+                    Registration(memo[id(at.parameters)], at.name, None if owner is None else weakref.ref(owner))
+                )
         sharded = registrations[0].parameters[registrations[0].name]
         assert sharded is not None
         attributes = copy.deepcopy(param.attributes, memo)
@@ -127,13 +128,11 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
         copied = ShardedParam(
             param.fqn, registrations, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape
         )
-        copied.keeps_dtype, copied.grad_dtype = param.keeps_dtype, param.grad_dtype
+        copied.keeps_dtype, copied.grad_dtype, copied.beginning = param.keeps_dtype, param.grad_dtype, param.beginning
         copied.follow_grad_dtype()
         copied.refuse_gradients()
-        copied.beginning = param.beginning
-        module = param.module()
-        if module is not None and id(module) in memo:
-            copied.module = weakref.ref(memo[id(module)])
+        if (module := memo.get(id(param.module()))) is not None:
+            copied.module = weakref.ref(module)
         params.append(copied)
     result = ParamGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
     result.sub_axes = group.sub_axes
@@ -144,29 +143,6 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
         result.compression = Compression(group.compression.policy, {new: each.clone() for new, each in pairs})
     result.ensure_packed()
     return result
-
-
-def _copy_registration(registration: Registration, memo: dict[Any, Any]) -> Registration:
-    module = registration.setattr_module() if registration.setattr_module is not None else None
-    setattr_module = weakref.ref(memo[id(module)]) if module is not None and id(module) in memo else None
-    return Registration(memo[id(registration.parameters)], registration.name, setattr_module)
-
-
-def _copied(named: list[weakref.ref[Unit]] | None, memo: dict[Any, Any]) -> list[weakref.ref[Unit]] | None:
-    if named is None:
-        return None
-    copies = [_copy_of(unit, memo) for ref in named if (unit := ref()) is not None]
-    return [weakref.ref(copied) for copied in copies if copied is not None]
-
-
-def _copy_of(unit: Unit, memo: dict[Any, Any]) -> Unit | None:
-    for module in unit.modules:
-        copied = memo.get(id(module))
-        if copied is not None:
-            for value in copied.__dict__.values():
-                if isinstance(value, Attachment):
-                    return value.unit
-    return None
 
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})  # of torch
@@ -510,6 +486,20 @@ def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
     torch_private.give_attributes({k: v for k, v in attributes if not k.startswith("shardwise_")}, target)
 
 
+def _refusal(param: weakref.ref[ShardedParam]) -> Callable[[torch.Tensor], None]:
+    """Return the gradient hook of the parameter that ``param`` was made from."""
+
+    def refuse(_: torch.Tensor) -> None:
+        if (sharded := param()) is not None:
+            raise StateError(
+                f"forward has used {sharded.fqn} as it was before it was sharded: the gradient goes to the old parameter, "
+                "which an optimizer on the sharded model does not step. A list, a closure or functools.partial still has the "
+                "old parameter: read it from its module in forward"
+            )
+
+    return refuse
+
+
 def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
     placed = place(item.param, item.fqn, axes, shard)
     if item.values is not None:
@@ -540,6 +530,8 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
         _managed_plain[id(item.param)] = result
     else:
         result.original = weakref.ref(item.param)
+        if item.param.requires_grad:
+            torch_private.hook_alone(item.param, _refusal(weakref.ref(result)))
         result.refuse_gradients()
         _sharded_from[item.param] = weakref.ref(result)
         if axes.num_shards > 1:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,21 +94,15 @@ class Limit:
         return norm
 
 
-# Called before a clip with parameters, and with the function that is to be called on them, its args and kwargs; and after it.
-before_clips: list[Callable[..., object]] = []
-after_clips: list[Callable[[], object]] = []
+# Called with parameters that are clipped next, whose gradients may not be complete yet; they return those with the gradients.
+before_clips: list[Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = []
 
 
-@contextmanager
-def clipping(
-    params: Sequence[torch.Tensor], clip: Callable[..., object], *args: Any, **kwargs: Any
-) -> Generator[None, None, None]:
-    """Call what :data:`before_clips` has: gradients of ``params`` may not be complete yet; then what ``after_clips`` has."""
+def before_clip(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the parameters whose gradients are clipped where user code clips ``params``."""
     for before in before_clips:
-        before(params, clip, args, kwargs)
-    yield
-    for after in after_clips:
-        after()
+        params = before(params)
+    return params
 
 
 def clip_grad_norm_(
@@ -143,8 +135,8 @@ def clip_grad_norm_(
     """
     limit = Limit(max_norm, norm_type, error_if_nonfinite)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    with clipping(params, clip_grad_norm_, max_norm, norm_type, error_if_nonfinite):
-        return clip_parts([part_of(param.grad) for param in params if param.grad is not None], limit)
+    params = before_clip(params)
+    return clip_parts([part_of(param.grad) for param in params if param.grad is not None], limit)
 
 
 def clip_parts(parts: Sequence[Part], limit: Limit) -> torch.Tensor:

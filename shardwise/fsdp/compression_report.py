@@ -12,11 +12,11 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.collectives.compressed import Compression, Meter, own_part, sum_at_owners, sum_everywhere
 from shardwise.errors import StateError
+from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.flat_buffer import as_gradient
 from shardwise.fsdp.mesh import cut_shard
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.roots import attachment_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class UnitCompression:
 
 
 class _Coded(NamedTuple):
-    """A group with compression, and the path of its unit's first module."""
+    """A group with compression, and the path of its unit's first module or the name of one of its parameters."""
 
-    path: str
+    name: str
     group: ParamGroup
     compression: Compression
 
@@ -108,15 +108,12 @@ class CompressionState:
         The sums replace the ranks' own residuals at once, so that a continued run and a resumed one are bit-identical.
         """
         found: dict[str, torch.Tensor] = {}
-        for path, group, compression in self._with_feedback():
-            for name, param in _named(self._model, path, group):
-                rows = _rows(group, compression, param)
-                if group.axes.num_replicas > 1:
-                    total = sum_everywhere(rows[0], _group_of(group))
-                else:
-                    total = sum_at_owners(rows, _group_of(group))
-                _place(group, compression, param, total)
-                found[name] = as_gradient(param, total[: param.local.numel()].view(param.local.shape).clone())
+        for param, (name, group, compression) in self._with_feedback():
+            rows = _rows(group, compression, param)
+            is_summed = group.axes.num_replicas > 1
+            total = sum_everywhere(rows[0], _group_of(group)) if is_summed else sum_at_owners(rows, _group_of(group))
+            _place(group, compression, param, total)
+            found[name] = as_gradient(param, total[: param.local.numel()].view(param.local.shape).clone())
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -124,40 +121,34 @@ class CompressionState:
 
         Raises: StateError if the residual of a compressed parameter is missing or has another shape.
         """
-        for path, group, compression in self._with_feedback():
-            for name, param in _named(self._model, path, group):
-                value = state_dict.get(name)
-                if value is None:
-                    raise StateError(
-                        f"compression state: no residual of {name}; load a state that compression_state() of this model "
-                        "saved, or load none: residuals start at zero"
-                    )
-                local = torch_private.local_of(value).detach()
-                if tuple(local.shape) == param.shard.shape and tuple(local.shape) != tuple(param.local.shape):
-                    local = cut_shard(local, param.shard, group.axes.shard_rank)
-                if tuple(local.shape) != tuple(param.local.shape):
-                    raise StateError(
-                        f"compression state: the residual of {name} has shape {tuple(local.shape)} on this rank, expected "
-                        f"{tuple(param.local.shape)}, or the whole {param.shard.shape}"
-                    )
-                total = torch.zeros(param.shard.section_numel, dtype=torch.float32, device=group.device)
-                total[: local.numel()].copy_(local.reshape(-1))
-                _place(group, compression, param, total)
+        for param, (name, group, compression) in self._with_feedback():
+            value = state_dict.get(name)
+            if value is None:
+                raise StateError(
+                    f"compression state: no residual of {name}; load a state that compression_state() of this model "
+                    "saved, or load none: residuals start at zero"
+                )
+            local, shape = torch_private.local_of(value).detach(), tuple(param.local.shape)
+            if tuple(local.shape) == param.shard.shape != shape:
+                local = cut_shard(local, param.shard, group.axes.shard_rank)
+            if tuple(local.shape) != shape:
+                raise StateError(
+                    f"compression state: the residual of {name} has shape {tuple(local.shape)} on this rank, expected "
+                    f"{shape}, or the whole {param.shard.shape}"
+                )
+            total = torch.zeros(param.shard.section_numel, dtype=torch.float32, device=group.device)
+            total[: local.numel()].copy_(local.reshape(-1))
+            _place(group, compression, param, total)
 
-    def _with_feedback(self) -> Iterator[_Coded]:
-        for found in _compressed(self._model):
-            if found.compression.policy.error_feedback and found.group.reduce_coding is not None:
-                yield found
-
-
-def _named(model: nn.Module, path: str, group: ParamGroup) -> Iterator[tuple[str, ShardedParam]]:
-    """Yield the compressed parameters of ``group`` with their names in ``model``."""
-    paths = {id(torch_private.parameters_of(module)): where for where, module in model.named_modules()}
-    for param in group.params:
-        registration = param.registrations[0]
-        where = paths.get(id(registration.parameters), path)
-        if group.is_coded(param):
-            yield f"{where}.{registration.name}" if where else registration.name, param
+    def _with_feedback(self) -> Iterator[tuple[ShardedParam, _Coded]]:
+        """Yield the parameters whose gradients are compressed with feedback, with their names in the model."""
+        paths = {id(torch_private.parameters_of(module)): where for where, module in self._model.named_modules()}
+        for path, group, compression in _compressed(self._model):
+            if compression.policy.error_feedback and group.reduce_coding is not None:
+                for param in filter(group.is_coded, group.params):
+                    at = param.registrations[0]
+                    name = f"{paths.get(id(at.parameters), path)}.{at.name}".lstrip(".")
+                    yield param, _Coded(name, group, compression)
 
 
 def _group_of(group: ParamGroup) -> torch.distributed.ProcessGroup:

@@ -18,24 +18,23 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Container, Sequence
+from difflib import SequenceMatcher
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
-from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import PassKind
 from shardwise.consistency.process_groups import gather_objects, largest_words
 from shardwise.errors import StateError, TransportError
+from shardwise.formatting import format_ranks
 from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.full_buffer import FullBuffer
-from shardwise.fsdp.joint_changes import JointChange, JointChanges
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
@@ -64,26 +63,11 @@ def union_of(known: Sequence[OrderEntry], orders: Sequence[Sequence[OrderEntry]]
     return found
 
 
-def _merged(known: list[OrderEntry], order: Sequence[OrderEntry]) -> list[OrderEntry]:
-    found, at, inside = list(known), 0, list[int]()
-    for entry in order:
-        begins = entry.event in (StepEvent.PRE_FORWARD, StepEvent.PRE_BACKWARD, StepEvent.PRE_RECOMPUTE)
-        try:
-            at = found.index(entry, at)
-        except ValueError:
-            # Units of one level are in the order of their numbers (backward: the reverse), so that ranks which use
-            # different ones do not make the order longer than all of them together.
-            while begins and at < len(found) and found[at].unit not in inside:
-                is_before = found[at].unit < entry.unit if entry.event in FORWARD else found[at].unit > entry.unit
-                if not is_before:
-                    break
-                at += 1
-            found.insert(at, entry)
-        at += 1
-        if begins:
-            inside.append(entry.unit)
-        elif entry.unit in inside:
-            inside.remove(entry.unit)
+def _merged(known: Sequence[OrderEntry], order: Sequence[OrderEntry]) -> list[OrderEntry]:
+    found: list[OrderEntry] = []
+    for what, begin, end, other_begin, other_end in SequenceMatcher(None, known, order, False).get_opcodes():
+        found += known[begin:end]
+        found += order[other_begin:other_end] if what != "equal" else ()
     return found
 
 
@@ -92,24 +76,8 @@ def _merged(known: list[OrderEntry], order: Sequence[OrderEntry]) -> list[OrderE
 _MOST_GIVEN = 2  # gathers for the others alone whose buffers are allocated at once
 _BEGIN, _WITHIN = 1, 2  # what ranks speak about
 # The places of words in the vector that ranks exchange; the largest word of all ranks counts.
-_COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _OPTIONS, _LESS_OPTIONS, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS = range(
-    10
-)
-_IS_SHORT, _WAITS, _NUM_FLAGS = 10, 11, 12
-_NO_OPTIONS = -(2**31)  # less than any word
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A gather that this rank has launched for the others alone, and the buffers for what it receives."""
-
-    handle: Handle
-    buffers: Sequence[FullBuffer]
-
-    def drop(self) -> None:
-        self.handle.cancel()
-        for buffer in self.buffers:
-            buffer.drop()
+_COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS, _IS_SHORT, _WAITS = range(10)
+_NUM_FLAGS = 10
 
 
 def _nothing() -> None:
@@ -122,15 +90,15 @@ class Divergence:
     Args:
         exec_order, reductions, comm_ctx: those of the engine.
         group: a gloo group of all ranks of the engine.
-        calls: ``serve_pass(kind)``, which takes part in a pass that only other ranks run and calls :meth:`enter` and
-            :meth:`end`; ``reset()``, which cleans up after a failure and calls :meth:`abort`.
+        calls: of the engine, which they do not keep alive: ``serve_pass(kind)``, which takes part in a pass that only other
+            ranks run and calls :meth:`enter` and :meth:`end`; ``reset()``, which cleans up after a failure and calls
+            :meth:`abort`.
 
     Attributes:
         schedule: the schedule of the running pass.
         is_open: a pass runs.
         notify: called before ranks tell each other what they begin; a ``Join`` counts these calls.
         divides_by_all: gradients are averaged over all ranks, not only over those that are still in a ``Join``.
-        changes: what ranks that have left a ``Join`` do to gradients and parameters.
     """
 
     def __init__(
@@ -146,18 +114,10 @@ class Divergence:
         self._units: Sequence[Unit] = exec_order.units
         params = [param for unit in self._units for param in unit.params]
         self._places = {param: place for place, param in enumerate(params)}
-        this = weakref.ref(self)  # units have the schedule, and must not own what has them
-
-        def of_owner() -> Divergence:
-            owner = this()
-            assert owner is not None
-            return owner
-
-        self.schedule = AgreedSchedule(
-            lambda number: of_owner()._reach_gather(number), lambda: of_owner()._serve_next()
-        )
+        this = weakref.proxy(self)  # units have the schedule, and must not own what has them
+        self.schedule = AgreedSchedule(lambda number: this._reach_gather(number), lambda: this._serve_next())
         reductions.schedule = self.schedule
-        reductions.reach = lambda unit, gradients: of_owner()._reach_reduction(unit, gradients)
+        reductions.reach = lambda unit, gradients: this._reach_reduction(unit, gradients)
         self.is_open = False
         self.notify: Callable[[], object] = _nothing
         self.divides_by_all = True
@@ -166,28 +126,20 @@ class Divergence:
         self._syncs = self._is_short = False
         self._late: dict[Unit, Gradients] = {}
         self._used: set[ShardedParam] = set()
-        self._given: deque[_Given] = deque()
+        # Gathers that this rank has launched for the others alone, and the buffers for what it receives.
+        self._given: deque[tuple[Handle, Sequence[FullBuffer]]] = deque()
         self._planned: tuple[object, dict[tuple[PassKind, bool], tuple[list[int], list[int]]]] = None, {}
         self._left: list[int] = []  # ranks that have left a Join
-        self.changes = JointChanges(params, group, comm_ctx.device)
         self._length = _NUM_FLAGS + 3 * len(self._units) + max(len(params), group.size())
 
     # ---- what ranks tell each other ----
 
-    def _exchange(
-        self, about: int, flags: Sequence[int], places: Sequence[int] = (), change: JointChange | None = None
-    ) -> list[int]:
-        """Return the largest word of all ranks at each place; this rank says 1 at ``flags`` and ``places``.
-
-        ``change``: what this rank begins.  Ranks must have its options in common, and tell which of its gradients wait.
-        """
-        options = self.changes.digest_of(change)
+    def _exchange(self, about: int, flags: Sequence[int], places: Sequence[int] = (), waiting: int = 0) -> list[int]:
+        """Return the largest word of all ranks at each place; this rank says 1 at ``flags`` and ``places``."""
         mine = torch.zeros(self._length, dtype=torch.int32, device="cpu")
         mine[_COUNT], mine[_LESS_COUNT], mine[_ABOUT], mine[_LESS_ABOUT] = self._count, -self._count, about, -about
-        mine[_OPTIONS], mine[_LESS_OPTIONS] = (_NO_OPTIONS, _NO_OPTIONS) if options is None else (options, -options)
         mine[[*flags, *places]] = 1
-        if about == _BEGIN:
-            mine[_WAITS] = self._place_of_waiting(change)
+        mine[_WAITS] = waiting
         try:
             largest_words(mine, self.group)
         except RuntimeError as error:
@@ -198,20 +150,16 @@ class Divergence:
                 f"a rank has left a {self._kind} that others still run, by an exception; see the error of that rank"
             )
             raise self._exec_order.explain(error, f"the other ranks in a {self._kind}")
-        if said[_OPTIONS] not in (_NO_OPTIONS, -said[_LESS_OPTIONS]):
-            raise StateError(
-                "ranks step an optimizer with different options, such as the learning rate, inside of a Join. A scheduler that "
-                "steps in the body does not run on ranks that have left it: step schedulers after the Join, on every rank"
-            )
         return said
 
-    def begin(self, wanted: PassKind | None, change: JointChange | None = None) -> None:
-        """Return when no rank begins anything that comes before ``wanted`` (None: ``change``); serve what does.
+    def begin(self, wanted: PassKind | None, changed: Container[int] | None = None) -> None:
+        """Return when no rank begins anything that comes before ``wanted``; serve what does.
 
-        Raises: StateError inside of a pass, or if a rank that has left a ``Join`` cannot make the same change.
+        Args:
+            wanted: what this rank begins; None: a step or clip of the parameters with the ids ``changed``.
+
+        Raises: StateError inside of a pass, and for a step or clip in a ``Join`` that a rank has left.
         """
-        if self.changes.repeats:
-            return
         if self.is_open:
             raise StateError(
                 f"a {wanted or 'step of an optimizer'} began inside of a {self._kind}, which set_allow_rank_divergence does "
@@ -219,40 +167,42 @@ class Divergence:
             )
         while True:
             self.notify()
-            kind = self._begin_next(wanted, True, change)
+            kind = self._begin_next(wanted, True, changed)
             if kind is None and self._left:
-                self.changes.make(change, self._left)
+                self._refuse_change()
             if kind is None or kind == wanted:
                 return
             self._serve_pass(kind)
 
-    def _place_of_waiting(self, change: JointChange | None) -> int:
-        """Return 1 + the place of a parameter, one that ``change`` is about, whose gradients wait on this rank; else 0."""
-        changed = None if change is None else {*map(id, change.params)}
+    def _refuse_change(self) -> NoReturn:
+        raise StateError(
+            f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(self._left)} has left: its "
+            "shards would stay as they are. Put Join around the forwards and backwards of one step, and clip and step after it"
+        )
+
+    def _place_of_waiting(self, changed: Container[int] | None) -> int:
+        """Return 1 + the place of a parameter, one of ``changed``, whose gradients wait on this rank; else 0."""
         shown = [(param, mark) for unit in self._units for param, mark in unit.earlier.waiting.items()]
         waiting = [param for param, mark in shown if param.sharded.grad is mark]
         return max(
             (1 + self._places[each] for each in waiting if changed is None or id(each.sharded) in changed), default=0
         )
 
-    def leave_join(self, is_last: bool) -> None:
-        """End a ``Join``: all ranks have left its body; ``is_last``: no rank left it after this one."""
-        self.changes.clear(is_last, is_last)
+    def leave_join(self) -> None:
+        """End a ``Join``: all ranks have left its body."""
         self.notify, self.divides_by_all = _nothing, True
-        self.changes.end()
         for unit in self._units:
             unit.reshard()  # ranks may differ in what they have left unsharded
 
     def serve_one(self) -> None:
-        """Serve the next pass, or make the next change, of the other ranks; this rank begins none (``Join``)."""
+        """Serve the next pass of the other ranks; this rank begins none (``Join``)."""
         kind = self._begin_next(None, False)
-        if kind is not None:
-            self._serve_pass(kind)
-        else:
-            self.changes.make(None, self._left)
+        if kind is None:
+            self._refuse_change()
+        self._serve_pass(kind)
 
     def _begin_next(
-        self, wanted: PassKind | None, is_active: bool, change: JointChange | None = None
+        self, wanted: PassKind | None, is_active: bool, changed: Container[int] | None = None
     ) -> PassKind | None:
         flags: list[int] = []
         if wanted is not None:
@@ -260,7 +210,8 @@ class Divergence:
         if wanted == "backward":
             syncing = [unit.policy for unit in self._units if unit.policy.sync]
             flags += [_SYNCS] * bool(syncing) + [_SYNCS_REPLICAS] * any(each.syncs_replicas for each in syncing)
-        said = self._exchange(_BEGIN, flags, [_NUM_FLAGS + self.group.rank()] if is_active else [], change)
+        places = [_NUM_FLAGS + self.group.rank()] if is_active else []
+        said = self._exchange(_BEGIN, flags, places, self._place_of_waiting(changed))
         self._count += 1
         self._syncs, self._reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
         active = said[_NUM_FLAGS : _NUM_FLAGS + self.group.size()]
@@ -268,8 +219,6 @@ class Divergence:
         self._left = [rank for rank, is_in in zip(ranks, active, strict=True) if not is_in]
         if said[_WAITS] and not (said[_BACKWARD] or said[_FORWARD]):
             raise StateError(waits_for_sync([*self._places][said[_WAITS] - 1].fqn))
-        if said[_BACKWARD] and self._left:
-            self.changes.clear(is_active, wanted == "backward")
         return "backward" if said[_BACKWARD] else "forward" if said[_FORWARD] else None
 
     # ---- a pass ----
@@ -281,7 +230,8 @@ class Divergence:
         if self._planned[0] != (plan, links):
             self._planned = (plan, links), {}
             for unit in self._units:
-                unit.schedule = None if unit.is_read_by_peers(links) else self.schedule
+                is_read = all(group.is_read_by_peers(links) for group in unit.groups)  # without help of this rank
+                unit.schedule = None if is_read else self.schedule
         calls = self._planned[1].get((kind, self._syncs))
         if calls is None:
             calls = self._planned[1][kind, self._syncs] = self._calls_of(kind)
@@ -363,8 +313,7 @@ class Divergence:
         except BaseException:
             self._reset()
             raise
-        while self._given:
-            self._given.popleft().drop()
+        self._drop_given(0)
         self.is_open = False
         if self._kind == "backward":
             self._note_unused(said)
@@ -376,8 +325,7 @@ class Divergence:
     def abort(self) -> None:
         """Leave a pass after a failure."""
         self.is_open = False
-        while self._given:
-            self._given.popleft().drop()
+        self._drop_given(0)
 
     def _round(self, gathers: Sequence[int]) -> list[int]:
         """Tell the other ranks what this one needs, and append to the schedule what any rank needs."""
@@ -414,10 +362,16 @@ class Divergence:
         for group in unit.groups:
             given = group.give_shards()
             if given is not None:
-                self._given.append(_Given(*given))
+                self._given.append(given)
         unit.note(Op.SERVE, lambda: (unit.gather_staging[0], False))
-        while len(self._given) > _MOST_GIVEN:
-            self._given.popleft().drop()
+        self._drop_given(_MOST_GIVEN)
+
+    def _drop_given(self, most: int) -> None:
+        while len(self._given) > most:
+            handle, buffers = self._given.popleft()
+            handle.cancel()
+            for buffer in buffers:
+                buffer.drop()
 
     # ---- after a pass ----
 
@@ -455,18 +409,14 @@ class ServeHook(JoinHook):
     """Serves other ranks after this one has left the body of a ``Join``.
 
     Args:
-        module: the root.  divergence: that of its engine; None on a single rank.
-        divides_by_all: as of :class:`Divergence`.  optimizer: one or several of ``module``, or None.
-
-    Raises: ConfigError for an optimizer that a rank which has left the body could not step.
+        module: the root.  divergence: that of its engine; None on a single rank.  divides_by_all: as of :class:`Divergence`.
     """
 
-    def __init__(self, module: nn.Module, divergence: Divergence | None, divides_by_all: bool, optimizer: Any) -> None:
+    def __init__(self, module: nn.Module, divergence: Divergence | None, divides_by_all: bool) -> None:
         self._module, self._divergence = module, divergence
         if divergence is None:
             return
         divergence.divides_by_all = divides_by_all
-        divergence.changes.take([optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())])
         this = weakref.ref(module)
         divergence.notify = lambda: Join.notify_join_context(cast(Any, this()))
 
@@ -479,7 +429,7 @@ class ServeHook(JoinHook):
         """Leave the join, as all ranks have."""
         cast(Any, self._module)._join_config = torch_private.no_join()
         if self._divergence is not None:
-            self._divergence.leave_join(is_last_joiner)
+            self._divergence.leave_join()
 
 
 def refuse_manual(is_manual: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,16 +17,15 @@ from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
 from shardwise.consistency.failure_report import in_short, leave
 from shardwise.errors import ShardwiseError, StateError
-from shardwise.fsdp.buffers import BufferComparison
 from shardwise.fsdp.divergence import Divergence
-from shardwise.fsdp.execution_order import ExecOrderTracker, WrittenAlike
+from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.initial_values import compare_replicas, have_replicas
 from shardwise.fsdp.local_gradients import run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.reductions import Reductions, hold_assigned
+from shardwise.fsdp.reductions import Reductions, check_weights, hold_assigned
 from shardwise.fsdp.transports import CommContext
-from shardwise.fsdp.unit import Gathering, Stage, Subsharded, Unit
+from shardwise.fsdp.unit import Gathering, Stage, Subsharded, Unit, is_in_backward
 from shardwise.fsdp.user_writes import Written
 from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, logger, unit_in_words
@@ -48,13 +48,9 @@ class BackwardEnd:
         self._finish = finish
 
     def __call__(self) -> None:
-        finish = self._finish()
-        if finish is not None:
-            if innermost_transform() is None:
+        if (finish := self._finish()) is not None:
+            with nullcontext() if innermost_transform() is None else torch_private.beside_transforms():
                 finish()
-            else:
-                with torch_private.beside_transforms():
-                    finish()
 
 
 class BackwardWatch:
@@ -83,7 +79,7 @@ class BackwardWatch:
 
     @property
     def has_raised(self) -> bool:
-        """True if the last backward raised and :meth:`stop` was not called since."""
+        """True if the last backward raised and ``end`` was not cleared since."""
         return self.end is not None and self.end() is None
 
     def begin(self) -> BackwardEnd:
@@ -97,32 +93,11 @@ class BackwardWatch:
                 abort()
 
         self.end = weakref.ref(end, on_death)
-        self.task = torch_private.graph_task_id()
-        self.makes_graph = False
+        self.task, self.makes_graph = torch_private.graph_task_id(), False
         return end
-
-    def stop(self) -> None:
-        """Record that the backward is over, whether it ended or raised."""
-        self.end = None
 
 
 # ---- The forwards of one engine that have begun and not ended.
-
-# Substrings of torch's errors for a read of a tensor whose storage was resized to zero.
-_NO_MEMORY = (
-    "Cannot access data pointer of Storage that is invalid",
-    "out of bounds for storage of size 0",
-    "its data is not allocated yet",
-)
-_MIXED = "got mixed torch.Tensor and DTensor"
-_READ_ELSEWHERE = (
-    "a sharded parameter was read outside of its unit's forward, and it is unsharded only there. Put the module that reads it "
-    "and the module that owns it into one unit, fully_shard([outer, inner]), or call fully_shard only on the outer one"
-)
-_RESHARDED = (
-    "a tensor that shared memory with a full parameter was read after the parameter was resharded. "
-    "Keep clone() of it, or read the parameter from its module inside its forward"
-)
 
 
 @dataclass(slots=True)
@@ -136,61 +111,17 @@ class Forward:
     exception: BaseException | None
 
 
-def explain_torchs(error: BaseException | None) -> None:
-    """Add advice to ``error`` of a forward if torch complains about freed memory or about mixed tensors and DTensors."""
-    if type(error) is RuntimeError and len(error.args) == 1:
-        text = str(error)
-        if _RESHARDED not in text and any(words in text for words in _NO_MEMORY):
-            error.args = (f"{text}\n{_RESHARDED}",)
-        elif _MIXED in text and _READ_ELSEWHERE not in text:
-            error.args = (f"{text}\n{_READ_ELSEWHERE}",)
-
-
-class Forwards(list[Forward]):
-    """The forwards that have begun and not ended, the outermost first.
-
-    An interrupt (BaseException) skips torch's always-called hooks, so the entries of its forwards stay in this list until
-    ``reset_iter_state()``; an optimizer step refuses to go on without it.
-
-    Attributes:
-        has_reported: this rank has reported to the others which exception ended a forward.
-    """
-
-    has_reported = False
-
-    def report(self, error: BaseException | None) -> None:
-        """Report to the other ranks why forward ended here; shardwise's own errors have reported themselves."""
-        if isinstance(error, Exception) and not isinstance(error, ShardwiseError):
-            leave(f"{type(error).__name__}: {in_short(error)}")
-            self.has_reported = True
-
-    def withdraw_report(self) -> None:
-        """Withdraw the report: a later forward has ended, which takes all ranks, so user code handled the exception."""
-        leave("")
-        self.has_reported = False
-
-
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_MAX_COMPARED = 2  # forwards per unit in which writes to parameters are compared between ranks
 # By id, optimizers that have none but registered parameters of these engines.
 checked_optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
 
 class ExternalChecks(Protocol):
-    """Checks of changes that user code makes to the model: :class:`shardwise.fsdp.roots.ExternalChecks`.
-
-    Attributes:
-        originals: pre-sharding parameters that user code still references.
-    """
-
-    @property
-    def originals(self) -> Sequence[object]: ...
+    """Checks of changes that user code makes to the model: :class:`shardwise.fsdp.checks.ModificationChecks`."""
 
     def check(self) -> None:
         """Raise StateError before a forward that would not train the sharded parameters."""
-        ...
-
-    def check_originals(self) -> None:
-        """Raise StateError after a backward whose gradients went to pre-sharding parameters."""
         ...
 
 
@@ -201,15 +132,15 @@ class Engine:
         units: the units of the root's module tree, root first; ``units[i]`` is number i of every plan.
         comm_ctx: streams, links and buffer pools of the collectives.
         exec_order: the execution order of the running step, and the plan made from an earlier step.
-        forwards: the forwards that have begun, outermost first.
+        forwards: the forwards that have begun and not ended, outermost first.  An interrupt (BaseException) skips torch's
+            always-called hooks, so its forwards stay until ``reset_iter_state()``, without which an optimizer step raises.
         watch: observes whether a backward runs.
         reductions: launched and unsynced gradients.
         manual: state of manual backward finalization.
         is_last_backward: False delays the wait for reductions to a later backward.
         outside: checks of changes by user code; None before a root's first forward.
-        written: writes of forwards to parameters, to be compared between ranks.
         awaits_backward: a forward has built a graph since the last backward.
-        compares_replicas: the replicas' parameters were not compared yet.  buffers: their comparison; None when it is over.
+        compares_replicas: the replicas' parameters were not compared yet.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
     """
@@ -218,7 +149,8 @@ class Engine:
         self.units: list[Unit] = []
         self.comm_ctx = comm_ctx
         self.exec_order = ExecOrderTracker()
-        self.forwards = Forwards()
+        self.forwards: list[Forward] = []
+        self._has_reported = False
         self.watch = BackwardWatch(self.finish, self.abort_backward)
         self.reductions = Reductions(self.exec_order, comm_ctx)
         self.manual = ManualFinalization()
@@ -226,7 +158,7 @@ class Engine:
         self.post_optim_event: torch.Event | None = None
         self.logs = False
         self.outside: ExternalChecks | None = None
-        self.written = WrittenAlike()
+        self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks
         self._tied_users: dict[Unit, list[Unit]] = {}  # owner of tied parameters -> the other units that use them
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
         self._late: list[Unit] = []  # units to reshard when the pass is over
@@ -234,7 +166,6 @@ class Engine:
         self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
         self.compares_replicas = False
-        self.buffers: BufferComparison | None = None
         self.divergence: Divergence | None = None
         live_engines.add(self)
         checked_optimizers.clear()
@@ -300,10 +231,13 @@ class Engine:
             return True
         raised = sys.exc_info()[1]
         if raised is not self.forwards.pop().exception:  # forward has raised
-            explain_torchs(raised)
             unit.abort_forward()
             if not self.forwards:
-                self.forwards.report(raised)
+                if isinstance(raised, Exception) and not isinstance(
+                    raised, ShardwiseError
+                ):  # these have reported themselves
+                    leave(f"{type(raised).__name__}: {in_short(raised)}")
+                    self._has_reported = True
                 self.reset()
             return False
         if unit.end_forward(module):
@@ -325,7 +259,7 @@ class Engine:
     def expect_nested_backwards(self) -> None:
         """Do not end a unit's backward at its last gradient until one backward has shown which gradient is the last."""
         for unit in self.units:
-            unit.backward.distrust_counts()
+            unit.backward.counts = False
 
     @property
     def has_copies(self) -> bool:
@@ -384,7 +318,7 @@ class Engine:
             if type(unit.state) is Gathering:  # prefetched, but forward did not use it
                 unit.discard()
             if unit.awaited:  # some of its modules did not run: a later call of one is a forward of its own
-                unit.await_none()
+                unit.awaited = set()
                 if unit is not outermost:
                     self.reshard_in_step(unit, after_forward=True)
             if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
@@ -399,8 +333,9 @@ class Engine:
         self.leave_pass(self._is_graphless)
         if self._is_graphless:
             self._reshard_kept()
-        if self.forwards.has_reported:
-            self.forwards.withdraw_report()
+        if self._has_reported:  # a forward takes all ranks, so user code has handled the exception
+            leave("")
+            self._has_reported = False
         exec_order = self.exec_order
         if (
             self._is_graphless
@@ -446,8 +381,15 @@ class Engine:
     def _post_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:
             self.divergence.refuse_writes(unit)
-        place = f"{self._num_forwards}/{self.units.index(unit)}/{unit.writes.num_compared}"
-        self.written.post(unit, written, place, self.exec_order.mismatch_check)
+        # Every rank copies its own rows of a written full parameter to its shard: if ranks write different values, the shards
+        # silently become a mixture.  Ranks post digests and read them when the gradients of the next backward are reduced: then
+        # every rank has finished this forward.
+        check, writes = self.exec_order.mismatch_check, unit.writes
+        if check is not None and writes.num_compared < _MAX_COMPARED and (values := writes.values(written)):
+            place = f"{self._num_forwards}/{self.units.index(unit)}/{writes.num_compared}"
+            writes.num_compared += 1
+            check.post_writes(place, values)
+            self._posted.append((place, values))
 
     def reshard_in_step(self, unit: Unit, after_forward: bool = False) -> None:
         """Reshard ``unit``, but only at the end of the pass if its full parameters were written to."""
@@ -476,7 +418,11 @@ class Engine:
         if watch.end is None or watch.end() is None:
             self._begin_backward()
         if unit.num_packs != num_packs:
-            unit.refuse_packing()
+            raise StateError(
+                f"parameters of {unit_in_words(unit.name)} were replaced, moved or given another dtype after the forward whose "
+                "backward runs now: gradients would go to the old parameters. Make such changes before forward or after "
+                "backward"
+            )
         task = torch_private.graph_task_id()
         is_nested = task != watch.task
         if torch.is_grad_enabled():
@@ -493,7 +439,9 @@ class Engine:
         if is_nested:
             torch_private.call_after_backward(_end_callback(weakref.ref(self), weakref.ref(unit), task))
         if len(self.units) == 1 and not self.manual.is_on:
-            backward.send_early(self.reductions.early_buckets(unit))
+            backward.early = self.reductions.early_buckets(unit)
+            if backward.early is not None:
+                backward.early.begin()
         number = self.comm_ctx.pass_tracker.number
         if unit.policy.unshard_in_backward:
             unit.wait(number)
@@ -515,7 +463,7 @@ class Engine:
             self._begin_backward()
         is_nested = torch_private.graph_task_id() != watch.task
         if backward.stage is not Stage.RUNNING and is_nested:
-            backward.note_nested()
+            backward.is_nested = True
         if backward.is_complete and not unit.policy.reduces_unused:
             # A unit that uses tied parameters is part of the outer graph: its gradients may still arrive.
             if not (is_nested and self._is_read_by_others(unit)):
@@ -619,11 +567,13 @@ class Engine:
                     self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
             if self.divergence is not None:
                 self.divergence.end()
-            self.watch.stop()
+            self.watch.end = None
             is_joint = self.exec_order.gathers or self.reductions.has_launched
             params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
-            if self.written.posted:  # all ranks have posted theirs: their gradients have been reduced
-                self.written.check(self.exec_order)
+            posted, self._posted = self._posted, []
+            for place, values in posted:  # all ranks have posted theirs: their gradients have been reduced
+                assert self.exec_order.mismatch_check is not None
+                self.exec_order.mismatch_check.check_writes(place, values)
             if is_joint and not self.exec_order.diverges:
                 self.exec_order.replan()
             self.exec_order.log.track.running = ""
@@ -631,11 +581,9 @@ class Engine:
             self.abort_backward()
             raise
         # User code runs last: if it raises, all gradients are set and the ranks agree on the plan.
-        if self.outside is not None and self.outside.originals:
-            self.outside.check_originals()
         self.run_hooks(params)
 
-    def run_hooks(self, params: list[ShardedParam]) -> None:
+    def run_hooks(self, params: Sequence[ShardedParam]) -> None:
         """Run the post-accumulate-grad hooks that user code has registered on ``params``."""
         reductions = self.reductions
         failed, reductions.failed_hook = reductions.failed_hook, None  # its traceback would keep the model alive
@@ -661,8 +609,6 @@ class Engine:
         self.leave_pass()
         self.reductions.defer()
         self.unstash_gradients()
-        if self.divergence is not None:
-            self.divergence.changes.note_gradients()
         return []
 
     def commit(self) -> list[ShardedParam]:
@@ -674,10 +620,6 @@ class Engine:
         if params and self.compares_replicas and (check := self.exec_order.mismatch_check) is not None:
             compare_replicas(self.units, check)
         self.compares_replicas = self.compares_replicas and not params
-        if params and self.buffers is not None and (self.divergence is not None or not self.buffers.after_step()):
-            self.buffers = None
-        if self.divergence is not None:
-            self.divergence.changes.note_gradients(self.reductions.is_followed)
         return params
 
     def stash_gradients(self) -> None:
@@ -697,7 +639,7 @@ class Engine:
 
     def abort_backward(self) -> None:
         """Clean up after a backward that raised: drop its gradients, its reductions and its full parameters."""
-        self.watch.stop()
+        self.watch.end = None
         self.manual.abort_backward()
         self.comm_ctx.pass_tracker.abort()
         self.reductions.cancel()
@@ -706,6 +648,69 @@ class Engine:
         self.unstash_gradients()
         if not self.forwards:
             self.reset()
+
+    # ---- explicit ends of a step: ``finalize_backward``, and pipeline stages after their last microbatch ----
+
+    @property
+    def is_in_backward(self) -> bool:
+        """True in a backward of these units, or in any other of this thread."""
+        return self.watch.is_running or is_in_backward()
+
+    def end_step(self) -> None:
+        """Reduce unsynced gradients and set ``.grad``; they include what a pipeline schedule has assigned to full parameters.
+
+        Raises: StateError in a backward, or if some of the weights' gradients are lost.
+        """
+        if self.is_in_backward:
+            raise StateError("a step cannot be ended during backward; end it after the last backward()")
+        if self.watch.has_raised:
+            self.abort_backward()
+        self.run_hooks(self._after_rest(self.commit))
+
+    def launch_rest(self) -> object | None:
+        """Launch the reductions of unsynced gradients; return a token for :meth:`complete`, None if there was no backward.
+
+        Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
+        """
+        self.manual.check_launch(self.is_in_backward)
+        if self.watch.has_raised:
+            self.abort_backward()
+        if not self.manual.is_open:
+            return None
+        self.manual.stay_open()
+        self._after_rest(self.defer)
+        return self.manual.launch()
+
+    def _after_rest(self, end: Callable[[], list[ShardedParam]]) -> list[ShardedParam]:
+        """Launch the reductions of unsynced gradients, then call ``end``."""
+        try:
+            self.stash_gradients()
+            self.enter_pass("backward")
+            for unit in reversed(self.units):
+                check_weights(unit)
+                gradients = unit.take_gradients()
+                if unit.policy.sync and (gradients or self.is_due(unit)):
+                    self.reductions.launch(unit, gradients)
+                elif gradients:
+                    self.reductions.hold(unit, gradients)
+                if unit.policy.reshard_after_backward and unit.is_full:
+                    self.reshard_in_step(unit)
+            return end()
+        except BaseException:
+            self.abort_backward()
+            raise
+
+    def complete(self, completion: object) -> None:
+        """Wait for reductions and set gradients.  Raises: StateError if ``completion`` was invalidated."""
+        self.manual.check_completion(completion)
+        self.stash_gradients()
+        try:
+            params = self.commit()
+        except BaseException:
+            self.unstash_gradients()
+            raise
+        self.manual.complete()
+        self.run_hooks(params)
 
     # ---- gradient accumulation without no_sync (fsdp/reductions.py) ----
 
@@ -718,6 +723,25 @@ class Engine:
         for ref in explicit or ():
             if (target := ref()) is not None:
                 target.unshard(self.comm_ctx.pass_tracker.number)
+
+    def serve_pass(self, kind: PassKind) -> None:
+        """Take part in a pass that only other ranks run: serve this rank's shards, with gradients of zero."""
+        divergence = self.divergence
+        assert divergence is not None
+        params: list[ShardedParam] = []
+        try:
+            if kind == "backward":
+                self.stash_gradients()
+            self.enter_pass(kind)
+            divergence.end(ran_here=False)
+            if kind == "forward":
+                self.leave_pass()
+            else:
+                params = self.commit() if self.is_last_backward else self.defer()
+        except BaseException:
+            self.abort_backward()
+            raise
+        self.run_hooks(params if kind == "backward" else ())
 
     # ---- recovery ----
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from shardwise.consistency.agreement import MismatchCheck
 from shardwise.errors import DesyncError
+from shardwise.fsdp.gradients import planned_scatter_bytes
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
-from shardwise.fsdp.user_writes import Written
 from shardwise.observe import (
     EventLog,
     Op,
-    OrderChanged,
     begin,
     end,
     hearers,
@@ -166,8 +165,6 @@ class ExecOrderTracker:
         self._follows_plan = False
         name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
         self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
-        for instrument in self.instruments:
-            instrument.on_event(OrderChanged(name, unit.name))
         self.uncompared = f"{self._left_order} to {event.value}"
         if self.gathers:
             self.compare_deviation()
@@ -304,10 +301,9 @@ class ExecOrderTracker:
             gather_bytes=gather_bytes,
             in_place=in_place,
             full_bytes=unit.full_bytes,
-            reduce_bytes=unit.reduce_bytes,
-            route=unit.route,
+            reduce_bytes=sum(planned_scatter_bytes(group, unit.policy) for group in unit.groups),
             sharing=unit.sharing,
-            copied_bytes=unit.planned_copies,
+            copied_bytes=sum(group.planned_copies(unit.policy.keeps_full_memory) for group in unit.groups),
             tied_units=tuple(self.numbers[other] for other in unit.tied_units),
             forward_prefetch=_numbers_of(unit.forward_prefetch, self.numbers),
             backward_prefetch=_numbers_of(unit.backward_prefetch, self.numbers),
@@ -339,38 +335,3 @@ def _numbers_of(refs: list[weakref.ref[Unit]] | None, numbers: dict[Unit, int]) 
         return None
     units = [unit for ref in refs if (unit := ref()) is not None]
     return tuple(numbers[unit] for unit in units if unit in numbers)
-
-
-# ---- Check that all ranks write the same values to parameters in forward, in the first forwards that write any.
-# Every rank copies its own rows of a written full parameter to its shard.  If ranks write different values, the shards silently
-# become a mixture of them.  The check does not wait in forward: ranks post digests there, and read them when the gradients of
-# the next backward are reduced, since then every rank has finished that forward.
-
-_MAX_COMPARED = 2  # forwards per unit
-
-
-class WrittenAlike:
-    """The digests that this rank has posted and not compared yet.
-
-    Attributes:
-        posted: keys, each for one unit in one forward, and the posted digests.
-    """
-
-    def __init__(self) -> None:
-        self.posted: list[tuple[str, list[str]]] = []
-
-    def post(self, unit: Unit, written: Written, place: str, mismatch_check: MismatchCheck | None) -> None:
-        """Post digests of what a forward has written to the full parameters of ``unit``, for the other ranks."""
-        if mismatch_check is not None and unit.writes.num_compared < _MAX_COMPARED:
-            values = unit.writes.values(written)
-            if values:
-                unit.writes.num_compared += 1
-                mismatch_check.post_writes(place, values)
-                self.posted.append((place, values))
-
-    def check(self, exec_order: ExecOrderTracker) -> None:
-        """Raise DesyncError if another rank has written other values."""
-        posted, self.posted = self.posted, []
-        for place, values in posted:
-            assert exec_order.mismatch_check is not None
-            exec_order.mismatch_check.check_writes(place, values)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,165 +21,15 @@ from shardwise import observe, torch_private
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.attachment import Attachment, Pass, attachment_of, diverging, roots_to_come
 from shardwise.fsdp.buffers import SHARES_BUFFERS
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
-from shardwise.fsdp.clip import after_clips, before_clips
-from shardwise.fsdp.divergence import refuse_manual
+from shardwise.fsdp.clip import before_clips
 from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
-from shardwise.fsdp.joint_changes import JointChange
-from shardwise.fsdp.reductions import check_weights
-from shardwise.fsdp.roots import (
-    Attachment,
-    Pass,
-    attachment_of,
-    diverging,
-    live_engine,
-    roots_to_come,
-)
+from shardwise.fsdp.roots import live_engine
 from shardwise.fsdp.unit import is_in_backward
-from shardwise.observe import listeners, log_for_torch, logger
+from shardwise.observe import log_for_torch, logger
 from shardwise.torch_private import beside_transforms, innermost_transform, is_profiling
-
-# ---- Explicit ends of a step: ``finalize_backward``, and pipeline stages after their last microbatch.
-
-
-def set_manual(engine: Engine, is_manual: bool) -> None:
-    """Let :func:`complete` set gradients (True), or the end of every backward (False).
-
-    Raises: StateError if that changes while gradients of a backward are not set.
-    """
-    refuse_manual(is_manual and engine.divergence is not None)
-    engine.manual.set_on(is_manual, engine.watch.is_running or is_in_backward(), engine.reductions.has_deferred)
-
-
-def end_step(engine: Engine) -> None:
-    """Reduce unsynced gradients and set ``.grad``.
-
-    They include gradients that a pipeline schedule has assigned to full parameters.
-
-    Raises: StateError in a backward, or if some of the weights' gradients are lost.
-    """
-    if engine.watch.is_running or is_in_backward():
-        raise StateError("a step cannot be ended during backward; end it after the last backward()")
-    if engine.watch.has_raised:
-        engine.abort_backward()
-    try:
-        _reduce_rest(engine)
-        params = engine.commit()
-    except BaseException:
-        engine.abort_backward()
-        raise
-    engine.run_hooks(params)
-
-
-def launch_rest(engine: Engine) -> object | None:
-    """Launch the reductions of unsynced gradients; return a token for :func:`complete`, None if there was no backward.
-
-    Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
-    """
-    manual = engine.manual
-    is_open = manual.check_launch(engine.watch.is_running or is_in_backward())
-    if engine.watch.has_raised:
-        engine.abort_backward()
-        is_open = manual.is_open
-    if not is_open:
-        return None
-    manual.stay_open()
-    try:
-        _reduce_rest(engine)
-        engine.defer()
-    except BaseException:
-        engine.abort_backward()
-        raise
-    return manual.launch()
-
-
-def _reduce_rest(engine: Engine) -> None:
-    engine.stash_gradients()
-    engine.enter_pass("backward")
-    for unit in reversed(engine.units):
-        check_weights(unit)
-        gradients = unit.take_gradients()
-        if unit.policy.sync and (gradients or engine.is_due(unit)):
-            engine.reductions.launch(unit, gradients)
-        elif gradients:
-            engine.reductions.hold(unit, gradients)
-        if unit.policy.reshard_after_backward and unit.is_full:
-            engine.reshard_in_step(unit)
-
-
-def complete(engine: Engine, completion: object) -> None:
-    """Wait for reductions and set gradients.  Raises: StateError if ``completion`` was invalidated."""
-    engine.manual.check_completion(completion)
-    engine.stash_gradients()
-    try:
-        params = engine.commit()
-    except BaseException:
-        engine.unstash_gradients()
-        raise
-    engine.manual.complete()
-    engine.run_hooks(params)
-
-
-# ---- Records of transfers in torch's profiler, which itself records torch's collectives but not those of links.
-
-_NAMES = {
-    "unshard": "all_gather",
-    "wait": "wait_all_gather",
-    "reduce": "reduce_scatter",
-    "wait for gradients": "wait_reduce_scatter",
-    "all-gather": "all_gather",
-    "reduction": "reduce_scatter",
-    "all-reduce": "all_reduce",
-    "exchange": "exchange",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenRecord:
-    span: tuple[str, str]
-    record: torch.profiler.record_function
-
-
-class _Records:
-    """A span listener that makes a ``record_function`` of every transfer while a profiler is on."""
-
-    def __init__(self) -> None:
-        self._open = threading.local()
-
-    def begin(self, track: str, what: str, subject: str) -> None:
-        if not torch_private.is_profiling():
-            listeners.remove(self)  # the profiler is off, so transfers shall have no overhead
-            return
-        if what in _NAMES:
-            record = torch.profiler.record_function(f"shardwise::{_NAMES[what]} {subject or 'root'}")
-            record.__enter__()
-            self._stack().append(_OpenRecord((what, subject), record))
-
-    def end(self, what: str, subject: str, num_bytes: int) -> None:
-        stack = self._stack()
-        if (what, subject) not in [each.span for each in stack]:
-            return  # the span began before the profiler
-        while stack:
-            last = stack.pop()
-            last.record.__exit__(None, None, None)
-            if last.span == (what, subject):
-                return
-
-    def _stack(self) -> list[_OpenRecord]:
-        if not hasattr(self._open, "stack"):
-            self._open.stack = []
-        return self._open.stack
-
-
-_records = _Records()
-
-
-def record_transfers() -> None:
-    """Record transfers until the running profiler is off."""
-    if _records not in listeners:
-        listeners.append(_records)
-
 
 # ---- The hooks on modules and outputs.
 
@@ -213,7 +61,6 @@ def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
     if innermost_transform() is not None:
         return beside_transforms()
     if is_profiling():
-        record_transfers()
         return torch.profiler.record_function(f"FSDP::{what} ({unit})")
     return _NO_RANGE
 
@@ -471,8 +318,7 @@ _watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers al
 def watch_optimizers() -> None:
     """Install global optimizer hooks that reshard units and count steps as writes."""
     if not _watches:
-        before_clips.append(lambda params, *clip: serve_others(JointChange(params, None, False, *clip)))
-        after_clips.append(_note_clipped)
+        before_clips.append(_shards_of)
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
         _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
 
@@ -487,10 +333,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
     observe.note("optimizer steps", type(optimizer).__name__)
     if id(optimizer) not in checked_optimizers:
         _check_forms(optimizer)
-    has_closure = any(each is not None for each in (*args[1:], *(kwargs or {}).values()))
-    serve_others(
-        JointChange([param for group in optimizer.param_groups for param in group["params"]], optimizer, has_closure)
-    )
+    serve_others([param for group in optimizer.param_groups for param in group["params"]])
     engines = [
         engine
         for engine in live_engines
@@ -510,24 +353,28 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
                 engine.reshard_stepped(stepped)
 
 
-def _note_clipped() -> None:
-    for engine in list(diverging):
-        if engine.divergence is not None:
-            engine.divergence.changes.note_gradients()
+def _shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return ``params``, those of units that are unsharded as shards: these have the gradients."""
+    serve_others(params)
+    units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
+    shards = {
+        id(form): each.sharded for unit in units for each in unit.params for form in (each.full, each.registered_form)
+    }
+    return [shards.get(id(param), param) for param in params] if shards else params
 
 
-def serve_others(change: JointChange) -> None:
-    """Serve the passes that other ranks still run, before ``change`` reads gradients: they are not complete yet."""
+def serve_others(params: Sequence[torch.Tensor]) -> None:
+    """Serve the passes that other ranks still run, before gradients of ``params`` are read: they are not complete yet."""
     if not (roots_to_come or diverging):
         return
-    ids = {*map(id, change.params)}
+    ids = {*map(id, params)}
     for attachment in list(roots_to_come):
         if not ids.isdisjoint([id(param) for module in attachment.unit.modules for param in module.parameters()]):
             live_engine(attachment)  # other ranks run a first forward that this one does not run
     for engine in list(diverging):
         mine = [form for unit in engine.units for param in unit.params for form in (param.sharded, param.full)]
         if engine.divergence is not None and not ids.isdisjoint(map(id, mine)):
-            engine.divergence.begin(None, change)
+            engine.divergence.begin(None, ids)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -44,9 +44,8 @@ def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck) -> No
     if torch_private.are_threads():
         return
     digests = {key: digest_of(sample_of(local)) for key, local in _replicated(units).items()}
-    unlike = _find_unlike("values that replicas begin with", digests, {}, mismatch_check)
     _refuse(
-        unlike,
+        _find_unlike("values that replicas begin with", digests, {}, mismatch_check),
         "replicas",
         "Each would add the same averaged gradients to its own, so that they never become equal: build the model with one seed "
         "on all ranks, load a checkpoint on every rank, or broadcast the parameters of one rank before the first step; put "
@@ -72,16 +71,13 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
         for param in group.params
     }
     cut = {key: param for key, param in params.items() if param.local.numel()}
-    begun = {
-        key: param.beginning
+    digests = {
+        key: None if (begun := param.beginning) is None or begun.was_overwritten(param.local) else begun.digest
         for key, param in cut.items()
-        if param.beginning is not None and not param.beginning.was_overwritten(param.local)
     }
-    digests = {key: begun[key].digest if key in begun else None for key in cut}
     holders = {key: param.shard.num_holders for key, param in cut.items()}
-    unlike = _find_unlike("values that were sharded", digests, holders, mismatch_check)
     _refuse(
-        unlike,
+        _find_unlike("values that were sharded", digests, holders, mismatch_check),
         "ranks",
         "Each rank has sharded its own values, so that the model is a mixture of them: build the model with one seed on all "
         "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "

@@ -75,11 +75,8 @@ class ManualFinalization:
 
     # ---- checks ----
 
-    def check_launch(self, is_in_backward: bool) -> bool:
-        """Return True if there is a backward to finalize.
-
-        Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
-        """
+    def check_launch(self, is_in_backward: bool) -> None:
+        """Raise StateError in a backward, without manual finalization, or before an earlier call has been completed."""
         if is_in_backward:
             raise StateError(
                 "finalize_backward must be called after backward completes; call it after the last backward()"
@@ -93,7 +90,6 @@ class ManualFinalization:
                 "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) on the "
                 "root before forward"
             )
-        return self.is_open
 
     def check_completion(self, completion: object) -> None:
         """Raise StateError if ``completion`` was invalidated."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -14,30 +14,27 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from shardwise import torch_private
+from shardwise.arguments import check_whole
 from shardwise.collectives.protocol import CustomCollective
 from shardwise.collectives.routes import Transport, check_transport
 from shardwise.consistency.process_groups import group_of
-from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError, did_you_mean
+from shardwise.errors import ConfigError, StateError, UsageError, did_you_mean
+from shardwise.fsdp.attachment import Attachment, attachment_of, roots_to_come
 from shardwise.fsdp.build import copy_module
-from shardwise.fsdp.clip import clip_grad_norm_, clipping
+from shardwise.fsdp.checks import materializing
+from shardwise.fsdp.clip import before_clip, clip_grad_norm_
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
-from shardwise.fsdp.divergence import ServeHook
+from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.hooks import complete, end_step, launch_rest, set_manual
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (
-    Attachment,
-    attachment_of,
     bind_units,
     limit_gathers,
     limit_reductions,
     live_engine,
-    materializing,
     provisional_engine,
-    roots_to_come,
     set_divergence,
-    use_transport,
 )
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import withdrawn
@@ -122,7 +119,7 @@ class StageState:
         return self  # a property, since an attribute would be a reference cycle that keeps the module alive
 
     def _root_post_backward_final_callback(self) -> None:
-        end_step(provisional_engine(self._attachment))
+        provisional_engine(self._attachment).end_step()
 
 
 def tool_classes() -> tuple[type, ...]:
@@ -142,7 +139,7 @@ def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
     # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
     for name in ("fully_shard", "replicate"):
         torch_private.enter_composable_api(module, name)
-    torch_private.clip_mixed_by(clip_grad_norm_, clipping)
+    torch_private.clip_mixed_by(clip_grad_norm_, before_clip)
     torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
 
 
@@ -182,34 +179,8 @@ class GradientReductionHandle:
         Raises: StateError if ``reset_iter_state`` has invalidated the handle.
         """
         if self._engine is not None and self._completion is not None:
-            complete(self._engine, self._completion)
+            self._engine.complete(self._completion)
         self._engine = self._completion = None
-
-
-# ---- Explain errors of uses of a sharded module that leave its parameters sharded.
-
-_MIXED = "mixed torch.Tensor and DTensor"  # a substring of DTensor's message
-
-
-# Attributes of torch's wrappers (DDP, FSDP1) that a sharded module does not have, with the code to write instead.
-OF_WRAPPERS = {
-    "module": "a sharded module is the model itself: leave out .module",
-    "no_sync": "to accumulate gradients, call model.set_requires_gradient_sync(False) before the first backwards and "
-    "set_requires_gradient_sync(True) before the last, or run the first ones in with shardwise.policy(model, sync=False):",
-    "summon_full_params": "call model.unshard() and model.reshard(), or read param.full_tensor() of one parameter",
-    "clip_grad_norm_": "write torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-}
-
-
-def explained_load(error: RuntimeError) -> RuntimeError:
-    """Return ``error`` of ``load_state_dict``, or a StateError with advice if the state dict has plain tensors for shards."""
-    if _MIXED not in str(error):
-        return error
-    return StateError(
-        "load_state_dict was given plain tensors for parameters that are sharded. Call set_model_state_dict(model, "
-        "state_dict, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict, or "
-        f"shardwise.checkpoint.load, which reads files straight into shards. ({str(error)[:400]})"
-    )
 
 
 # ---- Conversions (``Module.to`` and the like) of a sharded module: they convert the shards one by one.
@@ -312,21 +283,6 @@ class FSDPModule(_Base):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy_module(cast(nn.Module, self), self._attachment(), memo)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
-        except AttributeError as error:
-            if name not in OF_WRAPPERS:
-                raise
-            raise AttributeError(f"{error}; {OF_WRAPPERS[name]}") from None
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load as ``nn.Module`` does.  Raises: StateError for plain tensors, which cannot be copied into shards."""
-        try:
-            return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore
-        except RuntimeError as error:
-            raise explained_load(error) from error
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as ``nn.Module`` does, also between forward and backward, when some units are unsharded."""
         for unit in (each.unit for each in _attachments_in(cast(nn.Module, self), recurse=True)):
@@ -413,7 +369,8 @@ class FSDPModule(_Base):
         unit.transport = check_transport(transport)
         engine = engine_of(unit)
         if engine is not None:
-            use_transport(engine, unit.transport)
+            engine.comm_ctx.transport = unit.transport
+            bind_units(engine)
 
     def set_allow_rank_divergence(self, enabled: bool) -> None:
         """Set whether ranks may run different units within a forward and backward, in another order or number, or none.
@@ -449,22 +406,21 @@ class FSDPModule(_Base):
 
         Args:
             kwargs: ``divide_by_initial_world_size`` (True): average gradients over all ranks; False: over those that have
-                not left the body.  ``optimizer`` (None): an optimizer of the model, or several, that steps in the body: a rank
-                that has left steps its shards, with the options of the others, and clips and clears gradients as they do.
+                not left the body.
 
-        Raises: ConfigError if the ``Join`` has other objects, too, or an optimizer that has parameters of others.
+        Raises: ConfigError if the ``Join`` has other objects, too.
         """
         if torch_private.num_joinables() > 1:
             raise ConfigError(
                 "Join was given a sharded model and other objects, whose passes and steps a rank that has left cannot tell "
-                "apart. Write Join([model]), or Join([model], optimizer=optimizer); two models need one root"
+                "apart. Write Join([model]) around the forwards and backwards of one step; two models need one root"
             )
         attachment = self._attachment()
         attachment.unit.may_diverge = True
         engine = live_engine(attachment)
         set_divergence(engine, True)
         by_all = kwargs.get("divide_by_initial_world_size", True)
-        return ServeHook(cast(nn.Module, self), engine.divergence, by_all, kwargs.get("optimizer"))
+        return ServeHook(cast(nn.Module, self), engine.divergence, by_all)
 
     @property
     def join_device(self) -> torch.device:
@@ -492,7 +448,9 @@ class FSDPModule(_Base):
 
         Raises: StateError if this is not the root module, or once a backward has begun that has not been finalized.
         """
-        set_manual(self._root_engine("set_manual_backward_finalization"), enabled)
+        engine = self._root_engine("set_manual_backward_finalization")
+        refuse_manual(enabled and engine.divergence is not None)
+        engine.manual.set_on(enabled, engine.is_in_backward, engine.reductions.has_deferred)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -519,7 +477,7 @@ class FSDPModule(_Base):
         if self._attachment().is_root is None:
             return GradientReductionHandle() if async_op else None
         engine = self._root_engine("finalize_backward")
-        handle = GradientReductionHandle(engine, launch_rest(engine))
+        handle = GradientReductionHandle(engine, engine.launch_rest())
         if async_op:
             return handle
         handle.wait()
@@ -592,11 +550,7 @@ class FSDPModule(_Base):
 
         Raises: TypeError if it is no int, ValueError if it is below 1.
         """
-        is_int = isinstance(max_input_buffers, int)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if isinstance(max_input_buffers, bool) or not is_int:
-            raise ArgumentTypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ConfigError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        check_whole("max_input_buffers", max_input_buffers, 1)
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
         limit_reductions(self._engine())
@@ -613,12 +567,8 @@ class FSDPModule(_Base):
         It takes effect with the plan of the next step.  Units with their own list (:meth:`set_modules_to_forward_prefetch`)
         use that.  Raises: TypeError if it is no int, ConfigError if it is below 0, StateError if this is not the root.
         """
-        if num_bytes is not None and (isinstance(num_bytes, bool) or not isinstance(num_bytes, int)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentTypeError(f"num_bytes must be an int or None, got {type(num_bytes).__name__}")
-        if num_bytes is not None and num_bytes < 0:
-            raise ConfigError(
-                f"num_bytes must not be negative, got {num_bytes}; 0 stands for the peak of prefetching one unit"
-            )
+        if num_bytes is not None:
+            check_whole("num_bytes", num_bytes, 0, "; 0 stands for the peak of prefetching one unit")
         engine = self._root_engine("set_gather_ahead_bytes")
         self._attachment().unit.ahead_bytes = num_bytes
         limit_gathers(engine)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.consistency.store import Sketch, digest_of, sample_of
+from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.precision import GradDtype, MixedPrecisionPolicy, dtype_of_full
 from shardwise.layout import ChunkShard
@@ -21,41 +21,41 @@ from shardwise.torch_private import DTensorSpec
 
 # ---- Digests of parameters before sharding.  Ranks compare them to check that all of them sharded the same values.
 
-_SAMPLE_NUMEL = 1 << 14
+_SAMPLE_NUMEL, _SOME_NUMEL = 1 << 14, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Digests of one parameter when it was sharded; of a large parameter they cover a sample.
+    """One parameter when it was sharded.
 
     Attributes:
-        digest: the digest of the full values.
-        shard: the sketch of this rank's shard.
+        digest: the digest of the full values; of a large parameter it covers a sample.
+        some: a few elements of this rank's shard.
     """
 
     digest: int
-    shard: Sketch
+    some: torch.Tensor
 
     @classmethod
     def of(cls, whole: torch.Tensor, shard: torch.Tensor) -> Beginning | None:
-        """Return the digests of ``whole``; None if it has no values (meta) or is a tensor subclass."""
+        """Return the beginning of ``whole``; None if it has no values (meta) or is a tensor subclass."""
         if type(whole) not in (torch.Tensor, nn.Parameter) or whole.is_meta:
             return None
-        return cls(digest_of(sample_of(whole.detach(), _SAMPLE_NUMEL)), _sketch_of(shard))
+        return cls(digest_of(sample_of(whole.detach(), _SAMPLE_NUMEL)), _some_of(shard).clone())
 
     def was_overwritten(self, shard: torch.Tensor) -> bool:
         """Return True if ``shard`` was written to after sharding, so that the initial values no longer matter.
 
         Conversions to another dtype or device do not count as writes.
         """
-        if shard.is_meta:
+        if shard.is_meta or (now := _some_of(shard)).shape != self.some.shape:
             return True
-        now = _sketch_of(shard)
-        return not self.shard.distance(now) <= max(self.shard.tolerance, now.tolerance)
+        dtype = torch.complex128 if now.is_complex() else torch.float64
+        return not torch.allclose(now.to("cpu", dtype), self.some.to("cpu", dtype), rtol=0.02)
 
 
-def _sketch_of(shard: torch.Tensor) -> Sketch:
-    return Sketch.of(sample_of(shard.detach(), _SAMPLE_NUMEL))
+def _some_of(shard: torch.Tensor) -> torch.Tensor:
+    return sample_of(shard.detach(), _SOME_NUMEL)
 
 
 # ---- The version of a shard: a count of writes to it that continues when user code gives it other memory.

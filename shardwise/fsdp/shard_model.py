@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -12,16 +13,16 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
-from shardwise.arguments import explains_arguments, ids_of_ignored
+from shardwise.arguments import check_whole, explains_arguments, ids_of_ignored
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.api import check_modules, default_mesh, describe_units, fully_shard, replicate
+from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
 from shardwise.fsdp.mesh import DataParallelMeshDims
 from shardwise.fsdp.module import FSDPModule
 from shardwise.fsdp.placements import Placements, row_of
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, precision_from
-from shardwise.fsdp.roots import attachment_of
 from shardwise.observe import say
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks, repeated_blocks
 
@@ -173,7 +174,7 @@ def shard_model(
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
 
     Raises:
-        ValueError: ``model`` is no module, or a container without forward; ``min_unit_bytes`` is no int or negative; and
+        ValueError: ``model`` is no module, or a container without forward; ``min_unit_bytes`` is negative; and
             what :func:`fully_shard` raises.
         RuntimeError: ``model`` was sharded before.
 
@@ -197,32 +198,28 @@ def shard_model(
     mesh = mesh if mesh is not None else default_mesh()
     name = type(model).__name__
 
-    def shard(module: nn.Module | list[nn.Module], mp_policy: MixedPrecisionPolicy) -> None:
-        api: Callable[..., object] = fully_shard
-        api(
-            module,
-            mesh=mesh,
-            placements=row,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=shard_placement_fn,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            ignored_params=ignored_params,
-            dp_mesh_dims=dp_mesh_dims,
-            compression=compression,
-            sync_module_states=sync_module_states,
-        )
-
     mp_policy = precision_from(mp_policy)
     within = replace(mp_policy, output_dtype=None) if mp_policy.output_dtype is not None else mp_policy
     ignored_params = set(ignored_params or ())  # read more than once below
     ignored = ids_of_ignored(ignored_params, "shard_model")
     refuse_wrappers(model.named_modules(), ignored)
+    shard: Callable[..., object] = partial(
+        cast(Any, fully_shard),
+        mesh=mesh,
+        placements=row,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        compression=compression,
+        sync_module_states=sync_module_states,
+    )
     for children in list(families_of(model, ignored)):
         for paths in group_blocks(children, min_unit_bytes):
             modules = [model.get_submodule(path) for path in paths]
-            shard(modules[0] if len(modules) == 1 else modules, within)
-    shard(model, mp_policy)
+            shard(modules[0] if len(modules) == 1 else modules, mp_policy=within)
+    shard(model, mp_policy=mp_policy)
     if dist.get_rank() == 0:
         say(f"shard_model(min_unit_bytes={min_unit_bytes:,}) made of {name}:\n{describe_units(model)}")
     return cast("FSDPModule", model)
@@ -234,11 +231,7 @@ def _check(model: nn.Module, min_unit_bytes: int) -> None:
             f"shard_model takes the root module, found {type(model).__name__}; "
             "to make one unit of several modules call fully_shard([...]) before shard_model(root)."
         )
-    is_int = isinstance(min_unit_bytes, int) and not isinstance(min_unit_bytes, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not is_int or min_unit_bytes < 0:
-        raise ConfigError(
-            f"min_unit_bytes is {min_unit_bytes!r}, expected a whole number of bytes, 0 or more; 0 never merges blocks."
-        )
+    check_whole("min_unit_bytes", min_unit_bytes, 0, "; 0 never merges blocks")
     if attachment_of(model) is not None:
         raise StateError(
             f"shard_model: {type(model).__name__} was sharded before, with all its parameters, so its blocks cannot become "

@@ -14,23 +14,16 @@ from pathlib import Path
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import engine_of
-from shardwise.fsdp.roots import attachment_of
 from shardwise.fsdp.unit import Unit
-from shardwise.observe import Call, Event, listening
+from shardwise.observe import Call, listening
 
-_LANES = {
+_LANES = {  # others are calls
     "forward": "computation",
     "backward": "computation",
     "recompute": "computation",
     "step": "computation",
-    "unshard": "calls",
-    "reshard": "calls",
-    "reduce": "calls",
-    "reduction": "calls",
-    "all-gather": "calls",
-    "exchange": "calls",
-    "all-reduce": "calls",
     "wait": "waits",
     "wait for gradients": "waits",
 }
@@ -214,11 +207,10 @@ class _Recorder:
             begin_s, lane = launched
             spans.append(Span(f"{lane.removesuffix('s')} on its way", subject, lane, begin_s, now, num_bytes))
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Call) -> None:
         """Record a call of the engine."""
         self.note_plan()
-        if isinstance(event, Call):
-            self._trace.calls.append(event)
+        self._trace.calls.append(event)
 
     def note_plan(self) -> None:
         """Store the plan of the engine as soon as there is one, and how many calls were recorded before."""

@@ -16,8 +16,8 @@ from shardwise import torch_private
 from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
-from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.gradients import EarlyBuckets, planned_scatter_bytes, sharing_of
+from shardwise.errors import ConfigError
+from shardwise.fsdp.gradients import EarlyBuckets, sharing_of
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
@@ -165,16 +165,6 @@ class UnitBackward:
 
         return on_accumulated
 
-    def send_early(self, early: EarlyBuckets | None) -> None:
-        """Allow the complete ones of buckets ``early`` to be reduced before the unit's backward ends; None: no buckets."""
-        self.early = early
-        if early is not None:
-            early.begin()
-
-    def note_nested(self) -> None:
-        """Record that a nested backward produced the gradient of a tied weight of the unit, so more may follow."""
-        self.is_nested = True
-
     @property
     def is_complete(self) -> bool:
         """True when every parameter has its gradient, so that backward reads none of them any more.
@@ -218,10 +208,6 @@ class UnitBackward:
     def unlearn(self) -> None:
         """Forget how earlier backwards ended: ranks that took different ways have seen different ones."""
         self.counts, self.ended_late, self.came_again, self.is_unseen, self.looked_at = True, False, False, False, None
-
-    def distrust_counts(self) -> None:
-        """Do not end at the last gradient until a backward has shown which gradient is the last."""
-        self.counts = False
 
 
 # ---- The states of a unit: sharded, gathering, unsharded, and maybe sharded on a smaller mesh, then sharded again.
@@ -367,19 +353,6 @@ class Unit:
         if owner not in self.tied_units:
             self.tied_units = (*self.tied_units, owner)
 
-    def refuse_packing(self) -> None:
-        """Raise StateError: parameters were repacked after the forward that this backward belongs to."""
-        raise StateError(
-            f"parameters of {unit_in_words(self.name)} were replaced, moved or given another dtype after the forward whose "
-            "backward runs now: gradients would go to the old parameters. Make such changes before forward or after "
-            "backward"
-        )
-
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes that the reduction of all trainable parameters stages."""
-        return sum(planned_scatter_bytes(group, self.policy) for group in self.groups)
-
     @property
     def keeps_sums(self) -> bool:
         """True if gradients are reduced over the shard axis only, and a later backward reduces them over replicas."""
@@ -405,11 +378,6 @@ class Unit:
             group.full_bytes for group, (_, is_in_place) in zip(self.groups, stagings, strict=True) if is_in_place
         )
         return sum(num_bytes for num_bytes, _ in stagings) - held, False
-
-    @property
-    def planned_copies(self) -> int:
-        """Bytes that a gather is expected to copy from its buffers into full parameters."""
-        return sum(group.planned_copies(self.policy.keeps_full_memory) for group in self.groups)
 
     @property
     def route(self) -> str:
@@ -585,14 +553,11 @@ class Unit:
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
 
-    def _drop(self) -> None:
-        for group in self.groups:
-            group.drop(self.policy.keeps_full_memory)
-
     def free_kept_memory(self) -> None:
         """Free the memory of full parameters that a sharded unit keeps, after the policy that kept it has changed."""
         if isinstance(self.state, (Sharded, Subsharded)):
-            self._drop()
+            for group in self.groups:
+                group.drop(self.policy.keeps_full_memory)
 
     def abandon(self) -> None:
         """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
@@ -645,10 +610,6 @@ class Unit:
         for member in (self, *self.tied_units):
             member.holders -= 1
         return not self.awaited
-
-    def await_none(self) -> None:
-        """Stop waiting for modules that did not run in this forward."""
-        self.awaited = set()
 
     def abort_forward(self) -> None:
         """Reshard what no other forward uses, after one of the unit's modules raised."""
@@ -761,21 +722,20 @@ class Unit:
         """True if a backward reduces the sums over shards of earlier ones over the replicas."""
         return bool(self.earlier.partial) and self.policy.sync and self.policy.syncs_replicas
 
-    def is_read_by_peers(self, links: Container[str]) -> bool:
-        """Return True if ranks read each other's shards without help; ``links``: names of the groups whose links are open."""
-        return all(group.is_read_by_peers(links) for group in self.groups)
+    def check_zeros(self, group: ParamGroup, param: ShardedParam, sender: str) -> None:
+        """Raise ConfigError, on every rank, if the dtype of the zeros that ``sender`` sends for ``param`` is unknown."""
+        if group.dtypes.takes_any_gradient(param):
+            raise ConfigError(
+                f"{param.fqn} ({unit_in_words(self.name)}) has grad_dtype None, so on a rank that does not use it the dtype of "
+                f"the zeros that {sender} sends is unknown; set reduce_dtype in mp_policy, or set grad_dtype to a dtype"
+            )
 
     def add_zeros(self, group: ParamGroup, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
         """Add zeros for trainable parameters without a gradient, except for those that were ``sent`` already."""
         for param in group.params:
             if not param.sharded.requires_grad or param in sent:
                 continue
-            if group.dtypes.takes_any_gradient(param):  # also if its gradient has arrived, so that every rank raises
-                raise ConfigError(
-                    f"{param.fqn} ({unit_in_words(self.name)}) has grad_dtype None, so on a rank that does not use it the "
-                    "dtype of the zeros that set_reduce_scatter_unused_params sends is unknown; set reduce_dtype in mp_policy, "
-                    "or set grad_dtype to a dtype"
-                )
+            self.check_zeros(group, param, "set_reduce_scatter_unused_params")  # also if its gradient has arrived
             if param not in gradients:
                 dtype = group.dtypes.of_reduction(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -52,7 +51,10 @@ class UnitTable:
         if not any(row.route for row in self.rows):
             lines = [line[:-1] for line in lines]  # no route is known before the first step
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        text = [_aligned(line, widths) for line in lines]
+        text = [
+            "  ".join(f"{cell:{'>' if column else '<'}{widths[column]}}" for column, cell in enumerate(line))
+            for line in lines
+        ]
         numel, num_bytes = sum(row.numel for row in self.rows), sum(row.num_bytes for row in self.rows)
         if len(self.rows) == 1:
             text.append("1 unit: no block is a unit of its own, so all parameters are gathered at once")
@@ -64,30 +66,19 @@ class UnitTable:
 
 
 def _cells(row: UnitRow) -> tuple[str, ...]:
-    name = row.name or "(root)"
-    padding = f"{row.padding_ratio:.2f}"
-    return name, str(row.num_modules), f"{row.numel:,}", format_bytes(row.num_bytes, 1024), padding, row.route or "-"
-
-
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
-    name, *numbers = (
-        cell.ljust(width) if not index else cell.rjust(width)
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join((name, *numbers))
+    sizes = f"{row.num_modules}", f"{row.numel:,}", format_bytes(row.num_bytes, 1024), f"{row.padding_ratio:.2f}"
+    return row.name or "(root)", *sizes, row.route or "-"
 
 
 # ---- Compressed lists of module paths.
 
 _NUMBERED = re.compile(r"(?P<stem>(?:.*[^0-9])?)(?P<number>0|[1-9][0-9]*)", re.DOTALL)
-_RANGE = re.compile(r"(?P<stem>(?:.*[^0-9])?)(?P<first>0|[1-9][0-9]*)-(?P<last>0|[1-9][0-9]*)", re.DOTALL)
 
 
 def compress_paths(paths: Sequence[str]) -> str:
     """Return ``paths`` as a list in which consecutive numbers form a range: ``blocks.0-7, head``.
 
-    A path that looks like a range or a list is quoted as in JSON, so that different lists have different texts.  The
-    empty path (the root) alone is the empty text.
+    The empty path (the root) alone is the empty text.
     """
     if list(paths) == [""]:
         return ""
@@ -97,7 +88,7 @@ def compress_paths(paths: Sequence[str]) -> str:
         length = _count_up(paths, position)
         numbered = _split_number(paths[position])
         if length == 1 or numbered is None:
-            parts.append(_quoted(paths[position]))
+            parts.append(paths[position])
         else:
             stem, first = numbered
             parts.append(f"{stem}{first}-{first + length - 1}")
@@ -119,17 +110,7 @@ def _count_up(paths: Sequence[str], start: int) -> int:
 
 def _split_number(path: str) -> tuple[str, int] | None:
     match = _NUMBERED.fullmatch(path)
-    if match is None or match["stem"].endswith("-") or _needs_quotes(match["stem"]):
-        return None
-    return match["stem"], int(match["number"])
-
-
-def _quoted(path: str) -> str:
-    return json.dumps(path) if not path or _RANGE.fullmatch(path) or _needs_quotes(path) else path
-
-
-def _needs_quotes(path: str) -> bool:
-    return path.strip() != path or "," in path or '"' in path
+    return None if match is None else (match["stem"], int(match["number"]))
 
 
 DEFAULT_MIN_UNIT_BYTES = 3 * 2**19  # 1.5 MiB; for the reason see shardwise.shard_model

@@ -240,7 +240,6 @@ class UnitFacts:
         policy: its behaviour.
         gather_bytes: bytes of its launched all-gather.  in_place: they include its full parameters.
         full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
-        route: how its parameters are sent, for readers of the plan.
         tied_units: units whose parameters its modules use too (weights tied across units).
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: as planned.
         sharing: the terms on which its gradients share a bucket; None: they do not.
@@ -253,7 +252,6 @@ class UnitFacts:
     in_place: bool = False
     full_bytes: int = 0
     reduce_bytes: int = 0
-    route: str = ""
     tied_units: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
@@ -285,7 +283,6 @@ class StepPlan:
         order: the order that it was predicted from.
         calls: the calls of the engine, in order.
         prefetches: for each entry, the units to unshard right after it.
-        routes: how the parameters of each unit are sent: (unit, "shared memory" | "send/recv" | "collectives").
         starts: for each entry, the number of calls before its own; last, the number of calls before the commits.
         ahead_bytes: the limit for full parameters and staging if units are prefetched by bytes; else None.
         buckets: units whose gradients are all-reduced together, in that order.
@@ -294,7 +291,6 @@ class StepPlan:
     order: ExecutionOrder
     calls: tuple[Call, ...]
     prefetches: tuple[tuple[int, ...], ...]
-    routes: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = ()
     ahead_bytes: int | None = None
     buckets: tuple[UnitBucket, ...] = ()
@@ -453,10 +449,9 @@ def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], budget: Prefetc
 def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> StepPlan:
     simulation = _Simulation(order, units, budget)
     simulation.run()
-    routes = tuple((facts.name, facts.route) for facts in units if facts.route)
     buckets = form_buckets(order, [facts.sharing for facts in units])
     return StepPlan(
-        order, tuple(simulation.calls), tuple(simulation.prefetches), routes, tuple(simulation.starts), buckets=buckets
+        order, tuple(simulation.calls), tuple(simulation.prefetches), tuple(simulation.starts), buckets=buckets
     )
 
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.attachment import Attachment, attachment_of
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.roots import Attachment, attachment_of
 from shardwise.fsdp.unit import Unit
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.optim.slices import as_they_are, copied

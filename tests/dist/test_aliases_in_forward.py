@@ -103,12 +103,11 @@ class Peeking(nn.Module):
 
 
 @on_ranks(2)
-def test_a_forward_that_reads_what_another_module_has_kept_is_told_what_it_read() -> None:
+def test_a_forward_that_reads_what_another_module_has_kept_raises_and_the_next_step_is_right() -> None:
     keeping = Keeping()
     model = _cut(nn.Sequential(keeping, Peeking(keeping)), reshard_after_forward=True)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"shared memory with a full parameter.*resharded.*clone\(\)") as caught:
+        with pytest.raises(RuntimeError, match=GONE):
             model(batch(0))
-        assert str(caught.value).count("resharded") == 1
     model[1].others.clear()
     model(batch(0)).sum().backward()

@@ -309,7 +309,7 @@ class _Keeping(nn.Module):
 @pytest.mark.parametrize("way", ["list", "partial"])
 def test_gradients_of_parameters_of_before_they_were_sharded_are_no_secret(way: str) -> None:
     model = _sharded(_blocks(lambda: _Keeping(way)))
-    with pytest.raises(StateError, match=r"forward has used 0\.scale, 1\.scale as it was before it was sharded"):
+    with pytest.raises(StateError, match=r"forward has used [01]\.scale as it was before it was sharded"):
         _step(model)
     held = _blocks()
     before = list(held.parameters())

@@ -27,8 +27,8 @@ from shardwise import (
     transaction,
 )
 from shardwise.checkpoint import load, save
+from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import engine_of
-from shardwise.fsdp.roots import attachment_of
 
 BOTH = CompressionPolicy(gather="int8", reduce="int8", block=64, min_bytes=1024)
 REDUCE = CompressionPolicy(reduce="int8", block=64, min_bytes=1024)

@@ -12,7 +12,7 @@ from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import fully_shard, replicate, shard_model
-from shardwise.fsdp.roots import attachment_of
+from shardwise.fsdp.attachment import attachment_of
 
 
 def _model() -> nn.Sequential:
@@ -67,34 +67,6 @@ def test_a_copy_reduces_by_the_users_rule() -> None:
     copied.set_requires_gradient_sync(True)
     _backward(copied, 1)
     assert_same(copied, _reference(0, 1))
-
-
-@on_ranks(2)
-def test_a_copy_of_a_model_whose_backwards_are_not_the_last_goes_on_so() -> None:
-    for has_run in (False, True):
-        model = _sharded()
-        model.set_is_last_backward(False)
-        if has_run:
-            _backward(model, 0)
-        copied = copy.deepcopy(model)
-        _backward(copied, 1)
-        assert all(gradient_of(param) is None for param in copied.parameters())
-        for each in (model, copied):
-            each.set_is_last_backward(True)
-            _backward(each, 2)
-        assert_same(copied, _reference(1, 2))
-        assert_same(model, _reference(0, 2) if has_run else _reference(2))
-
-
-@on_ranks(2)
-def test_a_copy_is_finalized_by_hand_as_its_model_is() -> None:
-    model = _sharded()
-    model.set_manual_backward_finalization(True)
-    copied = copy.deepcopy(model)
-    _backward(copied, 0)
-    assert all(gradient_of(param) is None for param in copied.parameters())
-    copied.finalize_backward()
-    assert_same(copied, _reference(0))
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import FSDPModule, StateError, describe_units, fully_shard, replicate, set_default_transport
 from shardwise.collectives.routes import Transport
-from shardwise.observe import Op, OrderChanged
+from shardwise.observe import Op
 from shardwise.plan.schedule import peak_bytes
 
 
@@ -46,7 +46,7 @@ def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
             assert engine.comm_ctx.pool.num_allocations == before, "a warm step allocated"
             assert engine.comm_ctx.pool.used_bytes == 0
             expected = {"auto": "shared memory", "gloo": "send/recv", "collective": "collectives"}[transport]
-            assert {route for _, route in plan.routes} <= {expected, "collectives"}, plan.routes
+            assert {unit.route for unit in engine.units if unit.route} <= {expected, "collectives"}
     set_default_transport("auto")
 
 
@@ -312,7 +312,6 @@ def test_another_order_unshards_on_demand_and_plans_again() -> None:
     recorder = Recorder(engine_of(model))
     x = torch.randn(2, 7)
     model[1](x).sum().backward()
-    assert any(isinstance(event, OrderChanged) for event in recorder.events)
     model[0](x)
     loss_of(model).backward()
     assert all(isinstance(param, DTensor) for param in model.parameters())

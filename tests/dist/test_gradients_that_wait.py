@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import REORDERED, assert_same, average_gradients
-from helpers.divergent import Divergent, Signs, Way, inputs, run_forward
 from helpers.models import build
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
@@ -271,32 +269,6 @@ def test_where_ranks_take_different_ways_all_learn_that_gradients_of_one_wait(ch
     for optimizer in optimizers:
         optimizer.step()
     assert_same(model, plain, REORDERED)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("clears", [*CLEARING, "one layer", ""])
-def test_a_rank_that_left_a_join_drops_what_waits_if_the_others_do(clears: str) -> None:
-    """Rank 1 leaves after one microbatch without sync; it has run a layer that rank 0 runs later."""
-    plain = Divergent()
-    model: Any = copy.deepcopy(plain)
-    for each in (*model.layers, model):
-        fully_shard(each)
-    optimizers = [Signs(each.parameters()) for each in (model, plain)]
-    ways = [[Way((0, 1))] * 3, [Way((0, 2))]]
-    with Join([model], optimizer=optimizers[0]):
-        for micro, way in enumerate(ways[dist.get_rank()]):
-            model.set_requires_gradient_sync(micro == 2)
-            cast(Any, run_forward(model, way, inputs(0, dist.get_rank(), micro))).backward()
-            if micro == 0 and clears and dist.get_rank() == 0:
-                clear_by_hand(model.layers[0]) if clears == "one layer" else CLEARING[clears](model, optimizers[0])
-            if micro == 2:
-                optimizers[0].step()
-    for rank, micro in [(0, 0), (1, 0), (0, 1), (0, 2)]:
-        (cast(Any, run_forward(plain, ways[rank][micro], inputs(0, rank, micro))) / 2).backward()
-        if (rank, micro) == (1, 0) and clears:
-            clear_by_hand(plain.layers[0] if clears == "one layer" else plain)
-    optimizers[1].step()
-    assert_same(model, plain)
 
 
 class Gate(nn.Module):

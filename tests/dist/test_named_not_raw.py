@@ -108,24 +108,6 @@ def test_attention_may_have_its_projection_as_a_unit(order: str) -> None:
         torch.testing.assert_close(model(batch(0)), plain(batch(0)))
 
 
-class ReadsInner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.inner.weight)
-
-
-@on_ranks(2)
-def test_a_forward_that_reads_a_parameter_of_another_unit_says_so() -> None:
-    model = ReadsInner()
-    fully_shard(model.inner)
-    fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"was read outside of its unit.*fully_shard\(\[outer, inner\]\)"):
-        model(batch(0))
-
-
 @on_ranks(2)
 def test_two_models_over_one_trunk_are_sharded_by_their_parts() -> None:
     def made() -> tuple[nn.Module, nn.Module]:

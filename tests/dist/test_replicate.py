@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import ReplicateModule, StateError, fully_shard, policy, replicate
 from shardwise.fsdp.api import OLDER_ARGUMENTS
-from shardwise.fsdp.roots import attachment_of, live_engine
+from shardwise.fsdp.attachment import attachment_of
+from shardwise.fsdp.roots import live_engine
 
 DDP_TAKES = {*inspect.signature(DistributedDataParallel).parameters} - {"module"}  # torch 2.13 has one more
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compare import REORDERED, assert_same, average_gradients
+from helpers.compare import REORDERED, assert_same, average_gradients, full
 from helpers.models import build
 from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
 from torch.distributed.device_mesh import init_device_mesh
 
+import shardwise
 from shardwise import replicate
 
 EVALUATIONS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
@@ -91,3 +92,20 @@ def shard_whole(name: str) -> Any:
     from shardwise import fully_shard
 
     return fully_shard(build(name))
+
+
+@pytest.mark.parametrize("clip", ["ours", "torch's"])
+@on_ranks(2)
+def test_gradients_are_clipped_after_a_forward_whose_backward_never_runs(clip: str) -> None:
+    model, plain = made("int", "plain"), build("plain")
+    function = shardwise.clip_grad_norm_ if clip == "ours" else torch.nn.utils.clip_grad_norm_
+    for each in (model, plain):
+        loss_of(each, 0, "plain").backward()
+    average_gradients(plain)
+    norms: list[torch.Tensor] = []
+    for each in (model, plain):
+        loss_of(each, 1, "plain")  # it builds a graph, so that full parameters stay registered
+        norms.append(full(function(each.parameters(), 1e-3)))
+    torch.testing.assert_close(*norms)
+    model.reshard()
+    assert_same(model, plain, REORDERED)

@@ -133,27 +133,6 @@ def test_optimizers_and_checkpoints_say_what_they_take(tmp_path: Any) -> None:
     _refused(lambda: save(tmp_path, {"model": model}, step=1, kep=1), "Did you mean 'keep'?", TypeError)
 
 
-@on_ranks(2)
-def test_what_a_sharded_module_has_not_is_explained() -> None:
-    plain = _net()
-    model = fully_shard(_net())
-    for name, words in (("module", "leave out .module"), ("no_sync", r"set_requires_gradient_sync\(False\)")):
-        assert not hasattr(model, name)
-        with pytest.raises(AttributeError, match=f"has no attribute '{name}'; .*{words}"):
-            getattr(model, name)
-    with pytest.raises(AttributeError, match="has no attribute 'other'$"):
-        _ = model.other
-    with pytest.raises(
-        shardwise.StateError, match="plain tensors for parameters that are sharded. Call set_model_state"
-    ):
-        model.load_state_dict(plain.state_dict())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({})
-    named = nn.Sequential()
-    named.module = nn.Linear(2, 2)
-    assert fully_shard(named).module is named.module
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -28,7 +28,8 @@ from fuzz.record import Record
 from fuzz.sides import Side
 from fuzz.zoo import Mlp, Stack
 from shardwise.checkpoint import finish, load, save
-from shardwise.fsdp.roots import attachment_of, live_engine
+from shardwise.fsdp.attachment import attachment_of
+from shardwise.fsdp.roots import live_engine
 
 Meshes = dict[tuple[int, str], DeviceMesh]
 

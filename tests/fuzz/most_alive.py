@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fuzz.codes import Codes
+from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.roots import attachment_of
 from shardwise.fsdp.unit import Unit
-from shardwise.observe import Call, Event, Op
+from shardwise.observe import Call, Op
 from shardwise.plan.schedule import StepPlan
 
 
@@ -74,10 +74,10 @@ class Watch:
             self._engine = weakref.ref(engine)
             engine.exec_order.instruments.append(self)
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Call) -> None:
         """Take note of a call."""
         model, engine = self._model(), self._engine() if self._engine is not None else None
-        if not isinstance(event, Call) or model is None or engine is None:
+        if model is None or engine is None:
             return
         if event.op is Op.COMMIT:
             self._padding = {unit.name: _padding_of(unit) for unit in engine.units}

@@ -16,8 +16,8 @@ from shardwise.checkpoint.state import BufferCheck
 from shardwise.collectives.host.local_peers import take_shareable
 from shardwise.fsdp import build, flat_buffer, roots
 from shardwise.fsdp import build as copying
+from shardwise.fsdp import checks as unwritten
 from shardwise.fsdp import module as api_module
-from shardwise.fsdp import roots as unwritten
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.flat_buffer import Allocator, FlatBucket, Memory, ParamStorage
 from shardwise.fsdp.gradients import Reduction

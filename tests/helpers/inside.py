@@ -17,9 +17,9 @@ import shardwise.layout
 from shardwise import set_default_transport
 from shardwise.collectives.routes import RoutedCommunicator, Transport
 from shardwise.fsdp import engine as engines
+from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.roots import attachment_of
-from shardwise.observe import Call, Event
+from shardwise.observe import Call
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -77,14 +77,14 @@ class Recorder:
     """Hears what an engine does from when it is made."""
 
     def __init__(self, engine: Engine) -> None:
-        self.events: list[Event] = []
+        self.events: list[Call] = []
         engine.exec_order.instruments.append(self)
 
     @property
     def calls(self) -> list[Call]:
         return [event for event in self.events if isinstance(event, Call)]
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Call) -> None:
         self.events.append(event)
 
 

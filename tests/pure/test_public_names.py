@@ -12,7 +12,7 @@ import shardwise
 import shardwise.checkpoint
 
 _MESH = "dp_mesh_dims mesh replicate_mesh_dim shard_mesh_dim spmd_mesh"
-_MODULE = """compression_report compression_state finalize_backward load_state_dict release_memory
+_MODULE = """compression_report compression_state finalize_backward release_memory
     join_device join_hook join_process_group
     reset_iter_state reshard set_all_reduce_hook set_allow_rank_divergence
     set_allocate_memory_from_process_group_for_comm set_custom_all_gather set_custom_reduce_scatter
@@ -21,7 +21,8 @@ _MODULE = """compression_report compression_state finalize_backward load_state_d
     set_modules_to_forward_prefetch set_post_optim_event
     set_reduce_scatter_divide_factor set_reduce_scatter_max_input_buffers set_reduce_scatter_unused_params
     set_requires_all_reduce set_requires_gradient_sync set_reshard_after_backward set_reshard_after_forward
-    set_separate_reduce_scatter_group set_symm_mem_for_comm set_transport set_unshard_in_backward unshard"""
+    set_separate_reduce_scatter_group set_symm_mem_for_comm set_transport set_unshard_in_backward unshard
+    zero_grad"""
 _OPTIMIZER = "add_param_group clip_grad_norm_ load_state_dict param_groups state state_dict step zero_grad"
 FOR_USERS = {
     "CodedTraffic": "last_error num_calls plain_bytes sent_bytes worst_error",

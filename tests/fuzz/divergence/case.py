@@ -77,8 +77,6 @@ class Step:
         clip: "", "torch" or "shardwise".
         updates: the optimizer steps at the end.
         zero: before it: "none", "zeros", or "" to keep gradients.
-        inside: the optimizer steps (and clips) after each backward, inside of ``Join``, and gradients are then "none", "zeros"
-            or "kept"; "": it does not.
     """
 
     ranks: tuple[tuple[Way, ...], ...]
@@ -86,7 +84,6 @@ class Step:
     clip: str = ""
     updates: bool = True
     zero: str = "none"
-    inside: str = ""
 
     @property
     def meets(self) -> bool:
@@ -148,7 +145,7 @@ def draw(seed: int, num_ranks: int) -> Case:
 class _Draw:
     def __init__(self, seed: int, num_ranks: int) -> None:
         self._random, self._seed, self._num_ranks = Random(f"{seed} {num_ranks}"), seed, num_ranks
-        self._inside = Random(f"{seed} {num_ranks} inside")
+        self._by_join = Random(f"{seed} {num_ranks} inside")  # of its own, so that other draws stay
 
     def _chance(self, chance: float) -> bool:
         return self._random.random() < chance
@@ -184,7 +181,7 @@ class _Draw:
             off_at,
             self._random.randrange(num_steps) if chance(0.2) else -1,
             chance(0.5),
-            self._inside.random() < 0.4,
+            self._by_join.random() < 0.4,
             tuple((self._random.randrange(6), self._random.randrange(6)) for _ in range(choose((0, 0, 0, 1, 3)))),
         )
         return replace(case, steps=self._steps(case, num_steps))
@@ -224,12 +221,7 @@ class _Draw:
             join = self._chance(self._joins) and (not steps or steps[-1].meets)
             updates = not holds and (not (join and self._chance(0.3)) or is_last) and not (generates and join)
             clip = self._clip() if updates else ""
-            step = Step(tuple(ranks), join, clip, updates, "" if held else self._zero(steps))
-            if not held and self._inside.random() < 0.4:
-                kinds = ("none", "zeros", "kept") if self._num_ranks == 2 else ("none",)  # rank 3 of 4 has empty shards
-                inside = replace(step, inside=self._inside.choice(kinds))
-                step = inside if can_step_inside(inside) else step
-            steps.append(step)
+            steps.append(Step(tuple(ranks), join, clip, updates, "" if held else self._zero(steps)))
             held = holds
         return tuple(steps)
 
@@ -270,11 +262,6 @@ class _Draw:
         else:
             layers = list(every)
         return tuple(Call(each, self._chance(0.3), self._chance(0.5)) for each in layers)
-
-
-def can_step_inside(step: Step) -> bool:
-    """Return True if the optimizer can step after each backward."""
-    return step.join and all(way.sync and not way.waits for ways in step.ranks for way in ways)
 
 
 # ---- smaller ----
@@ -355,7 +342,7 @@ def is_valid(case: Case) -> bool:
         if number and not case.steps[number - 1].updates and step.zero:
             return False
         trained = [[way for way in ways if way.trains] for ways in step.ranks]
-        if (held and not all(trained)) or (step.inside and (held or not can_step_inside(step))):
+        if held and not all(trained):
             return False
         syncs = [ways[-1].sync for ways in trained if ways]
         held = bool(syncs) and not any(syncs)

@@ -26,7 +26,7 @@ import shardwise
 from fuzz.divergence.case import Call, Case, LayerSpec, Step, Way
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard, replicate, shard_model
 
-BACKWARD, FORWARD, STEP = range(3)
+BACKWARD, FORWARD = range(2)
 WIDTH, NUM_EXPERTS, MAX_NORM = 5, 3, 1.5
 Values = list["torch.Tensor | None"]
 
@@ -187,8 +187,6 @@ def passes_of(case: Case, number: int, rank: int, model: nn.Module, outputs: lis
             yield Pass(BACKWARD, way)
             torch.stack(losses).sum().backward()
             losses.clear()
-            if case.steps[number].inside:
-                yield Pass(STEP, way)
 
 
 # ---- one process ----
@@ -226,8 +224,6 @@ class _Alone:
         wanted = {rank: first for rank, passes in enumerate(ranks) if (first := self._next(passes)) is not None}
         while wanted:
             kind = min(each.kind for each in wanted.values())
-            if kind == STEP:
-                self._step_inside(step)
             num_ranks = case.num_ranks if case.divides_by_all or not step.join else len(wanted)
             for rank, each in list(wanted.items()):
                 if each.kind == kind:
@@ -257,19 +253,6 @@ class _Alone:
             for place, gradient in held.items():
                 self._total[place] = self._total.get(place, torch.zeros_like(gradient)) + gradient / num_ranks
             held.clear()
-
-    def _step_inside(self, step: Step) -> None:
-        for place, param in enumerate(self._params):
-            param.grad = self._total.get(place)
-        if step.clip:
-            nn.utils.clip_grad_norm_(self._params, MAX_NORM)
-        self._optimizer.step()
-        if step.inside == "none":
-            self._total.clear()
-        elif step.inside == "zeros":
-            self._optimizer.zero_grad(False)
-        for param in self._params:
-            param.grad = None
 
     def _end(self, step: Step) -> None:
         for place, param in enumerate(self._params):
@@ -359,27 +342,16 @@ class _OnRank:
         if step.zero:
             self._optimizer.zero_grad(step.zero == "none")
         options: dict[str, Any] = {} if case.divides_by_all else {"divide_by_initial_world_size": False}
-        if step.inside:
-            options["optimizer"] = self._optimizer
         with Join([self._model], **options) if step.join else nullcontext():
             for each in passes_of(case, number, rank, self._model, self._outputs):
                 if each.way.trains and each.kind == FORWARD:
                     self._model.set_requires_gradient_sync(each.way.sync)
-                if each.kind == STEP:
-                    self._step_inside(step)
         if step.meets:
             self._end(number, step)
 
     def _clip(self, step: Step) -> torch.Tensor:
         clip: Any = shardwise.clip_grad_norm_ if step.clip == "shardwise" else nn.utils.clip_grad_norm_
         return clip(self._model.parameters(), MAX_NORM)
-
-    def _step_inside(self, step: Step) -> None:
-        if step.clip:
-            self._clip(step)
-        self._optimizer.step()
-        if step.inside != "kept":
-            self._optimizer.zero_grad(step.inside == "none")
 
     def _end(self, number: int, step: Step) -> None:
         if step.clip:

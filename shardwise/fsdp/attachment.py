@@ -1,0 +1,127 @@
+"""The attachment of a sharded module, and the registry of all units."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.unit import Unit
+
+# ---- The registry of all units: a new unit may take parameters from the unit of an outer module that was sharded first.
+
+# It is global, since an inner module has no reference to the units of outer modules.  The order is that of creation, which is
+# the same on all ranks.
+_units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
+_unit_of: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+
+
+def remember(unit: Unit) -> None:
+    """Add ``unit`` to the registry, so that later units find its parameters."""
+    _units[unit] = None
+    for param in unit.params:
+        _unit_of[param] = weakref.ref(unit)
+
+
+def all_units() -> list[Unit]:
+    """Return the units of all living models."""
+    return list(_units)
+
+
+def unit_of(param: ShardedParam) -> Unit | None:
+    """Return the unit that manages ``param``, None if that was deleted."""
+    ref = _unit_of.get(param)
+    return None if ref is None else ref()
+
+
+def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
+    """Return all managed parameters by registration: the id of a module's dict of parameters, and a name."""
+    params = (param for unit in all_units() for param in unit.params)
+    return {(id(at.parameters), at.name): param for param in params for at in param.registrations}
+
+
+# ---- The attachment of a sharded module.
+
+ATTACHMENT = "_shardwise_attachment"
+PENDING = "shardwise: attachments to complete"  # key in the memo of a deep copy: pairs of an attachment and its copy
+
+
+class Pass:
+    """One pass through a unit's modules; backward has left it when all its inputs have their gradients."""
+
+    __slots__ = ("_backward", "_expected", "_missing")
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._expected = self._missing = 0
+
+    def expect(self, count: int) -> None:
+        """Expect ``count`` more gradients."""
+        self._expected += count
+
+    def passed(self) -> bool:
+        """Count one gradient of the running backward; return True if it was the last."""
+        backward = torch_private.graph_task_id()
+        if backward != self._backward:  # with retain_graph=True a graph may run backward again
+            self._backward, self._missing = backward, self._expected
+        self._missing -= 1
+        return not self._missing
+
+
+class Attachment:
+    """The unit of a module, and its engine if it is a root.
+
+    Ownership runs module -> attachment -> (engine ->) unit; every reference back is weak.
+
+    Attributes:
+        unit: the unit.
+        engine: the engine of a root; None until the first forward, and for other modules.
+        is_root: None until the first forward of the root.
+        forward_methods: names of methods that are treated like ``forward``.
+        before: number of graph nodes that this thread had made before the running forward of a root, and whether one of its
+            inputs needs a gradient.
+        ignored: the registrations of ignored parameters: a module's dict of parameters, and a name.
+        shared_pass: the pass that the modules of a unit share.
+        is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
+        asked_sync: whether backwards reduce gradients from the next forward on (``no_sync`` of replicas); None: as they do.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.engine: Engine | None = None
+        self.is_root: bool | None = None
+        self.forward_methods: list[str] = []
+        self.before: tuple[int, bool] = 0, False
+        self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
+        self.shared_pass: Pass | None = None
+        self.is_materialized = False
+        self.asked_sync: bool | None = None
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
+        """Return an attachment with an empty unit, which is filled in when the outermost copy is done."""
+        result = Attachment(Unit([], self.unit.precision, self.unit.policy))
+        result.is_materialized, result.asked_sync = self.is_materialized, self.asked_sync
+        memo[id(self)] = result
+        memo.setdefault(PENDING, []).append((self, result))
+        return result
+
+
+# Where ranks may take different ways, in an order that is the same on all ranks: roots that have not run a forward on this
+# rank, and engines.
+roots_to_come: weakref.WeakKeyDictionary[Attachment, None] = weakref.WeakKeyDictionary()
+diverging: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
+
+
+def is_managed_by_torch(module: nn.Module) -> bool:
+    """Return True if torch's own composable APIs (``fully_shard``, ``replicate``) manage the parameters of ``module``."""
+    names = torch_private.composable_apis_of(module)
+    return attachment_of(module) is None and not {"fully_shard", "replicate"}.isdisjoint(names)
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """Return the attachment of ``module``, None if it is not sharded."""
+    return module.__dict__.get(ATTACHMENT)
