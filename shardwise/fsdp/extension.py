@@ -59,11 +59,6 @@ def _shard_mesh(axes: MeshAxes) -> DeviceMesh:
     return axes.mesh if axes.mesh.ndim == 1 else axes.mesh[(axes.mesh.mesh_dim_names or ())[axes.shard_mesh_dim]]
 
 
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return True for tensor subclasses, whose bytes cannot be addressed through the tensor itself."""
-    return type(tensor) not in (torch.Tensor, nn.Parameter)
-
-
 class ExtensionParams:
     """The parameters of a group that have extensions.
 
@@ -72,7 +67,7 @@ class ExtensionParams:
     """
 
     def __init__(self, axes: MeshAxes, precision: MixedPrecisionPolicy, device: torch.device) -> None:
-        self._axes = axes
+        self._axes, self.num_shards = axes, axes.num_shards
         self._precision = precision
         self._device = device
         self._on = device_of(device)
@@ -81,14 +76,8 @@ class ExtensionParams:
 
     @staticmethod
     def wants(param: ShardedParam) -> bool:
-        """Return True if ``param`` cannot be in flat memory."""
-        return has_extension(param) or is_wrapper(torch_private.local_of(param.sharded))
-
-    def is_current(self, params: Sequence[ShardedParam]) -> bool:
-        """Return True if the number of parameters with extensions is unchanged; they may be patched on at any time."""
-        return sum(hasattr(torch_private.local_of(p.sharded), "fsdp_pre_all_gather") for p in params) == sum(
-            hasattr(torch_private.local_of(entry.param.sharded), "fsdp_pre_all_gather") for entry in self._entries
-        )
+        """Return True if ``param`` cannot be in flat memory: the bytes of tensor subclasses are not those of the tensor."""
+        return has_extension(param) or type(torch_private.local_of(param.sharded)) not in (torch.Tensor, nn.Parameter)
 
     def adopt(self, params: list[ShardedParam]) -> None:
         """Manage ``params`` from now on."""
@@ -220,7 +209,7 @@ class _MixedEnds:
         return torch.cat(parts)
 
     def deliver(self, packed: torch.Tensor) -> None:
-        sections = packed.view(self._num_shards(packed), -1)
+        sections = packed.view(self._owner.num_shards, -1)
         start = 0
         if self._plain is not None:
             plain = sections[:, : self._plain_bytes].contiguous().view(-1)
@@ -236,12 +225,6 @@ class _MixedEnds:
                     raw.copy_(sections[:, start : start + num_bytes])
                 start += align(num_bytes, _ALIGNMENT)
             self._owner.complete(entry, outputs, metadata)
-
-    def _num_shards(self, packed: torch.Tensor) -> int:
-        section = align(self._plain_bytes, _ALIGNMENT) + sum(
-            align(t.numel() * t.element_size(), _ALIGNMENT) for tensors in self._inputs for t in tensors
-        )
-        return packed.numel() // section
 
 
 def _filled_up(tensor: torch.Tensor, param: ShardedParam) -> torch.Tensor:

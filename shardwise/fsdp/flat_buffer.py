@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, is_own, suballocate, suballocate_all
 from shardwise.collectives.protocol import BucketEnds
-from shardwise.collectives.routes import Link, link_providers, section_parts
+from shardwise.collectives.routes import Link, link_providers
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
 from shardwise.fsdp.full_buffer import FullBuffer, make_full_parameter
@@ -394,7 +394,6 @@ class Shards:
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._full_windows: list[torch.Tensor] | None = None
         self._packed_windows = BufferWindows()
-        self._own_parts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
@@ -446,22 +445,6 @@ class Shards:
             return bucket.local
         return self._place.on.fetch(bucket.local, bucket.full_dtype)
 
-    def own_parts(self, number: int, rank: int) -> list[torch.Tensor]:
-        """Return each parameter's window in this rank's section of bucket ``number``, in the dtype of the all-gather."""
-        bucket = self.buckets[number]
-        section = self.section_of(bucket)
-        if section is not bucket.local:
-            return section_parts(bucket.layout, section, rank)
-        known = self._own_parts.get(number)
-        if known is None or known[0] is not section:
-            known = self._own_parts[number] = (section, section_parts(bucket.layout, section, rank))
-        return known[1]
-
-    def full_parts(self, number: int, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return the windows of ``full``, the full buffer of bucket ``number``, that receive the shards of ``rank``."""
-        layout = self.buckets[number].layout
-        return [full_window(full, *each) for each in zip(layout.parts(rank), layout.full_offsets, strict=True)]
-
     def unpack(self, packed: torch.Tensor, fulls: Sequence[torch.Tensor]) -> None:
         """Copy every shard from the packed buffer to its place in the full buffers."""
         if self._full_windows is None:
@@ -497,7 +480,7 @@ class ShardEnds:
     def __init__(self, shards: Shards, index: int, full: FullBuffer) -> None:
         bucket = shards.buckets[index]
         assert isinstance(bucket, FlatBucket)
-        self._shards, self._index, self._bucket, self._full = shards, index, bucket, full
+        self._shards, self._bucket, self._full = shards, bucket, full
         self._parts: dict[int, list[torch.Tensor]] = {}
         self.pool: BufferPool | None = None
         self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
@@ -517,7 +500,8 @@ class ShardEnds:
         assert self.pool is not None
         flat, parts = self._full.hold(self.pool), self._parts.get(rank)
         if parts is None:
-            parts = self._parts[rank] = self._shards.full_parts(self._index, rank, flat)
+            windows = zip(self.layout.parts(rank), self.layout.full_offsets, strict=True)
+            parts = self._parts[rank] = [full_window(flat, *each) for each in windows]
         return parts
 
     def lose_full(self) -> object:

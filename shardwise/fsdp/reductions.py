@@ -437,7 +437,7 @@ class Reductions:
                 for reduction in earlier.reductions:
                     taken = {p for p in reduction.params if p in gradients and p not in earlier.taken}
                     if reduction.is_partial and taken:
-                        self._finish(earlier, reduction)
+                        self._advance(reduction, earlier)
                         self._comm_ctx.streams.current_waits_for_reductions()
                         windows = reduction.windows()
                         added = add_gradients(added, {param: windows[param] for param in taken})
@@ -457,30 +457,23 @@ class Reductions:
             return num_inputs >= self.max_inputs or reduction.is_due
         return reduction.is_due
 
-    def _advance(self, reduction: Reduction) -> None:
-        name = self._unit_of(reduction) if listeners else ""
+    def _advance(self, reduction: Reduction, launch: _Launch | None = None) -> None:
+        """Wait for the next stage of ``reduction``; for all stages if ``launch`` is given, to which it belongs."""
+        name = ""
         if listeners:
+            launches = (*self._launched, *self._deferred)
+            name = next((each.unit.name for each in launches if reduction in each.reductions), "")
             begin(self._exec_order.log.track.name, "wait for gradients", name)
         try:
-            reduction.advance()
+            if launch is None:
+                reduction.advance()
+            else:
+                reduction.finish()
         except RuntimeError as error:
-            raise self._exec_order.explain(error, f"gradients of {reduction.label}") from error
+            whose = f"gradients of {reduction.label}" if launch is None else launch.whose
+            raise self._exec_order.explain(error, whose) from error
         if listeners:
             end("wait for gradients", name)
-
-    def _unit_of(self, reduction: Reduction) -> str:
-        launches = (*self._launched, *self._deferred)
-        return next((launch.unit.name for launch in launches if reduction in launch.reductions), "")
-
-    def _finish(self, launch: _Launch, reduction: Reduction) -> None:
-        if listeners:
-            begin(self._exec_order.log.track.name, "wait for gradients", launch.unit.name)
-        try:
-            reduction.finish()
-        except RuntimeError as error:
-            raise self._exec_order.explain(error, launch.whose) from error
-        if listeners:
-            end("wait for gradients", launch.unit.name)
 
     # ---- the end of a backward; until then other ranks may read this rank's gradients ----
 
@@ -512,7 +505,7 @@ class Reductions:
         for launch in (*self._deferred, *self._launched):
             for reduction in launch.reductions:
                 if not reduction.is_over:
-                    self._finish(launch, reduction)
+                    self._advance(reduction, launch)
         streams = self._comm_ctx.streams
         if streams.are_concurrent:
             streams.current_waits_for_reductions()
