@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from shardwise.one_host import read_proc
 from shardwise.recipes.gpt import next_byte_loss
-from shardwise.recipes.memory import peak_rss_bytes
+from shardwise.recipes.memory import peak_bytes
 from shardwise.recipes.sharding import RunRanks
 
 # ---- Figures of the kernel and the C library about this process: memory, page faults, bytes on the loopback device.
@@ -104,7 +104,7 @@ def reset_peak() -> bool:
 def peak_resident_bytes() -> int:
     """Return the largest resident set: since :func:`reset_peak` if that works, else since the process started."""
     now = resident()
-    return peak_rss_bytes() if now is None else now.peak
+    return peak_bytes(torch.device("cpu")) if now is None else now.peak
 
 
 def available_bytes() -> int | None:
