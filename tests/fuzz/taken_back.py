@@ -19,7 +19,7 @@ from shardwise.fsdp import build as copying
 from shardwise.fsdp import checks as unwritten
 from shardwise.fsdp import module as api_module
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.flat_buffer import Allocator, FlatBucket, Memory, ParamStorage
+from shardwise.fsdp.flat_buffer import Allocator, FlatBucket, ParamStorage
 from shardwise.fsdp.gradients import Reduction
 from shardwise.fsdp.hooks import Hooks
 from shardwise.fsdp.param import Registration, ShardedParam
@@ -147,10 +147,10 @@ def _trace_hooks() -> None:
 def _share_memory_of_meta() -> None:
     call = Allocator.__call__
 
-    def take(self: Allocator, numel: int, dtype: torch.dtype) -> Memory:
+    def take(self: Allocator, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, object | None]:
         shares = self.shares and numel and self.device.type == "meta"
         found = take_shareable(numel * dtype.itemsize) if shares else None
-        return call(self, numel, dtype) if found is None else Memory(found[0].view(dtype), found[1])
+        return call(self, numel, dtype) if found is None else (found[0].view(dtype), found[1])
 
     cast(Any, Allocator).__call__ = take
 
