@@ -154,7 +154,7 @@ class StoreExchange:
 
         def take() -> bool:
             nonlocal awaited
-            while missing and (text := self._peek(what, missing[0])) is not None:
+            while missing and (text := self.peek(what, missing[0])) is not None:
                 found[missing.pop(0)] = text
             if missing and missing[0] != awaited:
                 awaited = missing[0]
@@ -169,7 +169,7 @@ class StoreExchange:
         if not missing and self.notes is not None:
             enable_keepalive(self.notes)  # all ranks have posted their addresses by now
             check_peers()
-        late = [(rank, self._peek(what, rank)) for rank in missing]  # they may have been posted in another order
+        late = [(rank, self.peek(what, rank)) for rank in missing]  # they may have been posted in another order
         return found | {rank: text for rank, text in late if text is not None}
 
     def named(self, ranks: Iterable[int]) -> str:
@@ -203,7 +203,8 @@ class StoreExchange:
         waited = f"rank {self.members[self.rank]} waited for {'it' if len(gone) == 1 else 'them'}"
         return f"{gone_in_words(self.notes, gone)}; {waited}. {look_next()}"
 
-    def _peek(self, what: str, rank: int) -> str | None:
+    def peek(self, what: str, rank: int) -> str | None:
+        """Return what the member number ``rank`` has posted, None if there is nothing."""
         return self.store.peek(f"{self.prefix}/{what}/{rank}")
 
 
@@ -294,9 +295,17 @@ class MismatchCheck:
         new = f"rank {self._rank} has new {what}"
         self._compare("facts", json.dumps([what, *facts]), lambda others: f"{new}, unlike {others}: {_listed(facts)}")
 
+    def post(self, what: str, text: str) -> None:
+        """Post this rank's ``what``; no rank waits."""
+        self._exchange.post(what, text)
+
+    def posted(self, what: str, rank: int) -> str | None:
+        """Return what ``rank`` has posted about ``what``, None if there is nothing; does not wait."""
+        return self._exchange.peek(what, self.members.index(rank))
+
     def post_writes(self, place: str, values: Sequence[str]) -> None:
-        """Post what this rank has written at ``place``; no rank waits."""
-        self._exchange.post(f"writes/{place}", json.dumps(list(values)))
+        """Post what this rank has written at ``place``."""
+        self.post(f"writes/{place}", json.dumps(list(values)))
 
     def check_writes(self, place: str, values: Sequence[str]) -> None:
         """Raise DesyncError unless all ranks have posted the same ``values`` at ``place``, which all have passed."""

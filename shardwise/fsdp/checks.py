@@ -17,6 +17,7 @@ from shardwise.consistency.agreement import MismatchCheck
 from shardwise.consistency.store import digest_of
 from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_torch, managed_by_registration
+from shardwise.fsdp.buffers import warn_of_unlike
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import CPUOffloadPolicy
 
@@ -170,6 +171,7 @@ class ModificationChecks:
         self._root = weakref.ref(root)
         self._params = [param for each in attachments for param in each.unit.params]
         self._storages: list[int] = []
+        self._num_steps = 0
         self._note_tree(root)
         self._check_data()
 
@@ -184,6 +186,13 @@ class ModificationChecks:
             self._note_tree(root)
         if [*map(torch_private.storage_id, [param.sharded for param in self._wrapped])] != self._storages:
             self._check_data()
+
+    def after_step(self, mismatch_check: MismatchCheck | None) -> None:
+        """Warn, in the first steps that have reduced gradients, of buffers that differ between ranks."""
+        self._num_steps += 1
+        root = self._root()
+        if root is not None and mismatch_check is not None:
+            warn_of_unlike(root, self._num_steps, mismatch_check)
 
     def _size(self) -> int:
         return sum(map(len, self._tables))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +167,32 @@ def test_threads_that_save_into_folders_of_their_own_in_any_order_do_not_mix(wai
         thread.join()
     assert not failures
     assert [load(tmp_path / str(number), states[number]).step for number in range(2)] == [0, 1]
+
+
+def _steps(api: Callable[[nn.Module], Any], seed: int, num_steps: int = 5) -> list[str]:
+    """Return what was logged about buffers in the first steps of this rank, on inputs from ``seed``."""
+    model, found = api(Net()), list[str]()
+    handler, logger = logging.Handler(), logging.getLogger("shardwise.fsdp.buffers")
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        noise = torch.Generator().manual_seed(seed)
+        for _ in range(num_steps):
+            model(torch.randn(16, 4, generator=noise)).sum().backward()
+    finally:
+        logger.removeHandler(handler)
+    return found
+
+
+@pytest.mark.parametrize("api", [fully_shard, partial(replicate, broadcast_buffers=False)])
+@on_ranks(2, 4)
+def test_buffers_that_differ_are_named_once_in_the_first_steps_on_every_rank(api: Any) -> None:
+    names = r"codes, norm.running_mean, norm.running_var; rank 0 and rank \d have different values"
+    (found,) = _steps(api, dist.get_rank())
+    assert re.match(rf"after the first step buffers differ between ranks: {names}.*SyncBatchNorm", found), found
+
+
+@on_ranks(2, 4)
+def test_buffers_that_a_broadcast_or_the_same_inputs_keep_equal_are_not_named() -> None:
+    assert _steps(partial(replicate, broadcast_buffers=True), dist.get_rank()) == []
+    assert _steps(fully_shard, 0) == []
