@@ -74,7 +74,7 @@ class Ends:
         for (shape, dim), start in zip(self.shapes, self.layout.offsets, strict=True):
             mine = part(whole(shape, self.base), dim, self.at.rank, self.at.size).reshape(-1)
             self.local[start : start + mine.numel()] = mine
-        self.buffer = FullBuffer(self.layout, self.full_dtype, torch.device("cpu"), False)
+        self.buffer = FullBuffer(self.layout.full_numel, self.full_dtype, torch.device("cpu"), False)
 
     def section(self) -> torch.Tensor:
         return self.local.to(self.full_dtype)
