@@ -21,9 +21,10 @@ _unit_of: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[Unit]] = weakref.W
 
 
 def remember(unit: Unit) -> None:
-    """Add ``unit`` to the registry, so that later units find its parameters."""
+    """Add ``unit`` to the registry, so that later units find its parameters; give these their ordinals."""
     _units[unit] = None
-    for param in unit.params:
+    for ordinal, param in enumerate(unit.params):
+        param.ordinal = ordinal
         _unit_of[param] = weakref.ref(unit)
 
 

@@ -91,7 +91,6 @@ def _complete(old: Attachment, new: Attachment, units: dict[Unit, Unit], memo: d
     if unit.may_diverge:
         roots_to_come[new] = None
     unit.groups = [_copy_group(group, memo) for group in source.groups]
-    unit.number_parameters()
     remember(unit)
     Hooks(new).listen()
     unit.forward_prefetch = _copied(source.forward_prefetch, units)
@@ -231,7 +230,6 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
         if tied is None or not _register_tied(tied, item, unit):
             own.append(item)
     unit.groups = _make_groups(own, preset, device)
-    unit.number_parameters()
     for param in unit.params:
         if isinstance(param.sharded, DTensor):
             param.made_of = torch_private.storage_id(param.sharded), weakref.ref(param.local)

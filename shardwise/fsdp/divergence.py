@@ -41,7 +41,7 @@ from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
-from shardwise.observe import Op, unit_in_words
+from shardwise.observe import Op
 from shardwise.plan.schedule import FORWARD, AgreedSchedule, ExecutionOrder, OrderEntry, StepEvent
 
 # ---- The union of the orders of all ranks.
@@ -374,14 +374,6 @@ class Divergence:
                 buffer.drop()
 
     # ---- after a pass ----
-
-    def refuse_writes(self, unit: Unit) -> None:
-        """Raise StateError: a forward has written to full parameters of ``unit``, and each rank keeps its own rows alone."""
-        raise StateError(
-            f"a forward has written to parameters of {unit_in_words(unit.name)}, where ranks may take different ways: a rank "
-            "that did not run it would keep its old rows. Write under torch.no_grad() between steps, on every rank, or remove "
-            "set_allow_rank_divergence"
-        )
 
     def _note_unused(self, said: list[int]) -> None:
         """Let parameters that have a gradient on no rank keep the ``.grad`` that they have."""

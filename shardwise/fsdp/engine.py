@@ -19,7 +19,7 @@ from shardwise.consistency.failure_report import in_short, leave
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.initial_values import compare_replicas, have_replicas
+from shardwise.fsdp.initial_values import compare_replicas
 from shardwise.fsdp.local_gradients import run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
@@ -174,7 +174,7 @@ class Engine:
         """Run the steps of ``units`` from now on."""
         self.units = list(units)
         self.exec_order.adopt(self.units)
-        self.compares_replicas = have_replicas(self.units)
+        self.compares_replicas = any(group.axes.num_replicas > 1 for unit in self.units for group in unit.groups)
         self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
         self._tied_users = {
             owner: [u for u in self.units if owner in u.tied_units] for u in self.units for owner in u.tied_units
@@ -380,7 +380,11 @@ class Engine:
 
     def _post_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:
-            self.divergence.refuse_writes(unit)
+            raise StateError(
+                f"a forward has written to parameters of {unit_in_words(unit.name)}, where ranks may take different ways: a "
+                "rank that did not run it would keep its old rows. Write under torch.no_grad() between steps, on every rank, "
+                "or remove set_allow_rank_divergence"
+            )
         # Every rank copies its own rows of a written full parameter to its shard: if ranks write different values, the shards
         # silently become a mixture.  Ranks post digests and read them when the gradients of the next backward are reduced: then
         # every rank has finished this forward.
@@ -483,7 +487,7 @@ class Engine:
             return
         if self._is_read_by_others(unit):
             return
-        if backward.arrived or not backward.expects_any:
+        if backward.arrived or not backward.counted[0]:
             self.after_backward(unit)
 
     def nested_backward_ended(self, unit: Unit, task: int) -> None:
@@ -562,7 +566,12 @@ class Engine:
                     self.after_backward(unit, reduces=not self.manual.is_on, is_late=unit.backward.counts)
                 elif type(unit.state) is Gathering:  # prefetched, but backward did not use it
                     unit.discard()
-                elif unit.is_full and not unit.holders and self._may_go(unit):
+                elif (
+                    unit.is_full
+                    and not unit.holders
+                    and unit.policy.reshard_after_backward
+                    and not unit.backward.keeps_for_graph
+                ):
                     self.reshard_in_step(unit)
                     self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
             if self.divergence is not None:
@@ -589,10 +598,6 @@ class Engine:
         failed, reductions.failed_hook = reductions.failed_hook, None  # its traceback would keep the model alive
         if reductions.is_followed or failed is not None:
             run_gradient_hooks(params, failed)
-
-    @staticmethod
-    def _may_go(unit: Unit) -> bool:
-        return unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph
 
     def is_due(self, unit: Unit) -> bool:
         """Return True if a backward has to reduce ``unit`` even if it produced none of its gradients."""

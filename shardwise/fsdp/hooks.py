@@ -155,7 +155,8 @@ class Hooks:
         backward = unit.backward
         is_counted = backward.counts and not (backward.ended_late or backward.has_frozen or unit.policy.reduces_unused)
         builds_graph = torch.is_grad_enabled()
-        is_watched = not is_counted and builds_graph and self._has_boundary()
+        # In a unit of several modules, a recomputed one was counted in its first forward.
+        is_watched = not is_counted and builds_graph and (len(unit.modules) == 1 or not is_in_backward())
         through = self._watch_inputs(args, kwargs) if is_watched else None
         growing: list[Any] = []
         for each in (*args, *kwargs.values()) if builds_graph else ():  # a comprehension would be one more call
@@ -270,10 +271,6 @@ class Hooks:
         for tensor in watched:
             tensor.register_hook(on_gradient)
         return through
-
-    def _has_boundary(self) -> bool:
-        # In a unit of several modules, a recomputed one was counted in its first forward.
-        return len(self._unit.modules) == 1 or not is_in_backward()
 
     def _pass_of_forward(self) -> Pass:
         """Return the pass of the module that starts its forward; all modules of a unit share one pass.

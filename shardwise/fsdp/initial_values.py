@@ -30,11 +30,6 @@ from shardwise.fsdp.unit import Unit
 Key = tuple[int, str]  # the first of the ranks that have the same parameter, and its name
 
 
-def have_replicas(units: Iterable[Unit]) -> bool:
-    """Return True if some parameters have replicas on other ranks."""
-    return any(group.axes.num_replicas > 1 for unit in units for group in unit.groups)
-
-
 def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck) -> None:
     """Compare the values of replicas of ``units`` between ranks; of a large parameter, a sample.  Collective.
 

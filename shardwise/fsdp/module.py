@@ -30,11 +30,10 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (
     bind_units,
-    limit_gathers,
-    limit_reductions,
     live_engine,
     provisional_engine,
     set_divergence,
+    set_limits,
 )
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import withdrawn
@@ -553,7 +552,7 @@ class FSDPModule(_Base):
         check_whole("max_input_buffers", max_input_buffers, 1)
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
-        limit_reductions(self._engine())
+        set_limits(self._engine())
 
     # ---- prefetch and events ----
 
@@ -571,7 +570,7 @@ class FSDPModule(_Base):
             check_whole("num_bytes", num_bytes, 0, "; 0 stands for the peak of prefetching one unit")
         engine = self._root_engine("set_gather_ahead_bytes")
         self._attachment().unit.ahead_bytes = num_bytes
-        limit_gathers(engine)
+        set_limits(engine)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Unshard ``modules``, in order, when the forward of this one starts, instead of the plan's prefetches."""

@@ -53,7 +53,7 @@ def new_engine(units: list[Unit]) -> Engine:
         # A name that all ranks share; the track's own number counts the engines of this process only.
         track = engine.exec_order.log.track
         track.name, track.is_of_several = mismatch_check.topic, True
-    limit_reductions(engine)
+    set_limits(engine)
     bind_units(engine)
     if mismatch_check is not None and device.type != "cpu":
         watch_device(device)
@@ -102,15 +102,10 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     engine.divergence = Divergence(engine.exec_order, engine.reductions, engine.comm_ctx, group, calls)
 
 
-def limit_reductions(engine: Engine) -> None:
-    """Set the number of reduce-scatter inputs that may be allocated at once to the maximum of the units' settings."""
-    engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
-    limit_gathers(engine)
-
-
-def limit_gathers(engine: Engine) -> None:
-    """Set the prefetch budget from the root's setting and from the number of reduce-scatter inputs, which take memory too."""
+def set_limits(engine: Engine) -> None:
+    """Set how many reduce-scatter inputs may be allocated at once, the most that a unit allows, and the prefetch budget."""
     num_bytes = engine.units[0].ahead_bytes if engine.units else None
+    engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
     engine.exec_order.budget = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
 
 

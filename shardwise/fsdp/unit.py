@@ -113,11 +113,6 @@ class UnitBackward:
         self.looked_at: tuple[int, bool] | None = None
         self._began_full = True
 
-    @property
-    def expects_any(self) -> bool:
-        """True if some parameter is trainable."""
-        return self.counted[0] > 0
-
     def expect(self, num_trainable: int, num_params: int) -> None:
         """Expect gradients of ``num_trainable`` of ``num_params`` parameters."""
         self.counted = (num_trainable, num_params)
@@ -391,11 +386,6 @@ class Unit:
         for group in self.groups:
             total += group.full_bytes
         return 0 if self.policy.keeps_full_memory else total
-
-    def number_parameters(self) -> None:
-        """Give every parameter its ordinal."""
-        for ordinal, param in enumerate(self.params):
-            param.ordinal = ordinal
 
     def note(self, op: Op, measure: Callable[[], tuple[int, bool]] = _nothing, state: UnitState | None = None) -> None:
         """Tell observers that the unit has just done ``op``, after which it is in ``state``; None: that stays.

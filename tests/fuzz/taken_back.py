@@ -68,7 +68,7 @@ def _end_before_the_tied_unit() -> None:
         backward = unit.backward
         backward.open_passes.discard(through)
         is_left = backward.stage is Stage.RUNNING and not backward.open_passes
-        if is_left and (backward.arrived or not backward.expects_any):
+        if is_left and (backward.arrived or not backward.counted[0]):
             self.after_backward(unit)
 
     cast(Any, Engine).inputs_done = done
