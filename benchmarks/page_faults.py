@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bench_contenders import CONTENDERS, BenchConfig, build_trained, make_setup
 from bench_timing import minor_faults, take_step, wait_for_all
 
-from shardwise.collectives.buffer_pool import HeapTop
+from shardwise.fsdp import transports
 
 RANKS, WARM_UP = 2, 6
 
@@ -28,7 +28,7 @@ RANKS, WARM_UP = 2, 6
 def measure(shape: str, name: str, steps: int, keeps: bool) -> None:
     """Step on this rank; rank 0 prints milliseconds and page faults of the median step.  Collective."""
     if not keeps:
-        HeapTop.keep = lambda self: None
+        transports.keep_heap = lambda owner, device: None
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     config = BenchConfig(shape=shape, ranks=RANKS, batch=2, rounds=steps, seed=0, backend="gloo", names=(name,))
