@@ -134,8 +134,11 @@ class Swap:
 
         Raises: StateError if it has registered a hook on the gradient of one, which is not reduced.
         """
-        if torch_private.have_gradient_hooks(self.fulls)[0]:
-            fqn = next(param.fqn for _, full, param in self._rows if torch_private.gradient_hooks([full]))
+        ours = {param.hook_id for _, _, param in self._rows}
+        hooked = [full for full, _ in torch_private.post_accumulate_hooks(self.fulls, ours)]
+        hooked += [self.fulls[number] for number, _ in torch_private.gradient_hooks(self.fulls)]
+        if hooked:
+            fqn = next(param.fqn for _, full, param in self._rows if full is hooked[0])
             raise StateError(
                 f"a hook was registered on the full form of {fqn}, whose gradient is that of this rank alone. Remove it, and "
                 "register it on the shard, outside of forward and backward: it then gets the reduced gradient"

@@ -82,12 +82,13 @@ def test_hooks_on_the_gradient_of_a_parameter_change_what_is_accumulated(when: s
 
 
 @on_ranks(2)
-def test_a_hook_registered_on_a_parameter_that_stays_full_is_named() -> None:
+@pytest.mark.parametrize("add", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_registered_on_a_parameter_that_stays_full_is_named(add: str) -> None:
     model = nn.Sequential(nn.Linear(6, 6), Block(6, 10))
     fully_shard(model[1])
     fully_shard(model)
     loss = model(batch(0)).square().mean()  # the root's own parameters are full
-    handle = model[0].bias.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    handle = getattr(model[0].bias, add)(lambda _: None)
     with pytest.raises(StateError, match=r"a hook was registered on the full form of 0\.bias"):
         loss.backward()
     handle.remove()

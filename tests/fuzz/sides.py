@@ -141,6 +141,9 @@ class Side:
 
     def hook_gradient(self, name: str, factor: float, follows: bool) -> None:
         """Let a hook of a user's multiply the gradient of a parameter: before it is accumulated, or what has been."""
+        for module in self.net.modules():  # hooks on unsharded parameters are refused
+            if hasattr(module, "reshard"):
+                cast(Any, module).reshard()
         param = self.net.get_parameter(name)
         if not param.requires_grad:
             return
