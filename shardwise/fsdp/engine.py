@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
+from shardwise.consistency.agreement import MismatchCheck
 from shardwise.consistency.failure_report import in_short, leave
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.divergence import Divergence
@@ -122,6 +123,10 @@ class ExternalChecks(Protocol):
 
     def check(self) -> None:
         """Raise StateError before a forward that would not train the sharded parameters."""
+        ...
+
+    def after_step(self, mismatch_check: MismatchCheck | None) -> None:
+        """Warn, in the first steps that have reduced gradients, of buffers that differ between ranks."""
         ...
 
 
@@ -625,6 +630,8 @@ class Engine:
         if params and self.compares_replicas and (check := self.exec_order.mismatch_check) is not None:
             compare_replicas(self.units, check)
         self.compares_replicas = self.compares_replicas and not params
+        if params and self.outside is not None and self.divergence is None:
+            self.outside.after_step(self.exec_order.mismatch_check)
         return params
 
     def stash_gradients(self) -> None:

@@ -276,6 +276,7 @@ class ParamStorage:
 KEPT_BYTES = 1 << 20
 _MAX_KEPT = 2
 _ADDRESS, _SHARDED = torch.Tensor.data_ptr, operator.attrgetter("sharded")
+_IS_HELD = operator.attrgetter("is_held")
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 
 
@@ -505,7 +506,7 @@ class ShardEnds:
         return parts
 
     def lose_full(self) -> object:
-        return self._full.lose()
+        return self._full.drop(is_lost=True)
 
 
 class Delivery:
@@ -607,7 +608,7 @@ class Packing:
     @property
     def is_held(self) -> bool:
         """True if all full parameters have memory."""
-        return all(buffer.is_held for buffer in self.fulls)
+        return all(map(_IS_HELD, self.fulls))
 
     def shares(self, param: ShardedParam) -> bool:
         """Return True if the full parameter of ``param`` is its shard."""

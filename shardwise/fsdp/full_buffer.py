@@ -59,27 +59,22 @@ class FullBuffer:
         self.hold(gathered.pool, gathered)
         return True
 
-    def drop(self) -> None:
-        """Return the memory to its pool; tensors on it must not be read until the next :meth:`hold`."""
-        if (pooled := self._take_out()) is not None:
-            pooled.release()
+    def drop(self, is_lost: bool = False) -> object:
+        """Return the memory to its pool; tensors on it must not be read until the next :meth:`hold`.
+
+        ``is_lost``: not to the pool, since a peer may still write to it; return its owner instead.
+        """
+        pooled, self._pooled = self._pooled, None
+        if pooled is None:
+            return None
+        self.is_held = self.is_shared
+        torch_private.swap_storage(self._storage, pooled.storage)
+        return pooled.lose() if is_lost else pooled.release()
 
     @property
     def num_holders(self) -> int:
         """The number of tensors that use this memory; 0 if the full parameters are the shards, which are never freed."""
         return 0 if self.is_shared else torch_private.storage_use_count(self._storage)
-
-    def lose(self) -> object:
-        """Release the memory without returning it to the pool, since a peer may still write to it; return its owner."""
-        pooled = self._take_out()
-        return None if pooled is None else pooled.lose()
-
-    def _take_out(self) -> PooledBuffer | None:
-        pooled, self._pooled = self._pooled, None
-        if pooled is not None:
-            self.is_held = self.is_shared
-            torch_private.swap_storage(self._storage, pooled.storage)
-        return pooled
 
 
 def make_full_parameter(

@@ -191,8 +191,9 @@ class ParamGroup:
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
         self.keeps_plain = keeps_plain
         self.num_packs = 0
-        self._seen: Snapshot | None = None
+        self.seen: Snapshot | None = None
         self._swap: Swap | None = None
+        self._sharing: list[ShardedParam] = []  # their full parameters are their shards
         self._kinds: list[object] = []
         self._counted: list[int] = []  # version counters at the last ensure_packed that found nothing changed
         self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
@@ -316,18 +317,13 @@ class ParamGroup:
         link = comm.reduce.planned_link if comm.reduce is not None else None
         return comm.reduce is None or (link is not None and link.compares_contents)
 
-    @property
-    def is_as_seen(self) -> bool:
-        """True if nothing is unpacked, so that :attr:`last_version` is that of the last :meth:`ensure_packed`."""
-        return self._seen is not None
-
     def ensure_packed(self, in_step: bool = False) -> None:
         """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
 
         Every forward and backward begins with this check, for all units.  ``in_step``: a forward has checked already, and
         its backward begins.
         """
-        seen = self._seen
+        seen = self.seen
         swap = None if self.in_place else self._swap  # the others may be registered unsharded
         counted = None if seen is None else seen.versions(in_step, swap)
         if seen is None or counted is None:
@@ -338,7 +334,7 @@ class ParamGroup:
 
     def _settle(self) -> None:
         """Adopt what user code has registered, pack it, and prepare the tables of the next passes."""
-        self.gradient_dtypes = self._seen = self._swap = None
+        self.gradient_dtypes = self.seen = self._swap = None
         for param in self.params:
             param.check_ties()
         self.adopt_registered()
@@ -353,12 +349,12 @@ class ParamGroup:
                 self.is_written |= bucket.settle(None if copies is None else copies.host_waits_for_copies)
         if not any(bucket.unpacked for bucket in packing.buckets):
             in_memory = [param for param in self.params if param not in self.extended.params]
-            self._seen = Snapshot([*in_memory, *self.extended.params], len(in_memory))
+            self.seen = Snapshot([*in_memory, *self.extended.params], len(in_memory))
         self.version()
 
     def forget_snapshot(self) -> None:
         """Rebuild the tables at the next pass: a parameter has been registered at further places."""
-        self._seen = None
+        self.seen = None
 
     def _kind(self, param: ShardedParam) -> object:
         """Return what decides where the shard is: "extended", "in place", or the dtypes and the device of its bucket."""
@@ -381,6 +377,7 @@ class ParamGroup:
                 by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
         packing = Packing(buckets, self.axes.num_shards, self.place, sends_alone=not self.extended.params)
+        self._sharing = [param for bucket in buckets if not bucket.travels for param in bucket.params]
         packing.bind(self._pool)
         self.packing, self._sub = packing, None
         self.registered = [], [], [], []
@@ -493,9 +490,8 @@ class ParamGroup:
         self.is_kept = False
         if self._has_new_versions:
             self._follow_writes()
-        swap, pairs = self._swap, [*zip(packing.buckets, packing.fulls, strict=True)]
-        has_moved = any(buffer.is_shared and not all(map(_lies_as_sharded, each.params)) for each, buffer in pairs)
-        if swap is None or has_moved or not swap.register_full():
+        swap = self._swap
+        if swap is None or not all(map(_lies_as_sharded, self._sharing)) or not swap.register_full():
             self._check_not_replaced(self.params)
             mark_full(self.params)
             params = [param for bucket in packing.buckets for param in bucket.params]
@@ -624,7 +620,7 @@ class ParamGroup:
         for buffer in () if packing is None or keeps_memory else packing.fulls:
             buffer.drop()
         if packing is not None and self._swap is not None:
-            self._swap.mark_freed(packing.is_held)
+            self._swap.mark_freed(keeps_memory and packing.is_held)
         elif packing is not None:
             params = [param for bucket in packing.buckets for param in bucket.params]
             mark_freed([param for param in params if not packing.shares(param)], packing.is_held)

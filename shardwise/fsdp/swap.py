@@ -23,9 +23,7 @@ _DICT, _VERSION = operator.attrgetter("__dict__"), operator.attrgetter("_version
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-def _reference(local: torch.Tensor, shard: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    # Weak, so that memory is freed when user code replaces it; a plain parameter is its own local tensor.
-    return weakref.ref(local) if local is not shard else lambda: shard
+_TARGET: Callable[[weakref.ref[torch.Tensor]], torch.Tensor | None] = weakref.ref.__call__
 
 
 class Snapshot:
@@ -41,7 +39,9 @@ class Snapshot:
         rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
         self._registries, self._names, self._forms = zip(*rows, strict=True)
         locals_ = torch_private.locals_of(self._shards)
-        self._locals = [_reference(local, shard) for local, shard in zip(locals_, self._shards, strict=True)]
+        are_dtensors = all(map(operator.is_not, locals_, self._shards))
+        self._local = torch_private.LOCAL if are_dtensors else torch_private.local_of
+        self._locals = [*map(weakref.ref, locals_)]  # weak, so that memory is freed when user code replaces it
         self._num_addressed = num_addressed
         self._addresses = [*map(_ADDRESS, locals_[:num_addressed])]
         self._facts = self._facts_of(locals_)
@@ -58,11 +58,11 @@ class Snapshot:
                 attributes are not checked again.
             swap: may have the full parameters registered.
         """
-        locals_ = torch_private.locals_of(self._shards)
+        locals_ = [*map(self._local, self._shards)]
         are_registered = all(map(operator.is_, self._forms, map(dict.get, self._registries, self._names)))
         if (
             not (are_registered or (swap is not None and swap.has_full))
-            or not all(map(operator.is_, locals_, [local() for local in self._locals]))
+            or not all(map(operator.is_, locals_, map(_TARGET, self._locals)))
             or [*map(_ADDRESS, locals_[: self._num_addressed])] != self._addresses
             or not (in_step or self._facts_of(locals_) == self._facts)
         ):
@@ -150,7 +150,7 @@ class Swap:
 
     def register_sharded(self) -> None:
         """Register the sharded parameters; one that user code has put in the place of a full one stays, as on one process."""
-        if self.has_full:
+        if all(map(operator.is_, self._forms[0], map(dict.get, *self._places))):  # ``has_full``, one call less
             for registry, _, shards in self._by_registry:
                 registry.update(shards)
         else:

@@ -429,7 +429,7 @@ class Unit:
                 self.discard()
         version, in_pass = self.num_commits << 40, is_sharded and pass_number is not None
         for group in groups:
-            version += group.last_version if in_pass and group.is_as_seen else group.version()
+            version += group.last_version if in_pass and group.seen is not None else group.version()
         from_sub = isinstance(state, Subsharded) and state.version == version
         is_written = False
         for group in groups:
@@ -636,7 +636,7 @@ class Unit:
         """Return the version of the shards; ``in_pass``: as the check at the begin of the pass has read it."""
         version = self.num_commits << 40
         for group in self.groups:
-            version += group.last_version if in_pass and group.is_as_seen else group.version()
+            version += group.last_version if in_pass and group.seen is not None else group.version()
         return version
 
     def _is_from_now(self, state: Gathering | Unsharded, pass_number: int | None) -> bool:

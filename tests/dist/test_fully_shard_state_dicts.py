@@ -53,8 +53,7 @@ def test_a_state_dict_holds_shards_while_parameters_are_full() -> None:
 def test_loading_reshards_what_stayed_full() -> None:
     model = build_sharded()
     model.set_reshard_after_forward(False)
-    with torch.no_grad():
-        model(batch())
+    model(batch())
     assert not isinstance(model[0].up.weight, DTensor)
     model.load_state_dict(cloned(model.state_dict()))
     assert isinstance(model[0].up.weight, DTensor)

@@ -25,12 +25,6 @@ def sharded() -> Any:
     return fully_shard(model)
 
 
-def with_penalty() -> None:
-    model = sharded()
-    loss = model(torch.ones(2, 8)).square().sum() + 0.1 * sum(param.norm() for param in model[0].parameters())
-    loss.backward()
-
-
 def with_norm_in_bf16() -> None:
     model = fully_shard(nn.Sequential(nn.BatchNorm1d(8)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     model(torch.ones(2, 8)).sum().backward()
@@ -39,7 +33,6 @@ def with_norm_in_bf16() -> None:
 MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
     "forward": ("got mixed torch.Tensor and DTensor", lambda: sharded().forward(torch.ones(2, 8))),
     "forward of a block": ("got mixed torch.Tensor and DTensor", lambda: sharded()[0].forward(torch.ones(2, 8))),
-    "penalty": ("got mixed torch.Tensor and DTensor", with_penalty),
     "values": (
         "got mixed torch.Tensor and DTensor",
         lambda: sharded()[0].weight.detach().copy_(torch.ones(8, 8)),

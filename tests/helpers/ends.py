@@ -85,7 +85,7 @@ class Ends:
         return [full_window(full, move, base) for move, base in moves]
 
     def lose_full(self) -> object:
-        self.lost.append(self.buffer.lose())
+        self.lost.append(self.buffer.drop(is_lost=True))
         return self.lost[-1]
 
     def buckets(self) -> Sequence[Ends]:

@@ -32,7 +32,6 @@ class Gone:
     "ask",
     [
         lambda store: store.set("key", "text"),
-        lambda store: store.get("key"),
         lambda store: store.check(["key"]),
         lambda store: store.add("key", 1),
     ],
@@ -53,7 +52,7 @@ def test_it_is_a_store() -> None:
     store.set("key", "text")
     assert store.check(["key"])
     assert not store.check(["key", "other"])
-    assert store.get("key") == "text"
+    assert store.peek("key") == "text"
     assert store.add("number", 2) == 2
     store.delete("key")
     assert not store.check(["key"])
