@@ -41,7 +41,8 @@ class Snapshot:
         locals_ = torch_private.locals_of(self._shards)
         are_dtensors = all(map(operator.is_not, locals_, self._shards))
         self._local = torch_private.LOCAL if are_dtensors else torch_private.local_of
-        self._locals = [*map(weakref.ref, locals_)]  # weak, so that memory is freed when user code replaces it
+        # Weak, so that memory is freed when user code replaces it.
+        self._locals = [*map(weakref.ref, self._apart(locals_))]
         self._num_addressed = num_addressed
         self._addresses = [*map(_ADDRESS, locals_[:num_addressed])]
         self._facts = self._facts_of(locals_)
@@ -49,6 +50,10 @@ class Snapshot:
     def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
         numbers = map(len, map(_DICT, locals_))  # of attributes: user code may patch extensions on
         return [*map(_FACTS_OF_LOCAL, locals_), *map(_GRAD_DTYPE, self._shards), *numbers]
+
+    def _apart(self, locals_: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of ``locals_`` that are not the shards themselves: torch swaps no tensors with weak references."""
+        return [local for local, shard in zip(locals_, self._shards, strict=True) if local is not shard]
 
     def versions(self, in_step: bool, swap: Swap | None) -> list[int] | None:
         """Return the version counters of the parameters; None if user code has changed something else.
@@ -59,10 +64,11 @@ class Snapshot:
             swap: may have the full parameters registered.
         """
         locals_ = [*map(self._local, self._shards)]
+        apart = locals_ if self._local is torch_private.LOCAL else self._apart(locals_)
         are_registered = all(map(operator.is_, self._forms, map(dict.get, self._registries, self._names)))
         if (
             not (are_registered or (swap is not None and swap.has_full))
-            or not all(map(operator.is_, locals_, map(_TARGET, self._locals)))
+            or not all(map(operator.is_, apart, map(_TARGET, self._locals)))
             or [*map(_ADDRESS, locals_[: self._num_addressed])] != self._addresses
             or not (in_step or self._facts_of(locals_) == self._facts)
         ):
