@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise import set_default_transport
 from shardwise.testing import WorkerPool
 
 Test = Callable[..., None]
@@ -34,6 +35,7 @@ def _find_body(module: str, name: str, num_ranks: int | None) -> Test:
     """Import a test's module before its rank has a group: some of torch's keep the one that they find, and its threads."""
     body: Test = getattr(importlib.import_module(module), name).__wrapped__
     torch.manual_seed(0)  # ranks outlive tests, each of which has drawn another number of numbers on them
+    set_default_transport("auto")  # nor does a test inherit the transport of the one before it
     return body if num_ranks is None else functools.partial(body, num_ranks=num_ranks)
 
 
