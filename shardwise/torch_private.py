@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import functools
 import inspect
-import math
 import operator
 import sys
 import weakref
@@ -23,10 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.tensor import DeviceMesh, DTensor, _random
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, _random, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 _Leaf = TypeVar("_Leaf")
@@ -469,10 +469,10 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 class _ShardDraws:
-    """Random numbers of DTensors on CPU ranks: every shard gets numbers of its own, and replicas the same.
+    """Random operations on DTensors of CPU ranks give the values of one process: see :class:`_DrawnWhole`.
 
     Without it torch draws from the generator of each rank, so that ranks with one seed draw the same numbers for their shards,
-    and ignores a generator of the user.  The generators of ranks stay alike, whatever the sizes of their shards are.
+    and ignores a generator of the user.
 
     Attributes:
         distribute_region_enabled: torch enters the region that follows; False: it draws as without this object.
@@ -480,37 +480,84 @@ class _ShardDraws:
 
     distribute_region_enabled = True
 
-    @contextmanager
-    def _distribute_region(self, spec: DTensorSpec, generator: torch.Generator | None = None) -> Generator[None]:
+    def _distribute_region(
+        self, spec: DTensorSpec, generator: torch.Generator | None = None
+    ) -> AbstractContextManager[object]:
         if _are_we_tracing() or (dist.is_initialized() and are_threads()):  # threads have one generator
-            yield
-            return
-        default = torch.default_generator
-        source = default if generator is None else generator
-        axes = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
-        with torch.random.fork_rng(devices=[]):
-            default.set_state(source.get_state())
-            if not axes:
-                yield
-                after = default.get_state()
-            else:
-                seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-                after = default.get_state()
-                coordinate = spec.mesh.get_coordinate() or [0] * spec.mesh.ndim
-                for dim in axes:
-                    seed += coordinate[dim] * math.prod(spec.mesh.size(each) for each in axes if each > dim)
-                default.manual_seed(seed)
-                yield
-        source.set_state(after)
+            return contextlib.nullcontext()
+        return _DrawnWhole(spec, generator)
 
 
-def draw_per_shard() -> None:
-    """Let random operations on DTensors of CPU ranks draw other numbers for every shard, as torch lets those of GPUs.
+class _DrawnWhole(TorchDispatchMode):
+    """Runs a random operation on a tensor of the whole shape and keeps the elements of this rank's shard.
+
+    A CPU generator cannot skip to the numbers of a shard: which numbers an element takes depends on the size of the tensor.
+    """
+
+    def __init__(self, spec: DTensorSpec, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self._spec, self._generator = spec, generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if self._generator is not None:
+            given = {**given, "generator": self._generator}
+        meta, shard = cast(TensorMeta, self._spec.tensor_meta), args[0]
+        index = tuple(self._positions(dim) for dim in range(len(meta.shape)))
+        if not isinstance(shard, torch.Tensor):  # torch.distributed.tensor.rand and randn give the shape of a shard
+            return func(meta.shape, *args[1:], **given)[index]
+        whole = torch.empty_strided(meta.shape, meta.stride, dtype=shard.dtype, device=shard.device).zero_()
+        whole[index] = shard
+        out = func(whole, *args[1:], **given)
+        if out is whole:
+            return shard.copy_(whole[index])
+        return tree_map(lambda each: each[index] if isinstance(each, torch.Tensor) else each, out)
+
+    def _positions(self, dim: int) -> torch.Tensor:
+        """Return the positions of the shard's elements in the whole tensor along ``dim``, shaped to index with all dims."""
+        shape, mesh = cast(TensorMeta, self._spec.tensor_meta).shape, self._spec.mesh
+        cuts = [
+            _cut_of_rows(each) if getattr(each, "dim", None) == dim else Replicate() for each in self._spec.placements
+        ]
+        rows = distribute_tensor(torch.arange(shape[dim], device="cpu"), mesh, cuts, src_data_rank=None).to_local()
+        return rows.reshape([-1 if each == dim else 1 for each in range(len(shape))])
+
+
+def _cut_of_rows(placement: Any) -> Placement:
+    factor = getattr(placement, "split_factor", None)
+    return Shard(0) if factor is None else strided_shard(0, factor)
+
+
+_aten = torch.ops.aten
+_DRAWS_ELSEWHERE = (  # torch enters no region for these
+    _aten.cauchy_.default,
+    _aten.exponential_.default,
+    _aten.geometric_.default,
+    _aten.log_normal_.default,
+    _aten.random_.default,
+    _aten.random_.to,
+    getattr(_aten.random_, "from"),
+)
+
+
+def _draw_elsewhere(op: Any, args: Any, kwargs: Any) -> DTensor:
+    tensor: DTensor = args[0]
+    given = {name: value for name, value in kwargs.items() if name != "generator"}
+    draws: Any = _random._rng_tracker
+    with draws._distribute_region(tensor._spec, kwargs.get("generator")):
+        op(tensor._local_tensor, *args[1:], **given)
+    return tensor
+
+
+def draw_as_one_process() -> None:
+    """Let random operations on DTensors of CPU ranks give the values of one process.
 
     Call it where there is no accelerator, for which torch fills the same place.
     """
     if _random._rng_tracker is None:
         _random._rng_tracker = cast(Any, _ShardDraws())
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        handlers.update(dict.fromkeys(_DRAWS_ELSEWHERE, _draw_elsewhere))
 
 
 def clip_mixed_by(clip: Callable[..., torch.Tensor], before: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
@@ -658,7 +705,6 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     parts, is_trying = (DTensor, AsyncCollectiveTensor), [0]
 

@@ -464,7 +464,7 @@ TRICKS: dict[Trick, dict[str, str]] = {
     replaces_a_part_of_torch: {
         "clip_mixed_by": "clip_grad_norm_ of torch refuses mixed gradients; shardwise.clip_grad_norm_ takes them",
         "fake_world": "a plan for any number of ranks beside a group that runs; torch has one world",
-        "draw_per_shard": "DTensor has random numbers per shard for accelerators alone; torch fills the same place for those",
+        "draw_as_one_process": "DTensor draws right on accelerators alone, for which torch fills the same place",
         "watching": "the planner must not count the trial runs by which DTensor finds placements",
     },
     swaps_a_class: {

@@ -202,7 +202,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     watch_optimizers()
     if torch_private.accelerator_type() == "cpu":
-        torch_private.draw_per_shard()
+        torch_private.draw_as_one_process()
     note("init", "unit")
     store = torch_private.default_store() if dist.is_initialized() else None
     if store is not None:

@@ -915,13 +915,16 @@ def test_random_operations_on_shards_go_through_the_place_that_torch_keeps_for_t
 ) -> None:
     mesh = init_device_mesh("cpu", (4,))
     monkeypatch.setattr(_random, "_rng_tracker", None)
-    private.draw_per_shard()
+    private.draw_as_one_process()
     tracker = _random._rng_tracker
-    private.draw_per_shard()
+    private.draw_as_one_process()
     assert _random._rng_tracker is tracker
-    torch.manual_seed(0)
-    shard = DTensor.from_local(torch.empty(3), mesh, [Shard(0)], run_check=False).normal_()
-    copy = DTensor.from_local(torch.empty(3), mesh, [Replicate()], run_check=False)
-    torch.manual_seed(0)
-    assert torch.equal(copy.normal_().to_local(), torch.empty(3).normal_(generator=torch.Generator().manual_seed(0)))
-    assert not torch.equal(copy.to_local(), shard.to_local())
+    for draw in (
+        torch.Tensor.normal_,
+        torch.Tensor.exponential_,
+    ):  # the second has a handler, because torch has no place for it
+        for placement, rows in ((Shard(0), 3), (Replicate(), 12)):
+            torch.manual_seed(0)
+            drawn = draw(DTensor.from_local(torch.empty(rows), mesh, [placement], run_check=False))
+            torch.manual_seed(0)
+            assert torch.equal(drawn.to_local(), draw(torch.empty(12))[:rows])
