@@ -239,14 +239,12 @@ class Call:
         unit: path of the unit's module in the root ("" is the root itself).
         num_bytes: bytes of this rank's buffers for it (staging of a collective, full parameters of a wait).
         in_place: the full parameters of an unshard exist from its launch on; ``num_bytes`` includes them.
-        copied_bytes: bytes that a wait copies from the gathered buffer into full parameters.
     """
 
     op: Op
     unit: str
     num_bytes: int = 0
     in_place: bool = False
-    copied_bytes: int = 0
 
 
 def unit_in_words(name: str) -> str:

@@ -448,7 +448,6 @@ def wraps_a_function(node: ast.AST) -> bool:
 
 # What stands today, by the class and function that does it, and why.  Nothing is added: the lists only shrink.
 REPORT = "reports of failures show stacks, which decides nothing"
-RESHARDED = "a full parameter that user code kept raises a named error instead of reading freed memory"
 TRICKS: dict[Trick, dict[str, str]] = {
     reaches_into_memory: {
         "_refuse_reads": "torch has no function for it in builds for CPUs, where a read of freed memory ends the process",
@@ -468,11 +467,7 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "watching": "the planner must not count the trial runs by which DTensor finds placements",
     },
     swaps_a_class: {
-        "mix_in": "the one swap that stays: FSDP2's API, a module that becomes an FSDPModule",
-        "mark_freed": RESHARDED,
-        "mark_full": RESHARDED,
-        "Swap.mark_freed": RESHARDED,
-        "Swap.register_full": RESHARDED,
+        "mix_in": "the only swap: FSDP2's API, a module that becomes an FSDPModule",
     },
     wraps_a_function: {
         "explains_arguments.checked": "functions of this package alone",

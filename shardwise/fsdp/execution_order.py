@@ -303,7 +303,6 @@ class ExecOrderTracker:
             full_bytes=unit.full_bytes,
             reduce_bytes=sum(planned_scatter_bytes(group, unit.policy) for group in unit.groups),
             sharing=unit.sharing,
-            copied_bytes=sum(group.planned_copies(unit.policy.keeps_full_memory) for group in unit.groups),
             tied_units=tuple(self.numbers[other] for other in unit.tied_units),
             forward_prefetch=_numbers_of(unit.forward_prefetch, self.numbers),
             backward_prefetch=_numbers_of(unit.backward_prefetch, self.numbers),

@@ -159,10 +159,8 @@ class ExtensionParams:
             buffer.hold(pool)
         return [tensor for _, tensor in entry.outputs]
 
-    def drop(self, keeps_memory: bool = False) -> None:
-        """Free the memory of the gathered tensors, unless ``keeps_memory``."""
-        if keeps_memory:
-            return
+    def drop(self) -> None:
+        """Free the memory of the gathered tensors."""
         for entry in self._entries:
             for buffer, _ in entry.outputs:
                 buffer.drop()

@@ -21,7 +21,6 @@ from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
 from shardwise.fsdp.full_buffer import FullBuffer, make_full_parameter
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.parameter_classes import FreedParameter
 from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
 from shardwise.layout import Bucket, Move, align, build_bucket, row_major
 
@@ -385,9 +384,8 @@ class Shards:
         self.buckets = buckets
         self.num_shards = num_shards
         self._place = place
-        offset = self.payload_bytes = 0
+        offset = 0
         for bucket in buckets:
-            self.payload_bytes += sum(shard.numel for shard in bucket.layout.shards) * bucket.full_dtype.itemsize
             bucket.byte_offset = offset
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
         self._section_bytes = offset
@@ -530,7 +528,6 @@ class Delivery:
     def deliver(self, packed: torch.Tensor) -> None:
         pool, fulls = self.pool, self.fulls
         self.shards.unpack(packed, (fulls[0].hold(pool),) if len(fulls) == 1 else [full.hold(pool) for full in fulls])
-        fulls[0].copied_bytes = self.shards.payload_bytes
 
 
 class Packing:
@@ -617,7 +614,7 @@ class Packing:
     def leave(self) -> None:
         """Free memory that is kept while the parameters are freed; another packing replaces this one."""
         for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
-            if all(type(param.full) is FreedParameter for param in bucket.params):
+            if not any(at.parameters.get(at.name) is each.full for each in bucket.params for at in each.registrations):
                 buffer.drop()
 
 

@@ -24,7 +24,6 @@ class FullBuffer:
     Attributes:
         is_shared: the full parameters are the shards themselves.
         is_held: the memory is allocated.
-        copied_bytes: what the last gather of the packing copied into full parameters; of its first buffer only.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, is_shared: bool = False) -> None:
@@ -35,7 +34,6 @@ class FullBuffer:
         if not is_shared:  # without this, a kernel that reads the storage while it has no memory crashes the process
             torch_private.refuse_reads(self._storage, _RESHARDED)
         self.num_bytes = 0 if is_shared else numel * dtype.itemsize
-        self.copied_bytes = 0
         self._dtype = dtype
         self._flat: torch.Tensor | None = None
 
@@ -43,7 +41,7 @@ class FullBuffer:
         """Take memory from ``pool``, or that of ``gathered``, unless there is some already; return the 1-D buffer."""
         if self._pooled is None:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
-            self.is_held, self.copied_bytes = True, 0
+            self.is_held = True
             torch_private.swap_storage(self._storage, self._pooled.storage)
             if self._flat is None:
                 with torch.inference_mode(False):

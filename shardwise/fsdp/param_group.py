@@ -32,7 +32,6 @@ from shardwise.fsdp.flat_buffer import (
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.parameter_classes import mark_freed, mark_full
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
 from shardwise.fsdp.swap import Snapshot, Swap
 from shardwise.layout import ChunkShard, build_bucket, by_size
@@ -229,26 +228,12 @@ class ParamGroup:
         num_bytes, in_place = self.packing.staging(self._planned_link(self.packing))
         return num_bytes, in_place or self._takes_over(self.packing, keeps_memory)
 
-    def planned_copies(self, keeps_memory: bool) -> int:
-        """Return the bytes that a gather is expected to copy from its buffer into full parameters."""
-        packing = self.packing
-        if packing is None or self.gather_coding is not None or not packing.travelling:
-            return 0
-        is_linked = self.is_collective and self._planned_link(packing) is not None
-        return 0 if is_linked or self._takes_over(packing, keeps_memory) else packing.shards.payload_bytes
-
     def _takes_over(self, packing: Packing, keeps_memory: bool) -> bool:
         """Return True if the buffer of a collective becomes the full parameter: one tensor, as it is, in a pooled buffer."""
         comm = None if self.bound_comm is None else self.bound_comm.shards
         if keeps_memory or comm is None or not comm.packed.gathers_to_pool or self._planned_link(packing) is not None:
             return False
         return self.gather_coding is None and not self.extended.params and packing.shards.are_full(packing.travelling)
-
-    @property
-    def copied_bytes(self) -> int:
-        """The bytes that the last gather has copied from its buffer into full parameters."""
-        travelling = () if self.packing is None else self.packing.travelling
-        return travelling[0].copied_bytes if travelling else 0
 
     @property
     def route(self) -> str:
@@ -493,12 +478,11 @@ class ParamGroup:
         swap = self._swap
         if swap is None or not all(map(_lies_as_sharded, self._sharing)) or not swap.register_full():
             self._check_not_replaced(self.params)
-            mark_full(self.params)
             params = [param for bucket in packing.buckets for param in bucket.params]
             for param in params:
                 self._make_full(param, packing)
             self._follow_settings([*params, *self.extended.params], on_gradient)
-            swap = self._swap = Swap([*params, *self.extended.params], [p for p in params if not packing.shares(p)])
+            swap = self._swap = Swap([*params, *self.extended.params])
             swap.register_full(is_new=True)
             self.registered = params, swap.fulls[: len(params)], [], []
         params, fulls, _, _ = self.registered
@@ -615,17 +599,14 @@ class ParamGroup:
             self._drop_sub()
 
     def drop(self, keeps_memory: bool = False) -> None:
-        """Mark the full parameters as freed, and free their memory unless ``keeps_memory``."""
+        """Free the memory of the full parameters unless ``keeps_memory``."""
         packing = self.packing
-        for buffer in () if packing is None or keeps_memory else packing.fulls:
+        if keeps_memory or packing is None:
+            return
+        for buffer in packing.fulls:
             buffer.drop()
-        if packing is not None and self._swap is not None:
-            self._swap.mark_freed(keeps_memory and packing.is_held)
-        elif packing is not None:
-            params = [param for bucket in packing.buckets for param in bucket.params]
-            mark_freed([param for param in params if not packing.shares(param)], packing.is_held)
         if self.extended.params:
-            self.extended.drop(keeps_memory)
+            self.extended.drop()
 
     def _drop_sub(self) -> None:
         """Free the shards on the smaller mesh."""

@@ -12,7 +12,6 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.parameter_classes import FreedParameter
 
 # ---- Checks and registration for all parameters of a group at once.  ``map`` queries the tensors, since a Python loop takes
 # several times as long, and every forward and backward does this for every unit.
@@ -84,20 +83,14 @@ class Swap:
 
     It is made when parameters are registered for the first time, and again after user code has changed something.  A tied
     parameter has a row for each of its places.  A module with its own ``__setattr__`` (LSTM) is told afterwards.
-    ``freed``: those of ``params`` whose full parameters have memory of their own.
 
     Attributes:
         fulls: the full parameters.
         num_trainable: how many of them are trainable.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], freed: Sequence[ShardedParam]) -> None:
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.fulls = fulls = [full for param in params if (full := param.full) is not None]
-        self._marked: list[nn.Parameter] = []
-        for param in freed:
-            if type(full := param.full) is nn.Parameter:
-                full.shardwise_fqn = param.fqn  # pyright: ignore[reportAttributeAccessIssue]  of FreedParameter
-                self._marked.append(full)
         self.num_trainable = sum(param.sharded.requires_grad for param in params)
         self._rows = rows = [
             (registration, full, param)
@@ -113,7 +106,6 @@ class Swap:
             _, fulls_of, shards_of = by_registry.setdefault(id(at.parameters), (at.parameters, {}, {}))
             fulls_of[at.name], shards_of[at.name] = full, param.sharded
         self._by_registry = [*by_registry.values()]
-        self._has_memory: bool | None = None  # ``shardwise_has_memory`` of the freed parameters; None: not marked yet
 
     def register_full(self, is_new: bool = False) -> bool:
         """Register the full parameters; return False, with nothing registered, if user code has changed something.
@@ -123,11 +115,7 @@ class Swap:
         (fulls, shards), registered = self._forms, [*map(dict.get, *self._places)]
         if not (is_new or all(map(operator.is_, shards, registered)) or all(map(operator.is_, fulls, registered))):
             return False  # full ones stay registered after a forward
-        if [*map(_REQUIRES_GRAD, shards)] != self._wants:
-            return False
-        for full in self._marked:
-            full.__class__ = nn.Parameter
-        if [*map(_REQUIRES_GRAD, fulls)] != self._wants:
+        if [*map(_REQUIRES_GRAD, shards)] != self._wants or [*map(_REQUIRES_GRAD, fulls)] != self._wants:
             return False
         for registry, fulls_of, _ in self._by_registry:
             registry.update(fulls_of)
@@ -171,12 +159,3 @@ class Swap:
     def has_full(self) -> bool:
         """True if the full parameters are registered."""
         return all(map(operator.is_, self._forms[0], map(dict.get, *self._places)))
-
-    def mark_freed(self, has_memory: bool) -> None:
-        """Refuse uses of the full parameters, as ``mark_freed`` does, with less work if ``has_memory`` is as before."""
-        if self._has_memory is not has_memory:
-            for full in self._marked:
-                full.shardwise_has_memory = has_memory  # pyright: ignore[reportAttributeAccessIssue]
-            self._has_memory = has_memory
-        for full in self._marked:
-            full.__class__ = FreedParameter

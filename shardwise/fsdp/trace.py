@@ -96,11 +96,6 @@ class Trace:
                 )
         return None
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that all calls have copied from gathered buffers into full parameters."""
-        return sum(call.copied_bytes for call in self.calls)
-
     def exposed_s(self) -> dict[str, float]:
         """Return the seconds that this host waited for other ranks, by unit, the longest first."""
         waits: dict[str, float] = defaultdict(float)
@@ -111,16 +106,14 @@ class Trace:
 
     def table(self) -> str:
         """Return a table of the times of each unit, the longest waits first, and a line that compares with the plan."""
-        rows = [["unit", "waits exposed", "forward", "backward", "all-gathers", "reductions", "bytes", "copied out"]]
+        rows = [["unit", "waits exposed", "forward", "backward", "all-gathers", "reductions", "bytes"]]
         for unit in dict.fromkeys([*self.exposed_s(), *[each.unit for each in self.spans]]):
             mine = [each for each in self.spans if each.unit == unit]
             cells = [sum(each.seconds for each in mine if each.what in _BLOCKING)]
             cells += [sum(each.seconds for each in mine if each.what == what) for what in ("forward", "backward")]
             cells += [sum(each.seconds for each in mine if each.lane == lane) for lane in _LANE_NAMES[3:]]
             sent = sum(each.num_bytes for each in mine if each.what in _WITH_BYTES)
-            copied = sum(call.copied_bytes for call in self.calls if call.unit == unit)
-            amounts = [f"{num_bytes / 1e6:.2f} MB" for num_bytes in (sent, copied)]
-            rows.append([unit or "(root)", *[f"{1e3 * seconds:.2f} ms" for seconds in cells], *amounts])
+            rows.append([unit or "(root)", *[f"{1e3 * seconds:.2f} ms" for seconds in cells], f"{sent / 1e6:.2f} MB"])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([*lines, self._compared_with_plan()])
@@ -135,8 +128,7 @@ class Trace:
         if first and not num_calls:
             return f"{self.num_unplanned} calls made the plan; trace more than the first step to compare with it"
         steps = num_calls / len(self.planned)
-        copied = f"copied out: {sum(call.copied_bytes for call in self.planned) / 1e6:.2f} MB per step"
-        return f"{first}{num_calls} calls, {steps:g} steps of {len(self.planned)}: as planned; {copied}"
+        return f"{first}{num_calls} calls, {steps:g} steps of {len(self.planned)}: as planned"
 
     def to_json(self) -> str:
         """Return the Chrome trace format, which Perfetto reads too: one row for each lane, microseconds from the first."""

@@ -403,8 +403,7 @@ class Unit:
         if hearers:
             tell(op, self.name)
         if log.instruments:
-            copied = sum(group.copied_bytes for group in self.groups) if op is Op.WAIT else 0
-            call = Call(op, self.name, *measure(), copied)
+            call = Call(op, self.name, *measure())
             for instrument in log.instruments:
                 instrument.on_event(call)
 

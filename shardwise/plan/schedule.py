@@ -243,7 +243,6 @@ class UnitFacts:
         tied_units: units whose parameters its modules use too (weights tied across units).
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: as planned.
         sharing: the terms on which its gradients share a bucket; None: they do not.
-        copied_bytes: what a gather copies from its buffer into full parameters.
     """
 
     name: str
@@ -256,7 +255,6 @@ class UnitFacts:
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
     sharing: Sharing | None = None
-    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +311,8 @@ class _Simulation:
         self.in_backward: set[int] = set()
         self.reduced: list[int] = []
 
-    def call(self, op: Op, unit: int, num_bytes: int = 0, in_place: bool = False, copied_bytes: int = 0) -> None:
-        self.calls.append(Call(op, self.units[unit].name, num_bytes, in_place, copied_bytes))
+    def call(self, op: Op, unit: int, num_bytes: int = 0, in_place: bool = False) -> None:
+        self.calls.append(Call(op, self.units[unit].name, num_bytes, in_place))
 
     def unshard(self, unit: int) -> None:
         if unit not in self.is_full and unit not in self.is_gathering:
@@ -327,8 +325,7 @@ class _Simulation:
         if unit in self.is_gathering:
             self.is_gathering.discard(unit)
             self.is_full.add(unit)
-            facts = self.units[unit]
-            self.call(Op.WAIT, unit, facts.full_bytes, copied_bytes=facts.copied_bytes)
+            self.call(Op.WAIT, unit, self.units[unit].full_bytes)
 
     def reshard(self, unit: int) -> None:
         if unit in self.is_full:

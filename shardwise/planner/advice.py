@@ -106,7 +106,6 @@ class Candidate:
         fits: in the part of the device's memory that a plan may fill.
         padding_ratio: elements that are stored and moved divided by those of the model.
         num_units: of the model.
-        copied_bytes: that a step copies from gathered buffers into full parameters.
     """
 
     setting: Setting
@@ -116,7 +115,6 @@ class Candidate:
     fits: bool
     padding_ratio: float
     num_units: int
-    copied_bytes: int = 0
 
     @property
     def rank_s(self) -> float:
@@ -165,7 +163,6 @@ def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidat
         fits=memory.peak.total <= hardware.limit_bytes,
         padding_ratio=padded / profile.numel if profile.numel else 1.0,
         num_units=len(units),
-        copied_bytes=setting.accumulate * sum(call.copied_bytes for call in steps.plan.calls),
     )
 
 
@@ -325,7 +322,6 @@ _HEADINGS = (
     "exposed",
     "host",
     "sent",
-    "copied out",
     "padding",
 )
 
@@ -412,7 +408,6 @@ class Plan(SearchResult):
             _seconds(time.exposed_s),
             _seconds(time.host_s),
             format_bytes(time.inside_bytes + time.between_bytes),
-            format_bytes(candidate.copied_bytes),
             f"{candidate.padding_ratio:.2f}",
         )
 
@@ -537,7 +532,6 @@ def _json_of(candidate: Candidate) -> dict[str, object]:
         "held_bytes": dict(zip(KINDS, candidate.peak.held, strict=True)),
         "host_bytes": candidate.host_bytes,
         "seconds": asdict(candidate.time),
-        "copied_bytes": candidate.copied_bytes,
         "padding_ratio": candidate.padding_ratio,
         "units": candidate.num_units,
     }

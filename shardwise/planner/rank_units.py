@@ -117,7 +117,7 @@ def _unit(
 
     params = [profile.params[number] for number in numbers]
     trainable = [param for param in params if param.is_trainable]
-    shard = section = cast = full = payload = packed = 0
+    shard = section = cast = full = packed = 0
     is_full = False
     kept = _by([(param.dtype, full_itemsize_of(param)) for param in params], params)
     for (_, full_itemsize), members in kept:
@@ -130,7 +130,6 @@ def _unit(
         packed = mine * ranks
         if is_cut or itemsize != full_itemsize or (setting.offload and not on_cpu):
             full += bucket.full_numel * full_itemsize
-            payload += sum(each.numel for each in bucket.shards) * full_itemsize
         is_full = is_cut and bucket.is_one_tensor and len(kept) == 1
     if len(kept) > 1:
         packed, cast = section * ranks, section
@@ -152,7 +151,6 @@ def _unit(
         gather_bytes=packed if is_gathered else 0,
         in_place=is_full and is_gathered,
         full_bytes=full,
-        copied_bytes=0 if is_full or (is_cut and is_shared) else payload,
         reduce_bytes=staged,
     )
     return RankUnit(

@@ -50,7 +50,7 @@ FOR_USERS = {
     "Span": "begin_s end_s lane num_bytes seconds unit what",
     "StepError": "kind place rank text",
     "StepMeter": "data figures log num_steps step",
-    "Trace": "calls copied_bytes departure exposed_s num_unplanned planned save spans table to_json",
+    "Trace": "calls departure exposed_s num_unplanned planned save spans table to_json",
     "UnitCompression": "gathers name reductions",
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",
     "UnitTable": "ahead_bytes rows",
