@@ -401,7 +401,7 @@ def _register_tied(tied: ShardedParam, item: _FoundParam, unit: Unit) -> bool:
     for registration in item.registrations:
         registration.put(tied.sharded)
     for group in owner.groups:
-        group.forget_snapshot()
+        group.seen = None  # a parameter has been registered at further places: the tables are made again
     lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
     if lending is not None:
         Hooks(lending).reshard_for_state_dict(item.module)

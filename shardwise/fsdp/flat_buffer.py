@@ -7,7 +7,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -30,50 +30,14 @@ def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...],
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
-@dataclass(frozen=True, slots=True)
-class Allocator:
-    """Allocates memory for sections.
-
-    Attributes:
-        device: the device of the sections.
-        pins: memory on the host is page-locked.
-        shares: memory is shared with other processes of this host, if a transport provides that.
-        offloads_from: the device that computes with the sections, if they are offloaded to the host.
-    """
-
-    device: torch.device
-    pins: bool = False
-    shares: bool = False
-    offloads_from: Device | None = None
-
-    def __call__(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, object | None]:
-        """Return ``numel`` zeros, and their location for other processes of this host, None if they are private."""
-        if self.shares and numel and self.device.type == "cpu":  # meta has no memory to share
-            for provider in link_providers:
-                found = provider.take_shareable(numel * dtype.itemsize)
-                if found is not None:
-                    return found[0].view(dtype), found[1]
-        if self.offloads_from is not None and self.device.type == "cpu":
-            return self.offloads_from.host_memory(numel, dtype, self.pins).zero_(), None
-        return torch.zeros(numel, dtype=dtype, device=self.device), None
-
-
 @dataclass(slots=True, eq=False)
 class SubBucket:
     """This rank's shards on the smaller mesh of ``reshard_after_forward``; for attributes see :class:`FlatBucket`."""
 
-    params: list[ShardedParam]
     layout: Bucket
     full_dtype: torch.dtype
     local: torch.Tensor
     byte_offset: int = 0
-
-    def windows(self, rank: int) -> list[torch.Tensor]:
-        """Return the shards of ``rank``, each with a storage of its own."""
-        shapes = [shard.shard_shape(rank) for shard in self.layout.shards]
-        return [
-            suballocate(self.local, offset, shape) for offset, shape in zip(self.layout.offsets, shapes, strict=True)
-        ]
 
 
 class FlatBucket:
@@ -102,7 +66,7 @@ class FlatBucket:
         params: list[ShardedParam],
         layout: Bucket,
         full_dtype: torch.dtype,
-        allocate: Allocator,
+        storage: ParamStorage,
         travels: bool,
     ) -> None:
         self.params = params
@@ -112,12 +76,13 @@ class FlatBucket:
         self.travels = travels
         self.byte_offset = 0
         self.number: int | None = None
-        self._allocate = allocate
+        self._storage = storage
+        self._device = params[0].local.device
         self._take_memory()
 
     @torch.inference_mode(False)  # the first forward after a change may be an evaluation, and this memory outlives that
     def _take_memory(self) -> None:
-        self.local, self.place = self._allocate(self.layout.section_numel, self.dtype)
+        self.local, self.place = self._storage.allocate(self.layout.section_numel, self.dtype, self._device)
         self._packed: list[torch.UntypedStorage] = []
         self._addresses: list[int | None] = []  # of the packed memory; None for an empty shard
         self.unpacked: list[int] = []
@@ -168,7 +133,7 @@ class FlatBucket:
 
     def move_to_shared_memory(self) -> None:
         """Move the section to shared memory that local peers can read, if a transport provides any."""
-        self._allocate = Allocator(torch.device("cpu"), shares=True)
+        self._storage = replace(self._storage, is_shared=True)
         self.relocate()
         self.stage()
 
@@ -252,6 +217,17 @@ class ParamStorage:
         # Vector loads of an accelerator's kernels need 16 bytes; on CPU padding has no use.
         return max(16 // dtype.itemsize, 1) if self.on.has_streams else 1
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, object | None]:
+        """Return ``numel`` zeros for shards, and their location for other processes of this host, None if it is private."""
+        if self.is_shared and numel and device.type == "cpu":  # meta has no memory to share
+            for provider in link_providers:
+                found = provider.take_shareable(numel * dtype.itemsize)
+                if found is not None:
+                    return found[0].view(dtype), found[1]
+        if self.is_offloaded and device.type == "cpu":
+            return self.on.host_memory(numel, dtype, self.pins).zero_(), None
+        return torch.zeros(numel, dtype=dtype, device=device), None
+
     def bucket(self, params: list[ShardedParam], full_dtype: torch.dtype, is_collective: bool) -> FlatBucket:
         """Return a new bucket with ``params``, all of one dtype, packed.
 
@@ -262,8 +238,7 @@ class ParamStorage:
         travels = (
             is_collective or dtype != full_dtype or self.is_offloaded or device != self.device
         ) and layout.full_numel > 0
-        allocate = Allocator(device, self.pins, self.is_shared, self.on if self.is_offloaded else None)
-        bucket = FlatBucket(params, layout, full_dtype, allocate, travels)
+        bucket = FlatBucket(params, layout, full_dtype, self, travels)
         bucket.move_in()
         return bucket
 
@@ -420,7 +395,7 @@ class Shards:
         start = 0 if len(self.buckets) == 1 else bucket.byte_offset // itemsize
         return [
             (bucket.layout.full_offsets[index], move)
-            for index in range(len(bucket.params))
+            for index in range(len(bucket.layout.shards))
             for move in bucket.layout.moves(index, into_full=True, section_offset=start, section_stride=stride)
         ]
 
@@ -471,17 +446,13 @@ class Shards:
 
 
 class ShardEnds:
-    """The sending and receiving side of one bucket, for transports that send shards one by one.
+    """The sending and receiving side of one bucket, for transports that send shards one by one."""
 
-    ``pool``: the buffer pool of the full buffer.
-    """
-
-    def __init__(self, shards: Shards, index: int, full: FullBuffer) -> None:
+    def __init__(self, shards: Shards, index: int, full: FullBuffer, pool: BufferPool) -> None:
         bucket = shards.buckets[index]
         assert isinstance(bucket, FlatBucket)
-        self._shards, self._bucket, self._full = shards, bucket, full
+        self._shards, self._bucket, self._full, self._pool = shards, bucket, full, pool
         self._parts: dict[int, list[torch.Tensor]] = {}
-        self.pool: BufferPool | None = None
         self.layout, self.dtype, self.full_dtype = bucket.layout, bucket.dtype, bucket.full_dtype
 
     @property
@@ -496,8 +467,7 @@ class ShardEnds:
         return self._shards.section_of(self._bucket)
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
-        assert self.pool is not None
-        flat, parts = self._full.hold(self.pool), self._parts.get(rank)
+        flat, parts = self._full.hold(self._pool), self._parts.get(rank)
         if parts is None:
             windows = zip(self.layout.parts(rank), self.layout.full_offsets, strict=True)
             parts = self._parts[rank] = [full_window(flat, *each) for each in windows]
@@ -510,15 +480,16 @@ class ShardEnds:
 class Delivery:
     """The sending and receiving side of an all-gather from ``shards`` into ``fulls``, which take memory from ``pool``.
 
-    ``ends``: the buckets, if transports may send their shards one by one.  ``shard()`` returns this rank's section.
+    ``sends_alone``: transports may send the shards one by one.  ``shard()`` returns this rank's section.
     """
 
     __slots__ = ("_ends", "fulls", "pool", "shard", "shards", "take_over")
 
     def __init__(
-        self, shards: Shards, fulls: Sequence[FullBuffer], pool: BufferPool, ends: Sequence[BucketEnds] = ()
+        self, shards: Shards, fulls: Sequence[FullBuffer], pool: BufferPool, sends_alone: bool = False
     ) -> None:
-        self.shards, self.fulls, self.pool, self._ends = shards, fulls, pool, ends
+        self.shards, self.fulls, self.pool = shards, fulls, pool
+        self._ends = [ShardEnds(shards, number, full, pool) for number, full in enumerate(fulls) if sends_alone]
         self.shard = shards.section
         self.take_over = fulls[0].take_over if shards.are_full(fulls) else None
 
@@ -538,17 +509,11 @@ class Packing:
         fulls: the full buffer of each bucket.
         travelling: the full buffers of buckets that travel.
         shards: the sections of buckets that travel.
-        ends: the buckets that travel, if transports may send shards one by one (``sends_alone``).
         full_bytes: bytes of the full parameters beyond the shards.
-        pool: the buffer pool of full buffers; None before there is an engine.
-        delivery: both sides of the all-gather of all buckets that travel; None while ``pool`` is None.
+        delivery: both sides of the all-gather of all buckets that travel; None before there is an engine, or if none does.
     """
 
-    pool: BufferPool | None = None
-
-    def __init__(
-        self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage, sends_alone: bool = True
-    ) -> None:
+    def __init__(self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage) -> None:
         self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # so indices agree with ``shards``
         for bucket in self.buckets:
             bucket.stage()
@@ -564,18 +529,11 @@ class Packing:
         self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, place)
         self.full_bytes = sum(full.num_bytes for full in self.fulls)
         self.travelling = [full for full in self.fulls if not full.is_shared]
-        self.ends = [ShardEnds(self.shards, number, full) for number, full in enumerate(self.travelling) if sends_alone]
-        self._staging: tuple[Link | None, tuple[int, bool]] | None = None
         self.delivery: Delivery | None = None
 
-    def bind(self, pool: BufferPool | None) -> None:
-        """Use ``pool`` for the memory of full buffers."""
-        self.pool = pool
-        self.delivery = None
-        if pool is not None and self.travelling:
-            self.delivery = Delivery(self.shards, self.travelling, pool, self.ends)
-        for ends in self.ends:
-            ends.pool = pool
+    def bind(self, pool: BufferPool, sends_alone: bool) -> None:
+        """Use ``pool`` for the memory of full buffers; ``sends_alone``: transports may send the shards one by one."""
+        self.delivery = Delivery(self.shards, self.travelling, pool, sends_alone) if self.travelling else None
 
     def hold(self, pool: BufferPool) -> list[torch.Tensor]:
         """Return the 1-D full buffers of the buckets that travel, with their memory allocated."""
@@ -591,11 +549,6 @@ class Packing:
 
     def staging(self, link: Link | None) -> tuple[int, bool]:
         """Return the bytes that an all-gather by ``link`` allocates, and whether they include the full parameters."""
-        if self._staging is None or self._staging[0] is not link:
-            self._staging = (link, self._compute_staging(link))
-        return self._staging[1]
-
-    def _compute_staging(self, link: Link | None) -> tuple[int, bool]:
         if link is None:
             return self.shards.packed_bytes, False
         stagings = [link.gather_staging(each.layout, each.full_dtype.itemsize) for each in self.shards.buckets]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.buffer_pool import BufferPool, suballocate_all
 from shardwise.collectives.c10d import fetch_alone
 from shardwise.collectives.codec import Coding, takes
 from shardwise.collectives.compressed import Compression
@@ -25,7 +25,6 @@ from shardwise.fsdp.flat_buffer import (
     Packing,
     ParamStorage,
     ReduceLayout,
-    ShardEnds,
     Shards,
     SubBucket,
 )
@@ -47,6 +46,7 @@ class GroupComm:
         shards: for all-gathers along the shard axis.
         reduce: for reduce-scatters along the shard axis.
         replicas: for all-reduces along the replica axis.
+        pool: the buffer pool of full parameters and staging buffers.
         sub: for all-gathers along the smaller mesh of ``reshard_after_forward``.
         copies: the streams that copy offloaded shards from the host; None if shards are not offloaded.
     """
@@ -54,6 +54,7 @@ class GroupComm:
     shards: RoutedCommunicator | None
     reduce: RoutedCommunicator | None
     replicas: RoutedCommunicator | None
+    pool: BufferPool
     sub: RoutedCommunicator | None = None
     copies: CommStreams | None = None
 
@@ -70,10 +71,10 @@ def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: Pa
     cuts = [ChunkShard(shard.shape, shard.dim, axes.num_shards) for shard in bucket.layout.shards]
     dtype = bucket.full_dtype
     layout = build_bucket(cuts, place.alignment(dtype), place.alignment(dtype))
-    sub = SubBucket(bucket.params, layout, dtype, torch.empty(layout.section_numel, dtype=dtype, device=full.device))
-    for param, cut, begin, window in zip(
-        bucket.params, cuts, bucket.layout.full_offsets, sub.windows(axes.shard_rank), strict=True
-    ):
+    sub = SubBucket(layout, dtype, torch.empty(layout.section_numel, dtype=dtype, device=full.device))
+    shapes = [cut.shard_shape(axes.shard_rank) for cut in cuts]
+    windows = suballocate_all(sub.local, [*zip(layout.offsets, shapes, strict=True)])
+    for param, cut, begin, window in zip(bucket.params, cuts, bucket.layout.full_offsets, windows, strict=True):
         whole = full.narrow(0, begin, cut.numel).view(cut.shape)
         rows = cut.rows(axes.shard_rank)
         window.copy_(whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows)))
@@ -149,7 +150,7 @@ class ParamGroup:
         dtypes: the dtypes in which parameters are gathered and gradients reduced.
         compression: the compression of parameters and gradients; None: they are sent uncompressed.
         custom: replacements of the backend's collectives that the user has set.
-        bound_comm: the communicators; None before an engine has bound them, when :attr:`comm` raises.
+        bound_comm: the communicators and the pool; None before an engine has bound them, when :attr:`comm` raises.
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters stay plain tensors, and registered (``replicate``).
         num_packs: how often the parameters were packed.
@@ -192,7 +193,6 @@ class ParamGroup:
         self.num_packs = 0
         self.seen: Snapshot | None = None
         self._swap: Swap | None = None
-        self._sharing: list[ShardedParam] = []  # their full parameters are their shards
         self._kinds: list[object] = []
         self._counted: list[int] = []  # version counters at the last ensure_packed that found nothing changed
         self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
@@ -206,7 +206,6 @@ class ParamGroup:
         self.custom = CustomCollectives()
         self.compression: Compression | None = None
         self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
-        self._pool: BufferPool | None = None
         self.bound_comm: GroupComm | None = None
         self.num_replica_sums = 0
         self.gradient_dtypes: set[torch.dtype | None] | None = None
@@ -251,34 +250,29 @@ class ParamGroup:
     @property
     def gather_coding(self) -> Coding | None:
         """The coding in which parameters are gathered; None: uncompressed."""
-        coding = self.compression.policy.gather if self.compression is not None and self.axes.num_shards > 1 else None
-        return coding if coding is not None and self._has_coded else None
+        if self.compression is None or self.axes.num_shards == 1 or not any(map(self.is_coded, self.params)):
+            return None
+        return self.compression.policy.gather
 
     @property
     def reduce_coding(self) -> Coding | None:
         """The coding in which gradients are reduced (between replicas if there are any); None: uncompressed."""
-        coding = self.compression.policy.reduce if self.compression is not None else None
+        if self.compression is None or not any(map(self.is_coded, self.params)):
+            return None
         is_reduced = self.axes.num_shards > 1 or self.axes.num_replicas > 1
-        return coding if coding is not None and is_reduced and self._has_coded else None
-
-    @property
-    def _has_coded(self) -> bool:
-        return any(self.is_coded(param) for param in self.params)
+        return self.compression.policy.reduce if is_reduced else None
 
     def is_coded(self, param: ShardedParam) -> bool:
         """Return True if ``param`` is compressed when its group is."""
-        if self.compression is None:
-            return False
-        return takes(self.compression.policy, param.fqn, param.shard.shape, param.dtype.itemsize)
+        coded = self.compression
+        return coded is not None and takes(coded.policy, param.fqn, param.shard.shape, param.dtype.itemsize)
 
     def _planned_link(self, packing: Packing) -> Link | None:
         comm = self.bound_comm.shards if self.bound_comm is not None else None
         link = comm.planned_link if comm is not None else None
-        if link is None or self.extended.params:
+        if link is None or packing.delivery is None or self.extended.params:
             return None
-        return (
-            link if link.takes_gather(Delivery(packing.shards, packing.travelling, self.pool, packing.ends)) else None
-        )
+        return link if link.takes_gather(packing.delivery) else None
 
     @property
     def main_buckets(self) -> Sequence[FlatBucket]:
@@ -337,10 +331,6 @@ class ParamGroup:
             self.seen = Snapshot([*in_memory, *self.extended.params], len(in_memory))
         self.version()
 
-    def forget_snapshot(self) -> None:
-        """Rebuild the tables at the next pass: a parameter has been registered at further places."""
-        self.seen = None
-
     def _kind(self, param: ShardedParam) -> object:
         """Return what decides where the shard is: "extended", "in place", or the dtypes and the device of its bucket."""
         if self.extended.wants(param):
@@ -361,9 +351,9 @@ class ParamGroup:
             if not isinstance(kinds[param], str):
                 by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
-        packing = Packing(buckets, self.axes.num_shards, self.place, sends_alone=not self.extended.params)
-        self._sharing = [param for bucket in buckets if not bucket.travels for param in bucket.params]
-        packing.bind(self._pool)
+        packing = Packing(buckets, self.axes.num_shards, self.place)
+        if self.bound_comm is not None:
+            packing.bind(self.bound_comm.pool, sends_alone=not self.extended.params)
         self.packing, self._sub = packing, None
         self.registered = [], [], [], []
         self._kinds = [*map(self._kind, self.params)]  # packing may have moved shards to another device
@@ -385,28 +375,18 @@ class ParamGroup:
 
     # ---- unshard and reshard ----
 
-    def bind(self, pool: BufferPool, comm: GroupComm) -> None:
-        """Use ``pool`` for memory and ``comm`` for collectives from now on."""
-        self._pool = pool
+    def bind(self, comm: GroupComm) -> None:
+        """Use ``comm`` for collectives and memory from now on."""
         self.bound_comm = comm
         if self.packing is not None:
-            self.packing.bind(pool)
-
-    @property
-    def pool(self) -> BufferPool:
-        """The buffer pool of full parameters and staging buffers.  Raises: StateError before there is an engine."""
-        if self._pool is None:
-            raise StateError(
-                "parameters were asked for before an engine was there; run the root's forward or unshard()"
-            )
-        return self._pool
+            self.packing.bind(comm.pool, sends_alone=not self.extended.params)
 
     @property
     def comm(self) -> GroupComm:
         """The communicators.  Raises: StateError before there is an engine."""
         if self.bound_comm is None:
             raise StateError(
-                "a collective was asked for before an engine was there; run the root's forward or unshard()"
+                "parameters were asked for before there was an engine; run the root's forward or unshard()"
             )
         return self.bound_comm
 
@@ -419,11 +399,11 @@ class ParamGroup:
         assert packing is not None
         if from_sub:
             assert self._sub is not None
-            delivery, comm = Delivery(self._sub, packing.travelling, self.pool), ways.sub
+            delivery, comm = Delivery(self._sub, packing.travelling, ways.pool), ways.sub
         else:
             delivery, comm = packing.delivery, ways.shards
             if self.extended.params:
-                return self.extended.gather(delivery, comm, self.pool)
+                return self.extended.gather(delivery, comm, ways.pool)
         if delivery is None or not delivery.fulls:
             return None
         if comm is None and ways.copies is not None:
@@ -446,23 +426,15 @@ class ParamGroup:
 
         Returns: the handle, to be cancelled, and then the buffers to be dropped.
         """
-        packing, comm = self.packing, self.comm.shards
-        if packing is None or comm is None:
+        packing, ways = self.packing, self.comm
+        if packing is None or ways.shards is None:
             return None
-        shards, is_extended = packing.shards, bool(self.extended.params)
-        fulls = [
-            FullBuffer(each.layout.full_numel, each.full_dtype, self.device)
-            for each in self.main_buckets
-            if each.travels
-        ]
-        ends = [] if is_extended else [ShardEnds(shards, number, full) for number, full in enumerate(fulls)]
-        for each in ends:
-            each.pool = self.pool
-        delivery = Delivery(shards, fulls, self.pool, ends) if shards.buckets else None
-        if is_extended:
-            handle = self.extended.gather(delivery, comm, self.pool)
+        fulls = [FullBuffer(each.layout.full_numel, each.full_dtype, self.device) for each in packing.shards.buckets]
+        delivery = Delivery(packing.shards, fulls, ways.pool, not self.extended.params) if fulls else None
+        if self.extended.params:
+            handle = self.extended.gather(delivery, ways.shards, ways.pool)
         else:
-            handle = None if delivery is None else comm.all_gather(delivery)
+            handle = None if delivery is None else ways.shards.all_gather(delivery)
         return None if handle is None else (handle, fulls)
 
     def register_full(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
@@ -476,7 +448,7 @@ class ParamGroup:
         if self._has_new_versions:
             self._follow_writes()
         swap = self._swap
-        if swap is None or not all(map(_lies_as_sharded, self._sharing)) or not swap.register_full():
+        if swap is None or not swap.register_full():
             self._check_not_replaced(self.params)
             params = [param for bucket in packing.buckets for param in bucket.params]
             for param in params:
@@ -510,11 +482,11 @@ class ParamGroup:
 
     def _make_full(self, param: ShardedParam, packing: Packing) -> None:
         if param.full is None:
-            param.full = packing.make_full(param, self.pool)
+            param.full = packing.make_full(param, self.comm.pool)
             param.is_hooked = False
         elif packing.shares(param) and not _lies_as_sharded(param):
             # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
-            param.full.data = packing.make_full(param, self.pool).detach()
+            param.full.data = packing.make_full(param, self.comm.pool).detach()
 
     def follow_freezing(self) -> None:
         """Give shards the ``requires_grad`` that user code has set on their full parameters while these were kept."""
@@ -587,9 +559,7 @@ class ParamGroup:
 
         A parameter that user code has put in the place of a full one stays registered, as on one process.
         """
-        if self._swap is not None:
-            self._swap.register_sharded()
-        else:
+        if self._swap is None or not self._swap.register_sharded():
             for param in self.params:
                 for registration in param.registrations:
                     if param.is_own(registration.parameters.get(registration.name)):
@@ -621,7 +591,7 @@ class ParamGroup:
         assert self.sub_axes is not None
         buckets = [
             cut_bucket(bucket, full, self.sub_axes, self.place)
-            for bucket, full in zip(packing.buckets, packing.hold(self.pool), strict=True)
+            for bucket, full in zip(packing.buckets, packing.hold(self.comm.pool), strict=True)
         ]
         self._sub = Shards(buckets, self.sub_axes.num_shards, self.place)
         self.drop(keeps_memory)

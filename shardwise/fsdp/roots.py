@@ -163,7 +163,7 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
         process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
         packed = C10dCommunicator(process_group, streams.gather, comm_ctx.pool, replace(custom, all_gather=None))
         sub = RoutedCommunicator(packed, comm_ctx.pass_tracker)
-    return GroupComm(shards, reduce, replicas, sub, streams if group.place.is_offloaded else None)
+    return GroupComm(shards, reduce, replicas, comm_ctx.pool, sub, streams if group.place.is_offloaded else None)
 
 
 def bind_units(engine: Engine) -> None:
@@ -172,7 +172,7 @@ def bind_units(engine: Engine) -> None:
     comm_ctx = engine.comm_ctx
     for group in (group for unit in engine.units for group in unit.groups):
         comm = communicators(group, comm_ctx)
-        group.bind(comm_ctx.pool, comm)
+        group.bind(comm)
         for way, kind in (comm.shards, "gathers"), (comm.reduce, "reduces"), (comm.replicas, "sums"):
             if (found := _linked(group, way)) is not None:
                 getattr(users.setdefault(found, LinkUsers()), kind).append(group)

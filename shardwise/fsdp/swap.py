@@ -142,18 +142,15 @@ class Swap:
                 if full.requires_grad is not wanted:
                     param.sharded.requires_grad_(full.requires_grad)
 
-    def register_sharded(self) -> None:
-        """Register the sharded parameters; one that user code has put in the place of a full one stays, as on one process."""
-        if all(map(operator.is_, self._forms[0], map(dict.get, *self._places))):  # ``has_full``, one call less
-            for registry, _, shards in self._by_registry:
-                registry.update(shards)
-        else:
-            for at, _, param in self._rows:
-                if param.is_own(at.parameters.get(at.name)):
-                    at.parameters[at.name] = param.sharded
+    def register_sharded(self) -> bool:
+        """Register the sharded parameters; return False, with nothing done, unless all full ones are registered."""
+        if not all(map(operator.is_, self._forms[0], map(dict.get, *self._places))):  # ``has_full``, one call less
+            return False
+        for registry, _, shards in self._by_registry:
+            registry.update(shards)
         for at, _, param in self._told:
-            if at.parameters.get(at.name) is param.sharded:
-                at.call_setattr(param.sharded)
+            at.call_setattr(param.sharded)
+        return True
 
     @property
     def has_full(self) -> bool:

@@ -59,7 +59,7 @@ class UserWrites:
                 continue
             for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
                 if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
-                    full.data = packing.make_full(param, group.pool).detach()
+                    full.data = packing.make_full(param, group.comm.pool).detach()
                     versions[index] = full._version
                     raise _uncounted(param)
                 if full._version != versions[index] and not packing.shares(param):
