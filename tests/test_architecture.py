@@ -260,7 +260,6 @@ ONE_IDEA = {
     "fsdp/unit.py:UnitBackward": "how far one backward has come",
     "fsdp/gradients.py:Reduction": "gradients on their way: what each leg of it leaves for the next",
     "fsdp/flat_buffer.py:FlatBucket": "one allocation, and who lives where in it",
-    "fsdp/flat_buffer.py:Shards": "moves between shards and full parameters, each made once",
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
