@@ -27,12 +27,17 @@ def explains_arguments(function: Callable[_Args, _Result]) -> Callable[_Args, _R
     def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         for name in kwargs:
             if name not in known:
-                raise ArgumentTypeError(
-                    f"{name_of_call}() has no argument {name!r}.{did_you_mean(name, known)} It takes {', '.join(known)}"
-                )
+                raise unknown_argument(name_of_call, name, known)
         return function(*args, **kwargs)
 
     return checked
+
+
+def unknown_argument(call: str, name: str, known: Sequence[str]) -> ArgumentTypeError:
+    """Return the error of ``call``, which takes the arguments ``known``, for ``name``."""
+    return ArgumentTypeError(
+        f"{call}() has no argument {name!r}.{did_you_mean(name, known)} It takes {', '.join(known)}"
+    )
 
 
 def explains_fields(kind: type[_Result]) -> type[_Result]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
-from types import ModuleType, TracebackType
-from typing import Any, cast, overload
+from collections.abc import Callable, Generator, Iterable
+from types import ModuleType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,13 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
 
 from shardwise import torch_private
-from shardwise.arguments import explains_arguments, ids_of_ignored
+from shardwise.arguments import explains_arguments, ids_of_ignored, unknown_argument
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.consistency.process_groups import broadcast_from_first
-from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError, did_you_mean
-from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_torch
+from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError
+from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch
 from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit
-from shardwise.fsdp.engine import engine_of
+from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
 from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, names_of
 from shardwise.fsdp.module import FSDPModule, mix_in
@@ -106,21 +107,23 @@ def _join_or_stand_alone() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def check_mesh(mesh: object) -> None:
-    """Raise ArgumentTypeError unless ``mesh`` is a DeviceMesh."""
+def _checked_mesh(mesh: object, dim_names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return ``mesh``, or the default mesh for None.  Raises: ArgumentTypeError for any other object."""
+    if mesh is None:
+        return default_mesh(dim_names)
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
             f"mesh is {mesh!r} of type {type(mesh).__name__}; expected a DeviceMesh, as init_device_mesh('cuda', (ranks,)) of "
             "torch.distributed.device_mesh makes one, or None for all ranks"
         )
+    return mesh
 
 
-def axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
+def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshAxes:
     """Return the roles of the axes of ``mesh``: 1-D is (shard,), 2-D is (replicate, shard), ``dims`` names others.
 
     Raises: ConfigError, UsageError with torch's messages for a mesh that does not fit.
     """
-    check_mesh(mesh)
     if dims is not None:
         return _named_axes(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -152,20 +155,16 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
     for name in (*names_of(dims.shard), *names_of(dims.replicate)):
         if name not in names:
             raise ConfigError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
-    if not names_of(dims.shard):
-        return MeshAxes(_one_axis(mesh, names_of(dims.replicate)), None, 0, dims, mesh)
-    shard = _one_axis(mesh, names_of(dims.shard))
-    if not names_of(dims.replicate):
-        return MeshAxes(shard, 0, None, dims, mesh)
-    joined = torch_private.join_meshes([_one_axis(mesh, names_of(dims.replicate)), shard])
-    return MeshAxes(joined, 1, 0, dims, mesh)
+    parts = [_one_axis(mesh, part) for part in (names_of(dims.replicate), names_of(dims.shard)) if part]
+    joined = parts[0] if len(parts) == 1 else torch_private.join_meshes(parts)
+    return MeshAxes(joined, len(parts) - 1 if dims.shard else None, 0 if dims.replicate else None, dims, mesh)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else torch_private.flatten_mesh(mesh[names], "_".join(names))
 
 
-def resolve_reshard(value: Any, num_shards: int) -> bool | int:
+def _resolve_reshard(value: Any, num_shards: int) -> bool | int:
     """Return ``reshard_after_forward`` as True, False or a true divisor of ``num_shards``.
 
     Raises: ConfigError for another type or a number that does not divide.
@@ -216,40 +215,33 @@ def _place_axes(
     return axes, False if kept == 1 else kept
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    placements: Placements | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    compression: CompressionPolicy | None = ...,
-    sync_module_states: bool = ...,
-) -> FSDPModule: ...
+_Args = ParamSpec("_Args")
+_Kind = TypeVar("_Kind")
 
 
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    placements: Placements | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    compression: CompressionPolicy | None = ...,
-    sync_module_states: bool = ...,
-) -> list[FSDPModule]: ...
+class _Api(Protocol[_Args, _Kind]):
+    """An API that takes a module or a list of them, and returns what it was given, with the methods of ``_Kind``."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, module: nn.Module, *args: _Args.args, **kwargs: _Args.kwargs) -> _Kind: ...
+
+    @overload
+    def __call__(self, module: list[nn.Module], *args: _Args.args, **kwargs: _Args.kwargs) -> list[_Kind]: ...
 
 
+def _of(_: type[_Kind]) -> Callable[[Callable[Concatenate[Any, _Args], Any]], _Api[_Args, _Kind]]:
+    """Return the decorator of an API that gives modules the methods of a class."""
+
+    def with_state(function: Any) -> Any:
+        function.state = attachment_of
+        return function
+
+    return with_state
+
+
+@_of(FSDPModule)
 @explains_arguments
 def fully_shard(
     module: nn.Module | list[nn.Module],
@@ -305,51 +297,36 @@ def fully_shard(
         >>> fully_shard(model)  # doctest: +SKIP
     """
     modules = modules_in(module, "fully_shard")
-    check_modules(modules, "fully_shard")
-    mesh = mesh if mesh is not None else default_mesh()
-    axes = axes_of(mesh, dp_mesh_dims)
+    axes = _axes_of(_checked_mesh(mesh), dp_mesh_dims)
     is_asked = reshard_after_forward is not None
     if placements is not None:
         axes, reshard_after_forward = _place_axes(placements, axes, reshard_after_forward)
     if axes.shard_mesh_dim is None:
         reshard: bool | int | None = False
     else:
-        reshard = None if reshard_after_forward is None else resolve_reshard(reshard_after_forward, axes.num_shards)
+        reshard = None if reshard_after_forward is None else _resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = ids_of_ignored(ignored_params, "fully_shard")
     precision, offload = precision_from(mp_policy), offload_from(offload_policy)
     preset = Preset(
         axes, reshard, precision, offload, shard_placement_fn, ignored, False, compression, sync_module_states
     )
-    check_compression(compression, axes, "fully_shard")
-    attachment = build_unit(modules, preset)
+    unit = _build(modules, preset, FSDPModule)
     if reshard is False and placements is not None and not is_asked:
-        attachment.unit.uses_default_reshard = True  # full parameters stay for a backward, not after an evaluation
-    for each in attachment.unit.modules:
-        mix_in(each, FSDPModule, "FSDP")
-    return cast("FSDPModule | list[FSDPModule]", module)
+        unit.uses_default_reshard = True  # full parameters stay for a backward, not after an evaluation
+    return cast(Any, module)
 
 
 def modules_in(given: object, api: str) -> list[nn.Module]:
     """Return the argument of ``api``, a module or several, as a list.
 
-    Raises: ConfigError if it is anything else.
+    Raises: ConfigError, UsageError or StateError if it is anything else, or if ``api`` cannot take one of the modules.
     """
-    if isinstance(given, nn.Module):
-        return [given]
-    modules = list(cast(Iterable[object], given)) if isinstance(given, Iterable) else [given]
-    for each in modules:
-        if not isinstance(each, nn.Module):
-            raise ConfigError(
-                f"{api} takes a module or a list of modules, found {each!r} of type {type(each).__name__}"
-            )
-    if not modules:
-        raise ConfigError(f"{api} takes a module or a list of modules, found an empty {type(given).__name__}")
-    return cast(list[nn.Module], modules)
-
-
-def check_modules(modules: Sequence[nn.Module], api: str) -> None:
-    """Raise ConfigError or UsageError if ``api`` cannot take one of ``modules``."""
-    for module in modules:
+    is_one = isinstance(given, nn.Module) or not isinstance(given, Iterable)
+    modules = [given] if is_one else [*cast(Iterable[object], given)]
+    wrong = next((each for each in modules or [given] if not isinstance(each, nn.Module)), None)
+    if wrong is not None:
+        raise ConfigError(f"{api} takes a module or a list of modules, found {wrong!r} of type {type(wrong).__name__}")
+    for module in cast(list[nn.Module], modules):
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if is_container and type(module).forward is nn.Module.forward:
             raise ConfigError(
@@ -361,30 +338,31 @@ def check_modules(modules: Sequence[nn.Module], api: str) -> None:
                 f"{api}: torch's own {' and '.join(torch_private.composable_apis_of(module))} manages the parameters of this "
                 f"{type(module).__name__} already; call one of the two, not both"
             )
+        if api == "replicate" and isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
+            raise StateError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
         if attachment_of(module) is not None:
             raise UsageError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"{type(module).__name__} was given to {api} before: leave out one of the calls; shardwise.policy(...) and "
                 "the set_* methods change settings afterwards"
             )
+    return cast(list[nn.Module], modules)
 
 
-def check_compression(policy: object, axes: MeshAxes, api: str) -> None:
-    """Raise ConfigError unless ``policy`` is a CompressionPolicy, or None, for parameters on ``axes``."""
-    if policy is not None and not isinstance(policy, CompressionPolicy):
-        raise ConfigError(f"{api}: compression is {policy!r}, expected a CompressionPolicy or None")
-    if policy is not None and policy.gather is not None and axes.replicate_mesh_dim is not None:
+def _build(modules: list[nn.Module], preset: Preset, kind: type[FSDPModule]) -> Unit:
+    """Make a unit of ``modules``, and give them the methods of ``kind``."""
+    policy = preset.compression
+    if policy is not None and not isinstance(policy, CompressionPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"compression is {policy!r}, expected a CompressionPolicy or None")
+    if policy is not None and policy.gather is not None and preset.axes.replicate_mesh_dim is not None:
         raise ConfigError(
-            f"{api}: CompressionPolicy(gather={policy.gather!r}) on a mesh with replicas, between which parameters are not "
-            "gathered; leave gather=None: reduce compresses the gradients between replicas"
+            f"CompressionPolicy(gather={policy.gather!r}) on a mesh with replicas, between which parameters are not gathered; "
+            "leave gather=None: reduce compresses the gradients between replicas"
         )
-
-
-def _state(module: nn.Module) -> Attachment | None:
-    return attachment_of(module)
-
-
-fully_shard.state = _state  # pyright: ignore[reportFunctionMemberAccess]
+    unit = build_unit(modules, preset)
+    for each in unit.modules:
+        mix_in(each, kind)
+    return unit
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -406,11 +384,12 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     Raises: ValueError if a module is not sharded.
     """
-    attachments = [attachment_of(cast(nn.Module, module)) for module in modules]
-    for module, attachment in zip(modules, attachments, strict=True):
+    engines: list[Engine] = []
+    for module in modules:
+        attachment = attachment_of(cast(nn.Module, module))
         if attachment is None:
             raise ConfigError(f"Expects list of FSDPModules but got {module}")
-    engines = [provisional_engine(attachment) for attachment in attachments if attachment is not None]
+        engines.append(provisional_engine(attachment))
     share_streams(engines)
 
 
@@ -454,36 +433,7 @@ class ReplicateModule(FSDPModule):
             self.require_backward_grad_sync = before
 
 
-@overload
-def replicate(
-    module: nn.Module,
-    ignored_modules: Iterable[nn.Module] | None = ...,
-    *,
-    mesh: DeviceMesh | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    compression: CompressionPolicy | None = ...,
-    **ddp: Any,
-) -> ReplicateModule: ...
-
-
-@overload
-def replicate(
-    module: list[nn.Module],
-    ignored_modules: Iterable[nn.Module] | None = ...,
-    *,
-    mesh: DeviceMesh | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    compression: CompressionPolicy | None = ...,
-    **ddp: Any,
-) -> list[ReplicateModule]: ...
-
-
+@_of(ReplicateModule)
 def replicate(
     module: nn.Module | list[nn.Module],
     ignored_modules: Iterable[nn.Module] | None = None,
@@ -525,92 +475,52 @@ def replicate(
         >>> from shardwise import replicate
         >>> replicate(model)  # doctest: +SKIP
     """
-    _check_older(ddp)
-    modules = modules_in(module, "replicate")
-    for each in modules:
-        if attachment_of(each) is not None and not isinstance(each, ReplicateModule):
-            raise StateError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
-    check_modules(modules, "replicate")
-    is_plain = bool(ddp) or ignored_modules is not None
-    axes = _plain_axes(ddp) if is_plain and mesh is None else _mesh_axes(mesh, dp_mesh_dims)
-    ignored = ids_of_ignored(ignored_params, "replicate")
-    ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
-    precision, offload = precision_from(mp_policy), offload_from(offload_policy)
-    preset = Preset(axes, False, precision, offload, None, ignored, is_plain, compression)
-    check_compression(compression, axes, "replicate")
-    if is_plain and ddp.get("init_sync", True):
-        shared = [tensor.detach() for tensor in _start_tensors(modules, ddp) if id(tensor) not in ignored]
-        broadcast_from_first(shared, axes.mesh.get_group(0))
-    attachment = build_unit(modules, preset)
-    for each in attachment.unit.modules:
-        if is_plain and _shares_buffers(ddp):
-            keep_buffers_equal(each, axes.mesh.get_group(0))
-        mix_in(each, ReplicateModule, "Replicate")
-    return cast("ReplicateModule | list[ReplicateModule]", module)
-
-
-def _mesh_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> MeshAxes:
-    mesh = mesh if mesh is not None else default_mesh(("replicate",))
-    if dims is not None:
-        axes = axes_of(mesh, dims)
-        if axes.shard_mesh_dim is not None:
-            raise ConfigError(
-                "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). "
-                "Use fully_shard() for sharding."
-            )
-        return axes
-    check_mesh(mesh)
-    if mesh.ndim != 1:
-        raise ConfigError(f"replicate expects a 1D DeviceMesh but got {mesh}")
-    return MeshAxes(mesh, replicate_mesh_dim=0)
-
-
-def _check_older(ddp: dict[str, Any]) -> None:
-    unknown = sorted(set(ddp) - OLDER_ARGUMENTS)
-    known = [*OLDER_ARGUMENTS, "mesh", "mp_policy", "offload_policy", "ignored_params", "dp_mesh_dims", "compression"]
-    if unknown:
-        raise ArgumentTypeError(
-            f"replicate() has no argument {', '.join(unknown)}.{did_you_mean(unknown[0], known)} It takes "
-            "mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims and compression, or, in the older call, "
-            "ignored_modules and the arguments of DistributedDataParallel"
-        )
+    for name in sorted(ddp.keys() - OLDER_ARGUMENTS):
+        own = [*inspect.signature(replicate).parameters][2:-1]
+        raise unknown_argument("replicate", name, [*own, "ignored_modules", *sorted(OLDER_ARGUMENTS)])
     if ddp.get("mixed_precision") is not None:
         raise ConfigError(
             "replicate() does not take DDP's mixed_precision: pass mp_policy=MixedPrecisionPolicy(param_dtype=..., "
             "reduce_dtype=...) and no argument of DistributedDataParallel"
         )
-
-
-def _shares_buffers(ddp: dict[str, Any]) -> bool:
-    """Return True if buffers are broadcast before forwards: ``broadcast_buffers`` is the older name, None means the default."""
+    modules = modules_in(module, "replicate")
+    is_plain = bool(ddp) or ignored_modules is not None
+    axes = _replica_axes(mesh, dp_mesh_dims, ddp)
+    ignored = ids_of_ignored(ignored_params, "replicate")
+    ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
+    precision, offload = precision_from(mp_policy), offload_from(offload_policy)
+    preset = Preset(axes, False, precision, offload, None, ignored, is_plain, compression)
+    # Buffers are broadcast before forwards; ``broadcast_buffers`` is the older name, None means the default.
     newer, older = ddp.get("forward_sync_buffers"), ddp.get("broadcast_buffers")
-    return older is not False if newer is None else bool(newer)
+    shares_buffers = older is not False if newer is None else bool(newer)
+    if is_plain and ddp.get("init_sync", True):
+        found: list[torch.Tensor] = [param for each in modules for param in each.parameters()]
+        if shares_buffers or newer is not None:
+            found += [buffer for each in modules for buffer in each.buffers()]
+        shared = [each.detach() for each in found if id(each) not in ignored and not isinstance(each, DTensor)]
+        broadcast_from_first(shared, axes.mesh.get_group(0))
+    for each in _build(modules, preset, ReplicateModule).modules:
+        if is_plain and shares_buffers:
+            keep_buffers_equal(each, axes.mesh.get_group(0))
+    return cast(Any, module)
 
 
-def _start_tensors(modules: list[nn.Module], ddp: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the plain tensors that DDP broadcasts at the start: parameters, and buffers unless ``broadcast_buffers=False``."""
-    found: list[torch.Tensor] = [param for each in modules for param in each.parameters()]
-    if _shares_buffers(ddp) or ddp.get("forward_sync_buffers") is not None:
-        found += [buffer for each in modules for buffer in each.buffers()]
-    return [tensor for tensor in found if not isinstance(tensor, DTensor)]
-
-
-def _plain_axes(ddp: dict[str, Any]) -> MeshAxes:
-    device_id = ddp.get("device_id")
+def _replica_axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, ddp: dict[str, Any]) -> MeshAxes:
+    device_id, group = ddp.get("device_id"), ddp.get("process_group")
     if device_id is not None and not isinstance(device_id, (int, torch.device)):
         raise StateError(f"Expected device_id to be int or torch.device, but got {type(device_id)}")
-    mesh: DeviceMesh | None = ddp.get("device_mesh")
-    group: dist.ProcessGroup | None = ddp.get("process_group")
-    if mesh is None and group is None:
-        mesh = default_mesh(("replicate",))
-    elif mesh is None and group is not None:
-        device_type = torch_private.accelerator_type()
-        mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("replicate",))
-    assert mesh is not None
-    return MeshAxes(mesh, replicate_mesh_dim=0)
-
-
-replicate.state = _state  # pyright: ignore[reportFunctionMemberAccess]
+    mesh = mesh if mesh is not None else ddp.get("device_mesh")
+    if mesh is None and group is not None:
+        mesh = DeviceMesh.from_group(group, torch_private.accelerator_type(), mesh_dim_names=("replicate",))
+    mesh = _checked_mesh(mesh, ("replicate",))
+    axes = MeshAxes(mesh, replicate_mesh_dim=0) if dims is None else _axes_of(mesh, dims)
+    if axes.shard_mesh_dim is not None:
+        raise ConfigError(
+            "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use fully_shard() for sharding."
+        )
+    if axes.mesh.ndim != 1:
+        raise ConfigError(f"replicate expects a 1D DeviceMesh but got {mesh}")
+    return axes
 
 
 # ---- ``use_in``: make code that calls torch's FSDP2 by name call shardwise.
@@ -623,7 +533,7 @@ _OLDER_PATHS = ("torch.distributed._composable.fsdp", "torch.distributed._compos
 _PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.replicate_with_fsdp")
 
 
-class use_in:
+class use_in(contextlib.ExitStack):
     """Replace torch's ``fully_shard`` and related functions in the namespaces of ``modules`` by those of shardwise.
 
     It is for code that calls ``fully_shard`` itself: pass a trainer's module that has imported the name, or
@@ -640,22 +550,20 @@ class use_in:
     """
 
     def __init__(self, *modules: ModuleType) -> None:
-        self.replaced: list[tuple[ModuleType, str]] = []
-        self._before: list[Any] = []
+        super().__init__()
         added = [each for module in modules for each in _at_older_paths(module) if each not in modules]
-        found = [
+        self.replaced: list[tuple[ModuleType, str]] = [
             (module, name) for module in (*modules, *added) for name, value in vars(module).items() if _is_torchs(value)
         ]
         for module in modules:
-            if not any(owner is module for owner, _ in found):
+            if not any(owner is module for owner, _ in self.replaced):
                 raise ConfigError(
                     f"{module.__name__} has no name for torch's fully_shard, or it is replaced already; pass the module that "
                     "calls it, or torch.distributed.fsdp if that one imports it in a function"
                 )
-        for module, name in found:
+        for module, name in self.replaced:
             before = getattr(module, name)
-            self._before.append(before)
-            self.replaced.append((module, name))
+            self.callback(setattr, module, name, before)
             setattr(module, name, _OURS[before.__name__])
         left = _users_of_torchs() if added else []
         if left:
@@ -663,17 +571,6 @@ class use_in:
                 "%s imported torch's function before use_in was called and still use it: pass these modules to use_in, too",
                 ", ".join(left),
             )
-
-    def __enter__(self) -> use_in:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restore torch's functions."""
-        while self.replaced:
-            module, name = self.replaced.pop()
-            setattr(module, name, self._before.pop())
 
 
 def _at_older_paths(module: ModuleType) -> list[ModuleType]:
@@ -695,10 +592,4 @@ def _users_of_torchs() -> list[str]:
 
 
 def _is_torchs(value: object) -> bool:
-    place = getattr(value, "__module__", None)
-    return (
-        getattr(value, "__name__", None) in _OURS
-        and callable(value)
-        and isinstance(place, str)
-        and place.startswith(_PLACES)
-    )
+    return callable(value) and getattr(value, "__name__", None) in _OURS and value.__module__.startswith(_PLACES)

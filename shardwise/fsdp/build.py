@@ -198,7 +198,7 @@ class _FoundParam:
     memory: Extent | None = None
 
 
-def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
+def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Unit:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     watch_optimizers()
     if torch_private.accelerator_type() == "cpu":
@@ -242,7 +242,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     hooks.install()
     hooks.install_state_dict_hooks()
     hooks.listen()
-    return attachment
+    return unit
 
 
 def _manager_of(param: nn.Parameter) -> ShardedParam | None:

@@ -243,14 +243,16 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
     return {original: mixed for (original, mixin), mixed in _mixed_classes.items() if mixin is FSDPModule}
 
 
-def mix_in(module: nn.Module, mixin: type, prefix: str) -> None:
+def mix_in(module: nn.Module, mixin: type) -> None:
     """Put ``mixin`` first in the method resolution order of ``module``, and the classes of :func:`tool_classes` last."""
     original = type(module)
     mixed = _mixed_classes.get((original, mixin))
     if mixed is None:
         # Packages compare ``__module__`` of a class with their own name; transformers does before it initializes weights.
         body: dict[str, Any] = {"__module__": original.__module__, "_original_class": original}
-        mixed = type(f"{prefix}{original.__name__}", (mixin, original, *tool_classes()), body)
+        mixed = type(
+            f"{mixin.__name__.removesuffix('Module')}{original.__name__}", (mixin, original, *tool_classes()), body
+        )
         _mixed_classes[original, mixin] = mixed
     module.__class__ = mixed
     attachment = attachment_of(module)

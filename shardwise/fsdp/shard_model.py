@@ -16,7 +16,7 @@ from shardwise import torch_private
 from shardwise.arguments import check_whole, explains_arguments, ids_of_ignored
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.api import check_modules, default_mesh, describe_units, fully_shard, replicate
+from shardwise.fsdp.api import default_mesh, describe_units, fully_shard, modules_in, replicate
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
 from shardwise.fsdp.mesh import DataParallelMeshDims
@@ -192,9 +192,9 @@ def shard_model(
                 f"shard_model: strategy {row.strategy!r} shards no parameter, so that it takes no reshard_after_forward, "
                 "shard_placement_fn, dp_mesh_dims or sync_module_states; leave them out"
             )
-        plain = {"device_mesh": mesh or default_mesh(("replicate",))} if row.strategy == "zero1" else {"mesh": mesh}
-        options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression, **plain}
-        return replicate(model, mp_policy=mp_policy, offload_policy=offload_policy, **options)
+        older: dict[str, Any] = {"init_sync": True} if row.strategy == "zero1" else {}  # parameters stay plain
+        options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression, **older}
+        return replicate(model, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, **options)
     mesh = mesh if mesh is not None else default_mesh()
     name = type(model).__name__
 
@@ -237,4 +237,4 @@ def _check(model: nn.Module, min_unit_bytes: int) -> None:
             f"shard_model: {type(model).__name__} was sharded before, with all its parameters, so its blocks cannot become "
             "units any more. Call shard_model once, instead of fully_shard on the root; fully_shard on parts may come first."
         )
-    check_modules([model], "shard_model")
+    modules_in(model, "shard_model")
