@@ -10,7 +10,6 @@ from helpers.models import Block
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import get_overloads
 
 from shardwise import (
     ConfigError,
@@ -42,7 +41,7 @@ def test_what_apis_refuse() -> None:
             api(Block)
         with pytest.raises(ConfigError, match="found 3 of type int"):
             api([nn.Linear(2, 2), 3])
-        with pytest.raises(ConfigError, match="an empty list"):
+        with pytest.raises(ConfigError, match=r"found \[\] of type list"):
             api([])
     with pytest.raises(ConfigError, match="takes the root module"):
         shard_model(Block)
@@ -64,13 +63,3 @@ def test_a_method_that_is_not_forward_and_not_registered_raises_the_error_of_dte
         model = api(WithMethod(6, 4))
         with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
             model.encode(torch.ones(2, 6))
-
-
-def test_type_checkers_see_what_apis_return() -> None:
-    # As text: what else the signatures name need not be there at run time.
-    assert [each.__annotations__["return"] for each in get_overloads(fully_shard)] == ["FSDPModule", "list[FSDPModule]"]
-    assert [each.__annotations__["return"] for each in get_overloads(replicate)] == [
-        "ReplicateModule",
-        "list[ReplicateModule]",
-    ]
-    assert shard_model.__annotations__["return"] == "FSDPModule"

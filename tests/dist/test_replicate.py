@@ -117,7 +117,7 @@ def test_wrong_arguments_are_refused() -> None:
         {"shard_placement_fn": None, "device_ids": None},
     ):
         module = nn.Linear(2, 2)
-        with pytest.raises(TypeError, match=f"has no argument {next(iter(wrong))}.*It takes mesh, mp_policy"):
+        with pytest.raises(TypeError, match=f"has no argument {next(iter(wrong))!r}.*It takes mesh, mp_policy"):
             replicate(module, **wrong)
         assert type(module) is nn.Linear
 

@@ -129,6 +129,8 @@ def shards() -> FSDPModule:
     weights: dict[str, torch.Tensor] = full_state_dict(model, dtype=torch.bfloat16, only=weight_names, rank=0)
     weights |= dict(full_tensors(model, dtype=None, only=None))
     copied: ReplicateModule = replicate(Net(), mesh=mesh)
+    several: list[FSDPModule] = fully_shard([nn.Linear(8, 8), nn.Linear(8, 8)], mesh=mesh)
+    print(several, len(replicate([nn.Linear(8, 8)], mesh=mesh)), replicate([nn.Linear(8, 8)])[0].no_sync())
     with copied.no_sync():
         copied.require_backward_grad_sync = True
     copied.set_requires_gradient_sync(True)
