@@ -146,7 +146,7 @@ def matrix(sizes: Sequence[int]) -> Iterator[Job]:
 
 
 def _matrix_of_hosts(sizes: Sequence[int]) -> Iterator[Job]:
-    """Yield jobs over the hierarchy: two hosts of several ranks, behind the doors that gather."""
+    """Yield jobs on two hosts of several ranks, behind the doors that gather."""
     for num_ranks in (size for size in sizes if size >= 4):
         for door in ("fully_shard", "whole_matrix"):
             program = Program(door, "auto", ranks_per_host=num_ranks // 2)

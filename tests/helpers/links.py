@@ -21,7 +21,6 @@ def make_links(
     """
     found = tuple(pids or [os.getpid()] * num_ranks)
     segments = tuple(Segment.create(SEGMENT_BYTES) for _ in found)
-    ranks = range(len(found))
-    named = tuple(members or ranks)
-    hosts = [HostGroup(segments, found, rank, ranks, named, lambda rank, number: []) for rank in ranks]
+    named = tuple(members or range(len(found)))
+    hosts = [HostGroup(segments, found, rank, named, lambda rank, number: []) for rank in range(len(found))]
     return [HostLink(host, HEADER_BYTES, 64, timeout_s, SUM_SLOT_BYTES) for host in hosts]

@@ -15,7 +15,6 @@ from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import C10dCommunicator, all_gather_single, reduce_scatter_single
-from shardwise.collectives.host.hierarchy import TieredLink, column_of
 from shardwise.collectives.host.local_peers import (
     HEADER_BYTES,
     ArenaPlace,
@@ -25,16 +24,15 @@ from shardwise.collectives.host.local_peers import (
     collect_from,
     meet,
 )
-from shardwise.collectives.host.send_recv import NUM_INBOXES, Inboxes, PeerLink
+from shardwise.collectives.host.send_recv import PeerLink
 from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, sums_bytes
 from shardwise.collectives.protocol import Communicator
 from shardwise.collectives.routes import Link, PassTracker, RoutedCommunicator
 from shardwise.collectives.streams import SideStream, device_of
-from shardwise.consistency.liveness import on_host
 
 SLOT_BYTES = 4096
 SUM_SLOT_BYTES = 1024
-INBOXES = HEADER_BYTES + outbox_bytes(SLOT_BYTES) + sums_bytes(SUM_SLOT_BYTES)  # where they start
+SEGMENT_BYTES = HEADER_BYTES + outbox_bytes(SLOT_BYTES) + sums_bytes(SUM_SLOT_BYTES)
 CPU = torch.device("cpu")
 
 
@@ -66,7 +64,7 @@ class Way:
                 shapes,
                 full_dtype=full_dtype,
                 number=number,
-                shares=isinstance(self.link, (HostLink, TieredLink)),
+                shares=isinstance(self.link, HostLink),
             )
             for number, base in enumerate(bases)
         ]
@@ -119,10 +117,9 @@ def _messages(way: Way) -> Link | None:
     return PeerLink(way.group, way.pool)
 
 
-def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
-    with on_host(str(way.rank // (per_host or way.size))):
-        outcome = meet(way.group, "auto", INBOXES + NUM_INBOXES * way.size * SLOT_BYTES, "contract")
-    assert outcome.local_peers, "ranks of one host share memory"
+def _shared_memory(way: Way) -> Link | None:
+    outcome = meet(way.group, "auto", SEGMENT_BYTES, "contract")
+    assert outcome.segments, "ranks of one host share memory"
     said: list[list[ArenaPlace]] = [[]]
 
     def places_of(rank: int, number: int) -> list[ArenaPlace]:
@@ -131,10 +128,7 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
         rows = json.loads(collect_from(outcome.exchange, f"sections/{number}", [rank])[0])
         return [ArenaPlace(Segment.open(SegmentAddress(*row[:4])), row[4]) for row in rows]
 
-    local_peers = outcome.local_peers
-    host = HostGroup(
-        outcome.segments, outcome.pids, local_peers.index(way.rank), local_peers, outcome.exchange.members, places_of
-    )
+    host = HostGroup(outcome.segments, outcome.pids, way.rank, outcome.exchange.members, places_of)
     link = HostLink(host, HEADER_BYTES, SLOT_BYTES, 20.0, SUM_SLOT_BYTES)
 
     def publish_sections(ends: Sequence[Ends]) -> None:
@@ -148,15 +142,7 @@ def _shared_memory(way: Way, per_host: int | None = None) -> Link | None:
         link.publish_sections(number)
 
     way.publish_sections = publish_sections
-    if per_host is None:
-        return link
-    between = PeerLink(way.group, way.pool, column_of(way.rank, per_host, way.size))
-    return TieredLink(link, between, Inboxes(link, INBOXES, way.size * SLOT_BYTES))
-
-
-def _two_hosts(way: Way) -> Link | None:
-    """Half of the ranks on each of two hosts; two ranks are on one: alone on theirs they would send messages."""
-    return _shared_memory(way, way.size // 2) if way.size > 2 else _shared_memory(way)
+    return link
 
 
 WAYS = {
@@ -165,9 +151,8 @@ WAYS = {
     "custom": _custom,
     "messages": _messages,
     "shared memory": _shared_memory,
-    "two hosts": _two_hosts,
 }
-LINKS = ("messages", "shared memory", "two hosts")
+LINKS = ("messages", "shared memory")
 
 
 @contextmanager

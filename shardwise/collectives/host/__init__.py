@@ -1,4 +1,4 @@
-"""Transports that only CPU ranks use: shared memory on one host, sends and receives, and both in a hierarchy."""
+"""Transports that only CPU ranks use: shared memory on one host, else sends and receives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool
-from shardwise.collectives.host.hierarchy import TieredLink, column_of
 from shardwise.collectives.host.local_peers import (
     HEADER_BYTES,
     ArenaPlace,
@@ -26,7 +25,7 @@ from shardwise.collectives.host.local_peers import (
     meet,
     take_shareable,
 )
-from shardwise.collectives.host.send_recv import MAX_RANKS, NUM_INBOXES, Inboxes, PeerLink, padded_bytes
+from shardwise.collectives.host.send_recv import MAX_RANKS, PeerLink
 from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, slot_bytes, sum_slot_bytes, sums_bytes
 from shardwise.collectives.routes import (
     Link,
@@ -50,24 +49,16 @@ class _AgreedSizes:
         sections: dtype and number of elements of each bucket's section.
         slot_bytes: bytes of one slot of the outbox.
         sum_slot_bytes: bytes of one slot for in-place sums.
-        gather_bytes: bytes of the sections of the largest all-gather, with padding.
-        num_ranks: size of the group.
     """
 
     sections: tuple[tuple[str, int], ...]
     slot_bytes: int
     sum_slot_bytes: int
-    gather_bytes: int
-    num_ranks: int
-
-    @property
-    def inboxes_start(self) -> int:
-        return HEADER_BYTES + outbox_bytes(self.slot_bytes) + sums_bytes(self.sum_slot_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a segment, for any number of hosts; pages that are never written take no memory."""
-        return self.inboxes_start + NUM_INBOXES * self.num_ranks * self.gather_bytes
+        """Bytes of a segment."""
+        return HEADER_BYTES + outbox_bytes(self.slot_bytes) + sums_bytes(self.sum_slot_bytes)
 
     def digest(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()
@@ -99,7 +90,7 @@ class GroupLink:
         self._timeout_s = timeout_s
         self._sizes: _AgreedSizes | None = None
         self._link: Link | None = None
-        self._inside: HostLink | None = None  # the part of the link that shares memory
+        self._host_link: HostLink | None = None  # the link, if it shares memory
         self._exchange: StoreExchange | None = None
         self._published: list[ArenaPlace] = []
         self._num_published = 0
@@ -109,7 +100,7 @@ class GroupLink:
 
         Collective when it makes one.  Raises: DesyncError if a rank does not arrive or has shards of other sizes.
         """
-        if self._sizes is not None and self._inside is None:
+        if self._sizes is not None and self._host_link is None:
             return self._link
         users = LinkUsers(*([group for ref in refs if (group := ref()) is not None] for refs in self._users))
         buckets = [bucket for group in users.gathers for bucket in group.main_buckets if bucket.travels]
@@ -119,8 +110,8 @@ class GroupLink:
                 self._sizes = sizes
                 self._link = self._make(sizes)
                 self._published = []
-        if self._inside is not None:
-            self._publish_sections(buckets, self._inside)
+        if self._host_link is not None:
+            self._publish_sections(buckets, self._host_link)
         return self._link
 
     def _publish_sections(self, buckets: Sequence[LinkedBucket], link: HostLink) -> None:
@@ -164,35 +155,25 @@ class GroupLink:
 
     def _make(self, sizes: _AgreedSizes) -> Link | None:
         meeting = meet(self._process_group, self._transport, sizes.num_bytes, sizes.digest())
-        self._inside = None
-        if meeting.local_peers:
-            return self._make_shared(sizes, meeting)
+        self._host_link = None
+        if meeting.segments:
+            self._host_link = self._make_shared(sizes, meeting)
+            return self._host_link
         if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
             return None
-        link = PeerLink(self._process_group, self._pool)
-        link.is_on_one_host = meeting.are_on_one_host
-        return link
+        return PeerLink(self._process_group, self._pool, meeting.are_on_one_host)
 
-    def _make_shared(self, sizes: _AgreedSizes, meeting: Outcome) -> Link:
+    def _make_shared(self, sizes: _AgreedSizes, meeting: Outcome) -> HostLink:
         self._exchange = meeting.exchange
-        ref, rank, local_peers = weakref.ref(self), self._process_group.rank(), meeting.local_peers
+        ref, rank = weakref.ref(self), self._process_group.rank()
 
         def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
             owner = ref()
             assert owner is not None  # the GroupLink owns the link, so it outlives it
             return owner._places_of(rank, number)
 
-        host = HostGroup(
-            meeting.segments, meeting.pids, local_peers.index(rank), local_peers, meeting.exchange.members, places_of
-        )
-        self._inside = inside = HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s, sizes.sum_slot_bytes)
-        if len(local_peers) == sizes.num_ranks:
-            return inside
-        column = column_of(rank, len(local_peers), sizes.num_ranks)
-        between = PeerLink(self._process_group, self._pool, column)
-        return TieredLink(
-            inside, between, Inboxes(inside, sizes.inboxes_start, len(between.peers) * sizes.gather_bytes)
-        )
+        host = HostGroup(meeting.segments, meeting.pids, rank, meeting.exchange.members, places_of)
+        return HostLink(host, HEADER_BYTES, sizes.slot_bytes, self._timeout_s, sizes.sum_slot_bytes)
 
 
 def can_link(process_group: dist.ProcessGroup, devices: Collection[torch.device]) -> bool:
@@ -202,13 +183,12 @@ def can_link(process_group: dist.ProcessGroup, devices: Collection[torch.device]
 
 
 def _sizes_of(users: LinkUsers, num_ranks: int) -> _AgreedSizes:
-    travelling = [[bucket for bucket in group.main_buckets if bucket.travels] for group in users.gathers]
-    sections = tuple((str(each.dtype), each.layout.section_numel) for buckets in travelling for each in buckets)
-    gathered = [sum(padded_bytes(b.layout.section_numel * b.full_dtype.itemsize) for b in each) for each in travelling]
+    buckets = [bucket for group in users.gathers for bucket in group.main_buckets if bucket.travels]
+    sections = tuple((str(each.dtype), each.layout.section_numel) for each in buckets)
     reduced = [numel * itemsize for group in users.reduces for numel, itemsize in group.largest_reductions()]
     summed = sum(numel * itemsize for group in users.sums for numel, itemsize in group.largest_reductions())
     slot = slot_bytes(max(reduced, default=0), num_ranks)
-    return _AgreedSizes(sections, slot, sum_slot_bytes(summed), max(gathered, default=0), num_ranks)
+    return _AgreedSizes(sections, slot, sum_slot_bytes(summed))
 
 
 def register_transports() -> None:

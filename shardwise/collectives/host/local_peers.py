@@ -260,36 +260,15 @@ class Outcome:
 
     Attributes:
         exchange: where they may post more for each other.
-        local_peers: the ranks that share memory with this one, itself included: all of the group, or the ranks of its
-            host if every host has the same number; empty if ranks share no memory.
-        segments, pids: of the local peers.
+        segments, pids: of the ranks, in order; empty if they share no memory.
         are_on_one_host: all ranks are on one host, whether they share memory or not.
     """
 
     transport: Transport
     exchange: StoreExchange
-    local_peers: range = range(0)
     segments: tuple[Segment, ...] = ()
     pids: tuple[int, ...] = ()
     are_on_one_host: bool = False
-
-
-def local_peers_of(rank: int, hosts: Sequence[str]) -> range:
-    """Return the ranks on the host of ``rank``; none unless all hosts have equally many ranks, numbered consecutively.
-
-    ``hosts``: the host of each rank.
-
-    Example:
-        >>> local_peers_of(2, ["a", "a", "b", "b"]), local_peers_of(1, ["a", "a"]), local_peers_of(0, ["a", "b"]),
-        local_peers_of(0, ["a", "a", "b"]) (range(2, 4), range(0, 2), range(0, 0), range(0, 0))
-    """
-    size = hosts.count(hosts[0])
-    groups = [hosts[start : start + size] for start in range(0, len(hosts), size)]
-    is_even = all(len(group) == size and len(set(group)) == 1 for group in groups)
-    if size == 1 or not is_even or len({group[0] for group in groups}) < len(groups):
-        return range(0)
-    start = rank - rank % size
-    return range(start, start + size)
 
 
 def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest: str) -> Outcome:
@@ -317,16 +296,13 @@ def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest:
     on_one_host = len({fields[2] for fields in found}) == 1
     if transport != "auto":
         return Outcome(transport, exchange, are_on_one_host=on_one_host)
-    local_peers = local_peers_of(rank, [fields[2] for fields in found])
-    segments, problem = _open_all(found, exchange, own, local_peers)
+    segments, problem = _open_all(found, exchange, own, on_one_host)
     problems = [*filter(None, _complete(exchange, exchange.gather("opened", problem), range(exchange.size)))]
     if problems:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
         return Outcome(transport, exchange, are_on_one_host=on_one_host)
-    return Outcome(
-        transport, exchange, local_peers, segments, tuple(found[peer][4][0] for peer in local_peers), on_one_host
-    )
+    return Outcome(transport, exchange, segments, tuple(fields[4][0] for fields in found), on_one_host)
 
 
 def _create(num_bytes: int) -> tuple[Segment | None, str]:
@@ -340,21 +316,19 @@ def _create(num_bytes: int) -> tuple[Segment | None, str]:
 
 
 def _open_all(
-    found: Sequence[Sequence[Any]], exchange: StoreExchange, own: Segment | None, local_peers: range
+    found: Sequence[Sequence[Any]], exchange: StoreExchange, own: Segment | None, on_one_host: bool
 ) -> tuple[tuple[Segment, ...], str]:
     problem = next((fields[3] for fields in found if fields[3]), "")
-    if not problem and not local_peers:
+    if not problem and not on_one_host:
         problem = "they are on different hosts"
-        if len({fields[2] for fields in found}) < len(found):
-            problem += ", not as many on each, or not side by side"
-    if not problem and len({found[peer][4][0] for peer in local_peers}) < len(local_peers):
+    if not problem and len({fields[4][0] for fields in found}) < len(found):
         problem = "some are threads of one process"
     if problem or own is None:
         return (), problem or "no segment of its own"
     segments: list[Segment] = []
-    for peer in local_peers:
+    for peer, fields in enumerate(found):
         try:
-            segments.append(own if peer == exchange.rank else Segment.open(SegmentAddress(*found[peer][4])))
+            segments.append(own if peer == exchange.rank else Segment.open(SegmentAddress(*fields[4])))
         except OSError as error:
             return (
                 (),
@@ -384,27 +358,25 @@ def _stamp(epoch: int, pass_number: int, call: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostGroup:
-    """The ranks of a group that are processes of one host: the whole group, or a part of it.
+    """The ranks of a group whose ranks are processes of one host.
 
     Attributes:
-        segments: one per rank of this host, in group order: a header, then the shared bytes.
+        segments: one per rank: a header, then the shared bytes.
         pids: process ids, which tell a dead rank from a late one.
-        place: index of this rank among them.
-        ranks: their ranks in the group.  members: the global rank of each rank of the group, as errors name them.
-        places_of: ``places_of(rank, number)`` returns where the sections of group rank ``rank`` lie, per bucket of the
-            link, as that rank published them for the ``number``-th time.
+        rank: this one.  members: the global rank of each rank, as errors name them.
+        places_of: ``places_of(rank, number)`` returns where the sections of ``rank`` lie, per bucket of the link, as that
+            rank published them for the ``number``-th time.
     """
 
     segments: tuple[Segment, ...]
     pids: tuple[int, ...]
-    place: int
-    ranks: range
+    rank: int
     members: tuple[int, ...]
     places_of: Callable[[int, int], Sequence[ArenaPlace]]
 
 
 class LocalPeers:
-    """This rank's words and those of the other ranks of its host; ranks are numbered by their index on the host.
+    """This rank's words and those of the other ranks of its group.
 
     Passes are counted from the last exception: a rank that leaves a pass by an exception enters a new epoch, the others
     follow with an error at their next check, and all ranks meet in the first pass of the new epoch.
@@ -414,19 +386,15 @@ class LocalPeers:
         timeout_s: how long to wait for a live rank.
 
     Attributes:
-        others: indices of the other ranks.  kind: of the last pass.
-        blamed: the rank that caused the last error here.
+        others: the other ranks.  kind: of the last pass.
     """
 
     def __init__(self, host: HostGroup, timeout_s: float) -> None:
-        assert len(host.segments) == len(host.pids) == len(host.ranks)
-        self.others = tuple(place for place in range(len(host.segments)) if place != host.place)
+        self.others = tuple(place for place in range(len(host.segments)) if place != host.rank)
         self.kind: PassKind = "forward"
-        self.blamed = host.ranks[host.place]
-        self._ranks = host.ranks
-        self._members, self._name = host.members, host.members[self.blamed]
+        self._members, self._name = host.members, host.members[host.rank]
         self._words = tuple(segment.words for segment in host.segments)
-        self._mine = self._words[host.place]
+        self._mine = self._words[host.rank]
         self._alive = {place: Liveness(host.pids[place]) for place in self.others}
         self._timeout_s = timeout_s
         self._epoch = self._pass_number = 0
@@ -457,10 +425,9 @@ class LocalPeers:
                 self._check_epoch(place, what)
         if found != word:
             other = "forward" if word & _IN_BACKWARD else "backward"
-            raise self._blame(
-                place,
+            raise TransportError(
                 f"rank {self.name_of(place)} starts a {other} where rank {self._name} starts a {self.kind}; every rank must "
-                "make the same calls in the same order",
+                "make the same calls in the same order"
             )
 
     def close(self, waits: Callable[[str], None]) -> None:
@@ -547,10 +514,9 @@ class LocalPeers:
             return
         if not alive.is_alive():
             raise self._lost(place, f"rank {self._name} waited {time.monotonic() - start:.1f} s for it at {what}")
-        raise self._blame(
-            place,
+        raise TransportError(
             f"rank {self._name} waited {self._timeout_s:g} s for rank {self.name_of(place)} at {what}; every rank must make "
-            "the same calls in the same order",
+            "the same calls in the same order"
         )
 
     def _check_epochs(self, what: str) -> None:
@@ -564,27 +530,21 @@ class LocalPeers:
         if gone:  # its end is why the other one has left
             raise self._lost(gone[0], f"rank {self._name} was at {what}")
         its = self.name_of(place)
-        raise self._blame(
-            place,
+        raise TransportError(
             f"rank {its} raised an exception while rank {self._name} was at {what}; "
-            f"see the error of rank {its}{cited(store_of_job(), [its])}",
+            f"see the error of rank {its}{cited(store_of_job(), [its])}"
         )
 
     def name_of(self, place: int) -> int:
         """Return the global rank of the rank at ``place``."""
-        return self._members[self._ranks[place]]
-
-    def _blame(self, place: int, problem: str) -> TransportError:
-        self.blamed = self._ranks[place]
-        return TransportError(problem)
+        return self._members[place]
 
     def _lost(self, place: int, where: str) -> TransportError:
         """Return the error for the rank at ``place``, whose process has ended, with its failure report."""
         store, name = store_of_job(), self.name_of(place)
         if store is not None:
             is_gone(store, name)  # records it, so that other hosts are notified
-        text = gone_in_words(store, [name])
-        return self._blame(place, f"{text}; {where}. {look_next()}")
+        return TransportError(f"{gone_in_words(store, [name])}; {where}. {look_next()}")
 
     def _has_stayed(self, place: int) -> bool:
         return self._words[place][_EPOCH] <= self._epoch

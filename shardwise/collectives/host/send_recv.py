@@ -16,13 +16,12 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
-from shardwise.collectives.host.shared_memory import HostLink
 from shardwise.collectives.protocol import BucketEnds, GatherEnds, Handle, OnceHandle, Scale, ScatterEnds
 from shardwise.collectives.routes import Link, PassKind, can_sum_in_parts, pack_parts, section_parts, sum_sections
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import wait_all
 from shardwise.errors import TransportError
-from shardwise.layout import Bucket, align
+from shardwise.layout import Bucket
 
 # ---- Unfinished messages without a waiter, and the memory that they read and write, are kept as long as their process
 # group.
@@ -76,100 +75,13 @@ def wait_without_error(works: list[dist.Work], group: dist.ProcessGroup) -> bool
     return True
 
 
-# ---- Inboxes: shared memory of a host that receives the sections of other hosts; all ranks of the host copy from it.
-
-NUM_INBOXES = 3  # all-gathers that may receive at once
-_ALIGNMENT = 64  # bytes
-
-
-def padded_bytes(num_bytes: int) -> int:
-    """Return the bytes that a section of ``num_bytes`` takes in an inbox."""
-    return align(num_bytes, _ALIGNMENT)
-
-
-def _section_bytes(bucket: BucketEnds) -> int:
-    return padded_bytes(bucket.layout.section_numel * bucket.full_dtype.itemsize)
-
-
-class Inboxes:
-    """``NUM_INBOXES`` receive areas in every segment of a host; all-gather i of a pass uses number i modulo that.
-
-    A rank receives the sections of its column there: for each bucket, those of the other hosts in host order.
-
-    Args:
-        inside: the link of the host.
-        start: byte offset of the first inbox in a segment.  slot_bytes: bytes of one inbox.
-    """
-
-    def __init__(self, inside: HostLink, start: int, slot_bytes: int) -> None:
-        self._inside, self._first, self._slot_bytes = inside, start, slot_bytes
-        per_host = len(inside.ranks)
-        columns = [range(place, inside.num_ranks, per_host) for place in range(per_host)]
-        self._others = [[rank for rank in column if rank not in inside.ranks] for column in columns]
-        self._parts: dict[tuple[int, int], tuple[Bucket, list[torch.Tensor]]] = {}
-
-    def takes(self, ends: GatherEnds) -> bool:
-        """True if all sections of this all-gather fit; the same on every rank."""
-        return sum(_section_bytes(each) for each in ends.buckets()) * len(self._others[0]) <= self._slot_bytes
-
-    def windows(self, index: int, buckets: Sequence[BucketEnds]) -> list[dict[int, torch.Tensor]]:
-        """Return, for each bucket, the windows of this rank's inbox that receive its sections, by sending rank."""
-        start, place = self._start(index), self._inside.place
-        found: list[dict[int, torch.Tensor]] = []
-        for bucket in buckets:
-            windows: dict[int, torch.Tensor] = {}
-            for rank in self._others[place]:
-                windows[rank] = self._section(place, start, bucket)
-                start += _section_bytes(bucket)
-            found.append(windows)
-        return found
-
-    def copy_out(self, index: int, buckets: Sequence[BucketEnds]) -> None:
-        """Copy what all ranks of this host have received to the full parameters."""
-        start = self._start(index)
-        for bucket in buckets:
-            size = _section_bytes(bucket)
-            for place, ranks in enumerate(self._others):
-                for number, rank in enumerate(ranks):
-                    torch_private.copy_all(
-                        bucket.full_parts(rank), self._received(place, start + number * size, bucket, rank)
-                    )
-            start += len(self._others[0]) * size
-
-    def _start(self, index: int) -> int:
-        return self._first + index % NUM_INBOXES * self._slot_bytes
-
-    def _section(self, place: int, start: int, bucket: BucketEnds) -> torch.Tensor:
-        return self._inside.segments[place].tensor(start, bucket.layout.section_numel, bucket.full_dtype)
-
-    def _received(self, place: int, start: int, bucket: BucketEnds, rank: int) -> list[torch.Tensor]:
-        known = self._parts.get((start, rank))
-        if known is None or known[0] is not bucket.layout or known[1][0].dtype is not bucket.full_dtype:
-            parts = section_parts(bucket.layout, self._section(place, start, bucket), rank)
-            known = self._parts[start, rank] = bucket.layout, parts
-        return known[1]
-
-
 # High numbers: users of the same group are likely to choose low ones.
-_TAG_PASS, TAG_GATHER, TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
+_TAG_PASS, _TAG_GATHER, _TAG_SCATTER = 0x5A00, 0x5A01, 0x5A02
 MAX_RANKS = 32  # beyond that, a message per peer and tensor costs more than the copies it saves
 # On one host, a collective of fewer bytes (of what travels together) is cheaper than its messages
 # (benchmarks/small_units.py). Between hosts messages always win: they send fewer bytes.
 LEAST_BYTES_ON_HOST = 1 << 20
 MIN_LARGE_SHARE = 0.5  # of a section: with many small tensors, messages save too few copies
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """A handshake at the start of a pass.
-
-    ``mine`` and each of ``theirs``: pass number; 1 for backward; 1 if the rank wants collectives; 1 + the rank at fault
-    if the sender refuses the pass, else 0.
-    """
-
-    mine: torch.Tensor
-    theirs: dict[int, torch.Tensor]
-    works: list[dist.Work]
 
 
 class PeerLink(Link):
@@ -178,70 +90,44 @@ class PeerLink(Link):
     Args:
         group: the process group.
         pool: memory for staging.
-        ranks: the ranks of ``group`` that the link connects, this one included; by default all of them.
-
-    Attributes:
         is_on_one_host: all ranks are on one host but cannot share memory.
     """
 
     name = "send/recv"
 
-    def __init__(self, group: dist.ProcessGroup, pool: BufferPool, ranks: range | None = None) -> None:
-        self.group = group
-        self.rank = group.rank()
-        found = range(group.size()) if ranks is None else ranks
-        self.size = len(found)
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool, is_on_one_host: bool = False) -> None:
+        self.group, self.pool = group, pool
+        self.rank, self.size = group.rank(), group.size()
         # Each rank starts with its right neighbour, so that the first messages do not all go to the same rank.
-        place = found.index(self.rank)
-        self.peers = tuple(found[(place + step) % self.size] for step in range(1, self.size))
-        self.pool = pool
-        self.is_on_one_host = False
+        self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+        self._is_on_one_host = is_on_one_host
         self._pass_number = 0
         self._sends: list[dist.Work] = []
 
     # ---- passes ----
 
     def open(self, kind: PassKind, wants_collectives: bool) -> bool:
-        found = self._exchange([kind == "backward", wants_collectives, 0])
+        self._pass_number += 1
+        mine = torch.tensor([self._pass_number, kind == "backward", wants_collectives], dtype=torch.int64, device="cpu")
+        theirs = {peer: torch.empty_like(mine) for peer in self.peers}
+        works = [self.send(mine, peer, _TAG_PASS) for peer in self.peers]
+        works += [self.recv(theirs[peer], peer, _TAG_PASS) for peer in self.peers]
         try:
-            self.wait_all(found.works)
+            self.wait_all(works)
         except BaseException:
-            keep(self.group, found.works)
+            keep(self.group, works, [mine, theirs])
             raise
-        for peer, words in found.theirs.items():
-            pass_number, is_backward, wants, blamed = words.tolist()
-            if [pass_number, is_backward] != found.mine[:2].tolist():
-                names = self._members()
+        for peer, words in theirs.items():
+            pass_number, is_backward, wants = words.tolist()
+            if [pass_number, is_backward] != mine[:2].tolist():
+                names = dist.get_process_group_ranks(self.group)
                 raise TransportError(
                     f"rank {names[peer]} starts a {'backward' if is_backward else 'forward'} (number {pass_number}) where rank "
                     f"{names[self.rank]} starts a {kind} (number {self._pass_number}); every rank must make the same calls "
                     "in the same order"
                 )
-            if blamed:
-                names = self._members()
-                raise TransportError(
-                    f"rank {names[blamed - 1]} did not enter the {kind} that rank {names[self.rank]} starts, as rank "
-                    f"{names[peer]} of its host reports; see the error of rank {names[peer]}"
-                )
             wants_collectives = wants_collectives or bool(wants)
         return not wants_collectives
-
-    def _members(self) -> Sequence[int]:
-        """Return the global ranks, as errors name them."""
-        return dist.get_process_group_ranks(self.group)
-
-    def refuse(self, kind: PassKind, blamed: int) -> None:
-        """Notify the others, without waiting, that this host does not enter the pass because of rank ``blamed``."""
-        found = self._exchange([kind == "backward", False, blamed + 1])
-        keep(self.group, found.works, [found])
-
-    def _exchange(self, words: list[int]) -> _Exchange:
-        self._pass_number += 1
-        mine = torch.tensor([self._pass_number, *words], dtype=torch.int64, device="cpu")
-        theirs = {peer: torch.empty_like(mine) for peer in self.peers}
-        works = [self.send(mine, peer, _TAG_PASS) for peer in self.peers]
-        works += [self.recv(theirs[peer], peer, _TAG_PASS) for peer in self.peers]
-        return _Exchange(mine, theirs, works)
 
     def close(self) -> None:
         self.wait_all(self._sends)
@@ -261,7 +147,7 @@ class PeerLink(Link):
         return self._is_worth(ends.layout, ends.dtype.itemsize) and can_sum_in_parts(scale, self.size)
 
     def _is_worth(self, layout: Bucket, itemsize: int) -> bool:
-        least = LEAST_BYTES_ON_HOST if self.is_on_one_host else 0
+        least = LEAST_BYTES_ON_HOST if self._is_on_one_host else 0
         return layout.full_numel * itemsize >= least and is_worth_messages(layout)
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
@@ -370,12 +256,12 @@ class _MessageGather(Messages[GatherEnds]):
                 if target.numel():
                     self.works.append(self._receive(target, peer))
                 if part.numel():
-                    sends.append(link.send(part.reshape(-1), peer, TAG_GATHER))
+                    sends.append(link.send(part.reshape(-1), peer, _TAG_GATHER))
             if layout.tail_numel:
                 message = self.staged(layout.tail_numel, section.dtype)
                 self._staged.append((theirs[large:], section_parts(layout, message, peer, large)))
-                self.works.append(link.recv(message, peer, TAG_GATHER))
-                sends.append(link.send(tail, peer, TAG_GATHER))
+                self.works.append(link.recv(message, peer, _TAG_GATHER))
+                sends.append(link.send(tail, peer, _TAG_GATHER))
         # the messages read the shards themselves, which change only after the pass
         if section.dtype is bucket.dtype:
             link.wait_sends_at_close(sends)
@@ -384,11 +270,11 @@ class _MessageGather(Messages[GatherEnds]):
 
     def _receive(self, target: torch.Tensor, peer: int) -> dist.Work:
         if target.is_contiguous():
-            return self.peer_link.recv(target.reshape(-1), peer, TAG_GATHER)
+            return self.peer_link.recv(target.reshape(-1), peer, _TAG_GATHER)
         # The window has gaps: the parameter is not sharded along dim 0.
         message = self.staged(target.numel(), target.dtype)
         self._staged.append(([target], [message.view(target.shape)]))
-        return self.peer_link.recv(message, peer, TAG_GATHER)
+        return self.peer_link.recv(message, peer, _TAG_GATHER)
 
     def finish(self, ends: GatherEnds) -> None:
         rank = self.peer_link.rank
@@ -419,17 +305,17 @@ class _MessageScatter(Messages[ScatterEnds]):
             theirs = ends.full_parts(peer)
             for window, part in zip(section_parts(layout, section, link.rank)[:large], theirs[:large], strict=True):
                 if window.numel():
-                    self.works.append(link.recv(window.reshape(-1), peer, TAG_SCATTER))
+                    self.works.append(link.recv(window.reshape(-1), peer, _TAG_SCATTER))
                 if part.numel():
                     flat = part.reshape(-1).contiguous()  # a copy if the parameter is not sharded along dim 0
                     self.memory.append(flat)
-                    self.works.append(link.send(flat, peer, TAG_SCATTER))
+                    self.works.append(link.send(flat, peer, _TAG_SCATTER))
             if layout.tail_numel:
                 tail = self.staged(layout.tail_numel, dtype)
                 pack_parts(layout, theirs, tail, peer, large)
                 window = section.narrow(0, layout.tail_start, layout.tail_numel)
-                self.works.append(link.recv(window, peer, TAG_SCATTER))
-                self.works.append(link.send(tail, peer, TAG_SCATTER))
+                self.works.append(link.recv(window, peer, _TAG_SCATTER))
+                self.works.append(link.send(tail, peer, _TAG_SCATTER))
 
     def finish(self, ends: ScatterEnds) -> None:
         self.wait_works()

@@ -318,7 +318,7 @@ _LABELS = FIRST_FREE + 4  # the labels of what the slots of the outbox hold star
 
 NUM_SLOTS = 3  # reductions that a rank may be ahead of the slowest
 _SUMS = _LABELS + NUM_SLOTS  # the words of in-place sums start here
-NEXT_FREE = _SUMS + NUM_SUM_WORDS
+assert _SUMS + NUM_SUM_WORDS < NUM_WORDS
 
 
 def slot_bytes(section_bytes: int, num_ranks: int) -> int:
@@ -331,16 +331,8 @@ def outbox_bytes(slot: int) -> int:
     return NUM_SLOTS * slot
 
 
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """A reduction whose parts are in the outbox: its number in the pass, and this rank's own section."""
-
-    index: int
-    own: torch.Tensor
-
-
 class HostLink(Link):
-    """The link of the ranks of one host: a whole group, or the part of it on this host (under :class:`hierarchy.TieredLink`).
+    """The link of a group whose ranks are all processes of one host.
 
     Args:
         host: the ranks.
@@ -349,11 +341,9 @@ class HostLink(Link):
         sum_slot_bytes: bytes of a slot for in-place sums, after the outbox; 0 if there are none.
 
     Attributes:
-        local_peers: the ranks of this host.  ranks: their ranks in the group.  place: index of this rank among them.
-        num_ranks: of the group.  members: the global rank of each rank of the group, as errors name them.
-        rank: this rank in the group.
+        local_peers: the ranks of the group.  rank: this one.
         gathers: those launched in this pass and not waited for yet.
-        sums: in-place sums of the ranks of this host.
+        sums: in-place sums.
     """
 
     name = "shared memory"
@@ -363,12 +353,9 @@ class HostLink(Link):
     def __init__(
         self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
     ) -> None:
-        assert NEXT_FREE < NUM_WORDS
         self.local_peers = LocalPeers(host, timeout_s)
-        self.segments = host.segments
-        self.rank = host.ranks[host.place]
-        self.place, self.ranks, self.num_ranks, self.members = host.place, host.ranks, len(host.members), host.members
-        self._places_of = host.places_of
+        self._segments, self._places_of = host.segments, host.places_of
+        self.rank, self._num_ranks = host.rank, len(host.segments)
         self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
         self._outbox = outbox
         self._slot_bytes = slot_bytes
@@ -378,7 +365,7 @@ class HostLink(Link):
         self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         behind = outbox + outbox_bytes(slot_bytes)
-        self.sums = self._sums = Sums(self.local_peers, self.place, behind, sum_slot_bytes, self._view)
+        self.sums = self._sums = Sums(self.local_peers, self.rank, behind, sum_slot_bytes, self._view)
 
     # ---- passes ----
 
@@ -395,15 +382,15 @@ class HostLink(Link):
     def publish_sections(self, number: int) -> None:
         """Publish that this rank has posted, for the ``number``-th time, where its sections lie."""
         self.local_peers.publish(_SECTIONS, number)
-        self._places.pop(self.place, None)
+        self._places.pop(self.rank, None)
 
     def _find_sections(self) -> None:
-        for place, rank in enumerate(self.ranks):
-            number = self.local_peers.latest(place, _SECTIONS)
-            known = self._places.get(place)
+        for rank in range(self._num_ranks):
+            number = self.local_peers.latest(rank, _SECTIONS)
+            known = self._places.get(rank)
             if known is None or known[0] != number:
-                self._places[place] = number, self._places_of(rank, number)
-                self._parts = {key: parts for key, parts in self._parts.items() if key[1] != place}
+                self._places[rank] = number, self._places_of(rank, number)
+                self._parts = {key: parts for key, parts in self._parts.items() if key[1] != rank}
 
     def close(self) -> None:
         for gather in list(self.gathers):
@@ -448,51 +435,43 @@ class HostLink(Link):
         return gather
 
     def read_sections(self, ends: GatherEnds) -> None:
-        """Copy the sections of this host's ranks to the full parameters."""
+        """Copy the sections of all ranks to the full parameters."""
         for bucket in ends.buckets():
-            for place, rank in enumerate(self.ranks):
-                torch_private.copy_all(bucket.full_parts(rank), self._section_parts(bucket, place))
+            for rank in range(self._num_ranks):
+                torch_private.copy_all(bucket.full_parts(rank), self._section_parts(bucket, rank))
         self.local_peers.publish(_READ, self.local_peers.stamp(self._num_gathers - len(self.gathers) - 1))
 
-    def _section_parts(self, bucket: BucketEnds, place: int) -> list[torch.Tensor]:
+    def _section_parts(self, bucket: BucketEnds, rank: int) -> list[torch.Tensor]:
         assert bucket.number is not None
-        key = (bucket.number, place)
+        key = (bucket.number, rank)
         parts = self._parts.get(key)
         if parts is None:
-            where = self._places[place][1][bucket.number]
+            where = self._places[rank][1][bucket.number]
             section = where.segment.tensor(where.offset, bucket.layout.section_numel, bucket.dtype)
-            parts = self._parts[key] = section_parts(bucket.layout, section, self.ranks[place])
+            parts = self._parts[key] = section_parts(bucket.layout, section, rank)
         return parts
 
     # ---- reductions ----
 
     def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
         num_bytes = ends.section_numel * ends.dtype.itemsize
-        return slot_bytes(num_bytes, self.num_ranks) <= self._slot_bytes and can_sum_in_parts(scale, self.num_ranks)
+        return slot_bytes(num_bytes, self._num_ranks) <= self._slot_bytes and can_sum_in_parts(scale, self._num_ranks)
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         # Both sides of the slot must be free: it may still hold this rank's own parts.
-        while self._scatters and self._scatters[0].posted.index <= self._num_reductions - NUM_SLOTS:
+        while self._scatters and self._scatters[0].index <= self._num_reductions - NUM_SLOTS:
             self._scatters[0].wait()
-        scatter = _HostScatter(self, ends, scale, self.post(ends))
-        self._scatters.append(scatter)
-        return scatter
-
-    def post(self, ends: ScatterEnds) -> Posted:
-        """Copy the gradients for every rank of the group to the outbox, and release them.
-
-        Waits until the others have read what the slot held ``NUM_SLOTS`` reductions ago; this rank must have read it.
-        """
         index = self._num_reductions
         self._num_reductions += 1
         if index >= NUM_SLOTS:
             self.local_peers.wait_for_all(
                 _CONSUMED, self.local_peers.stamp(index - NUM_SLOTS), f"gradients of {ends.label}"
             )
-        own = self._fill_outbox(ends, index)
+        scatter = _HostScatter(self, ends, scale, index, self._fill_outbox(ends, index))
         self.local_peers.publish(_LABELS + index % NUM_SLOTS, _digest(ends))
         self.local_peers.publish(_POSTED, self.local_peers.stamp(index))
-        return Posted(index, own)
+        self._scatters.append(scatter)
+        return scatter
 
     def forget_scatter(self, scatter: _HostScatter) -> None:
         """Remove ``scatter``, which is delivered or cancelled."""
@@ -503,11 +482,10 @@ class HostLink(Link):
         """Copy the gradients to the outbox and release them; return this rank's own section."""
         layout, numel = ends.layout, ends.section_numel
         if not layout.num_large:  # one copy of the whole is cheaper than many of small parts
-            ends.fill(self._view(self.place, self._slot_start(index), self.num_ranks * numel, ends.dtype))
-            return self._outgoing(self.place, self.rank, index, ends)
-        for rank in range(self.num_ranks):
-            if rank != self.rank:
-                pack_parts(layout, ends.full_parts(rank), self._outgoing(self.place, rank, index, ends), rank)
+            ends.fill(self._view(self.rank, self._slot_start(index), self._num_ranks * numel, ends.dtype))
+            return self._outgoing(self.rank, self.rank, index, ends)
+        for rank in self.local_peers.others:
+            pack_parts(layout, ends.full_parts(rank), self._outgoing(self.rank, rank, index, ends), rank)
         own = ends.target()
         pack_parts(layout, ends.full_parts(self.rank), own, self.rank)
         ends.drop()
@@ -517,48 +495,43 @@ class HostLink(Link):
         """True if every rank's parts of reduction ``index`` can be read."""
         return self.local_peers.have_reached(_POSTED, self.local_peers.stamp(index))
 
-    def wait_posted(self, ends: ScatterEnds, index: int) -> None:
-        """Wait for every rank's parts of reduction ``index``.
+    def sum_posted(self, ends: ScatterEnds, index: int, own: torch.Tensor, scale: Scale) -> torch.Tensor:
+        """Wait for every rank's parts of reduction ``index``; return their sum for this rank, and free the slot.
 
         Raises: TransportError if a rank reduces something else.
         """
         self.local_peers.wait_for_all(_POSTED, self.local_peers.stamp(index), f"gradients of {ends.label}")
         expected = _digest(ends)
-        for place in self.local_peers.others:
-            if self.local_peers.latest(place, _LABELS + index % NUM_SLOTS) != expected:
-                its = self.members[self.ranks[place]]
+        for rank in self.local_peers.others:
+            if self.local_peers.latest(rank, _LABELS + index % NUM_SLOTS) != expected:
                 raise TransportError(
-                    f"rank {self.members[self.rank]} reduces gradients of {ends.label} ({ends.section_numel} elements of "
-                    f"{ends.dtype} per rank) as number {index} of this backward, rank {its} reduces "
-                    "something else. Every rank must run the same units in the same order and get gradients for the same "
-                    "parameters."
+                    f"rank {self.local_peers.name_of(self.rank)} reduces gradients of {ends.label} ({ends.section_numel} "
+                    f"elements of {ends.dtype} per rank) as number {index} of this backward, rank "
+                    f"{self.local_peers.name_of(rank)} reduces something else. Every rank must run the same units in the same "
+                    "order and get gradients for the same parameters."
                 )
-
-    def sum_posted(self, ends: ScatterEnds, posted: Posted, scale: Scale, owner: int, out: torch.Tensor) -> None:
-        """Sum the gradients of this host's ranks for group rank ``owner`` into ``out``; all have posted them."""
         sections = [
-            posted.own if rank == owner == self.rank else self._outgoing(place, owner, posted.index, ends)
-            for place, rank in enumerate(self.ranks)
+            own if rank == self.rank else self._outgoing(rank, self.rank, index, ends)
+            for rank in range(self._num_ranks)
         ]
-        sum_sections(ends.layout, sections, scale, owner, out)
-
-    def free_slot(self, index: int) -> None:
-        """Publish that this rank has read all that it needs of reduction ``index``."""
+        out = ends.target()  # if the own section was not left in the outbox, it is this target
+        sum_sections(ends.layout, sections, scale, self.rank, out)
         self.local_peers.publish(_CONSUMED, self.local_peers.stamp(index))
+        return out
 
-    def _outgoing(self, place: int, receiver: int, index: int, ends: ScatterEnds) -> torch.Tensor:
+    def _outgoing(self, sender: int, receiver: int, index: int, ends: ScatterEnds) -> torch.Tensor:
         numel = ends.section_numel
         start = self._slot_start(index) + receiver * numel * ends.dtype.itemsize
-        return self._view(place, start, numel, ends.dtype)
+        return self._view(sender, start, numel, ends.dtype)
 
     def _slot_start(self, index: int) -> int:
         return self._outbox + index % NUM_SLOTS * self._slot_bytes
 
-    def _view(self, place: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        key = (place, start, numel, dtype)
+    def _view(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (rank, start, numel, dtype)
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = self.segments[place].tensor(start, numel, dtype)
+            view = self._views[key] = self._segments[rank].tensor(start, numel, dtype)
         return view
 
 
@@ -593,24 +566,19 @@ class _HostScatter(OnceHandle[ScatterEnds]):
     late.
     """
 
-    __slots__ = ("_link", "_scale", "posted")
+    __slots__ = ("_link", "_own", "_scale", "index")
     holds_input = False
 
-    def __init__(self, link: HostLink, ends: ScatterEnds, scale: Scale, posted: Posted) -> None:
+    def __init__(self, link: HostLink, ends: ScatterEnds, scale: Scale, index: int, own: torch.Tensor) -> None:
         super().__init__(ends)
-        self._link, self._scale, self.posted = link, scale, posted
+        self._link, self._scale, self.index, self._own = link, scale, index, own
 
     def is_done(self) -> bool:
-        return self._ends is None or self._link.is_posted(self.posted.index)
+        return self._ends is None or self._link.is_posted(self.index)
 
     def finish(self, ends: ScatterEnds) -> None:
-        link, index = self._link, self.posted.index
-        link.forget_scatter(self)
-        link.wait_posted(ends, index)
-        out = ends.target()  # if the own section was not left in the outbox, it is this target
-        link.sum_posted(ends, self.posted, self._scale, link.rank, out)
-        link.free_slot(index)
-        ends.deliver(out)
+        self._link.forget_scatter(self)
+        ends.deliver(self._link.sum_posted(ends, self.index, self._own, self._scale))
 
     def drop(self, ends: ScatterEnds) -> None:
         self._link.forget_scatter(self)
