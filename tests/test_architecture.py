@@ -319,7 +319,7 @@ def test_files_and_functions_are_short() -> None:
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
     "fsdp": 7500,  # with plan 5900, and checks 600
-    "collectives": 3100,  # 2800
+    "collectives": 2700,
     "checkpoint": 2600,  # with transaction 2900
     "recipes": 2000,  # with cli and loop 3600
     "consistency": 2200,  # 1800

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
@@ -147,7 +148,7 @@ class InPlaceSums(Protocol):
         """Wait for all sums."""
 
 
-class Link:
+class Link(ABC):
     """A transport between the ranks of one group that is faster than its backend.
 
     It is used in passes: from :meth:`open` to :meth:`close` no shard changes, so peers may read shards at any time.
@@ -158,12 +159,12 @@ class Link:
     is_one_sided = False  # a gather reads the shards of other ranks without their help
     sums: InPlaceSums | None = None  # None: the backend sums
 
+    @abstractmethod
     def open(self, kind: PassKind, wants_collectives: bool) -> bool:
         """Enter a pass with all ranks of the group; return True unless some rank wants the backend's collectives.
 
         Raises: TransportError if a rank does not arrive, has raised an exception, or enters another kind of pass.
         """
-        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the pass; return when no rank reads this rank's shards any more."""
@@ -171,21 +172,21 @@ class Link:
     def abort(self) -> None:
         """Leave the pass after a failure on this rank, and notify the other ranks if the link can."""
 
+    @abstractmethod
     def takes_gather(self, ends: GatherEnds) -> bool:
         """Return True if the link does this all-gather; the same on every rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
         """Return True if the link does this reduce-scatter; the same on every rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def all_gather(self, ends: GatherEnds) -> Handle:
         """Launch the all-gather; ``wait`` delivers the result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Launch the reduce-scatter; ``wait`` delivers the result."""
-        raise NotImplementedError
 
     def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
         """Return the pooled bytes that the all-gather of a bucket stages, and whether they include its full parameters."""

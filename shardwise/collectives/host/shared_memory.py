@@ -354,7 +354,7 @@ class HostLink(Link):
         self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
     ) -> None:
         self.local_peers = LocalPeers(host, timeout_s)
-        self._segments, self._places_of = host.segments, host.places_of
+        self.segments, self._places_of = host.segments, host.places_of
         self.rank, self._num_ranks = host.rank, len(host.segments)
         self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
         self._outbox = outbox
@@ -531,7 +531,7 @@ class HostLink(Link):
         key = (rank, start, numel, dtype)
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = self._segments[rank].tensor(start, numel, dtype)
+            view = self._views[key] = self.segments[rank].tensor(start, numel, dtype)
         return view
 
 
