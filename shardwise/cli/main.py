@@ -165,14 +165,14 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
         "diagnose",
         help="say in plain words why a job failed or hangs",
         description="Read the records that the ranks of a failed or hanging job have written (shardwise train into its run "
-        "folder, your own loop into the folder of shardwise.record or a temporary one), and say where ranks differ, who waits "
+        "folder, your own loop into the folder of shardwise.record), and say where ranks differ, who waits "
         "for whom, and what to look at next. For a job that hangs, first send every rank: kill -USR1 PID.",
     )
     parser.add_argument(
         "folder",
         metavar="FOLDER",
         nargs="?",
-        help="a run folder, or the folder of shardwise.record (default: the temporary records of your last job on this host)",
+        help="a run folder, or the folder of shardwise.record (default: of your last shardwise run on this host)",
     )
 
 

@@ -34,24 +34,6 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """Ranks that have made fewer events on a track than others; up to there all agree.
-
-    Attributes:
-        ranks: the ranks that are behind.  count: their number of events.  most: that of the others.
-        last: their last event on the track.  next: the others' next event.  time_s: time of the last event.
-    """
-
-    track: str
-    ranks: tuple[int, ...]
-    count: int
-    most: int
-    last: str
-    next: str
-    time_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
     """The first error of a rank."""
 
@@ -67,9 +49,8 @@ class Diagnosis:
     Attributes:
         ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
         failures: first errors, the earliest first; those that name another failed rank come last.
-        partings, behind: per track, the earliest first.
+        partings: per track, the earliest first.
         stacks: per rank, where its main thread was at the first write for its last trouble.
-        ends: the same at its last write.
     """
 
     ranks: tuple[int, ...]
@@ -77,9 +58,7 @@ class Diagnosis:
     missing: tuple[int, ...]
     failures: tuple[Failure, ...]
     partings: tuple[Parting, ...]
-    behind: tuple[Behind, ...]
     stacks: Mapping[int, Stack]
-    ends: Mapping[int, Stack]
     reasons: Mapping[int, tuple[Reason, ...]]
 
 
@@ -93,9 +72,6 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
     missing = tuple(rank for rank in range(num_ranks) if rank not in by_rank)
     tracks = _tracks(by_rank)
     partings = [found for name, events in tracks.items() if (found := first_parting(name, events)) is not None]
-    parted = {each.track for each in partings}
-    behind = [found for name, events in tracks.items() if name not in parted and (found := _behind(name, events))]
-    stacks = {rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stacks(each))}
     failures = [found for rank, each in by_rank.items() if (found := _failure(rank, each)) is not None]
     return Diagnosis(
         ranks=tuple(sorted(by_rank)),
@@ -105,9 +81,7 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
             sorted(failures, key=lambda each: (_is_because_of_others(each, failures), each.time_s, each.rank))
         ),
         partings=tuple(sorted(partings, key=lambda each: (each.time_s, each.track))),
-        behind=tuple(sorted(behind, key=lambda each: (each.time_s, each.track))),
-        stacks={rank: found[0] for rank, found in stacks.items()},
-        ends={rank: found[-1] for rank, found in stacks.items()},
+        stacks={rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stack(each)) is not None},
         reasons={rank: each.reasons for rank, each in sorted(by_rank.items())},
     )
 
@@ -155,17 +129,6 @@ def _tracks(by_rank: Mapping[int, Record]) -> dict[str, dict[int, list[Event]]]:
     return {name: events for name, events in found.items() if len(events) > 1}
 
 
-def _behind(track: str, events: Mapping[int, Sequence[Event]]) -> Behind | None:
-    last = {rank: max(each, key=lambda event: event.count) for rank, each in events.items()}
-    least, most = min(e.count for e in last.values()), max(e.count for e in last.values())
-    if least == most:
-        return None
-    ranks = tuple(sorted(rank for rank, event in last.items() if event.count == least))
-    following = next((e.text for each in events.values() for e in each if e.count == least + 1), "")
-    first = last[ranks[0]]
-    return Behind(track, ranks, least, most, first.text, following, max(last[rank].time_s for rank in ranks))
-
-
 def _failure(rank: int, record: Record) -> Failure | None:
     since_s = _began_s(record) - _BEFORE_S
     errors = [Failure(rank, e.time_s, e.what) for e in record.events if e.place == ERROR and e.time_s >= since_s]
@@ -181,10 +144,11 @@ def _is_question(text: str) -> bool:
     return text.startswith(("asked by", NOTHING_MOVES))
 
 
-def _main_stacks(record: Record) -> list[Stack]:
-    """Return the stacks of the main thread at all writes for the last trouble."""
+def _main_stack(record: Record) -> Stack | None:
+    """Return the stack of the main thread at the first write for the last trouble."""
     since_s = _began_s(record)
-    return [stack for stack in record.stacks if stack.thread == record.main_thread and stack.time_s >= since_s]
+    mine = (stack for stack in record.stacks if stack.thread == record.main_thread and stack.time_s >= since_s)
+    return next(mine, None)
 
 
 def _began_s(record: Record) -> float:
@@ -211,7 +175,8 @@ def in_words(diagnosis: Diagnosis) -> Iterator[str]:
     yield from (f"  {line}" for line in _happened(diagnosis))
     yield ""
     yield "where the program was"
-    yield from (f"  rank {rank}: {_places(diagnosis, rank)}" for rank in list(diagnosis.stacks)[:_MOST_PLACES])
+    stacks = list(diagnosis.stacks.items())[:_MOST_PLACES]
+    yield from (f"  rank {rank}: {own_line(stack.frames)}" for rank, stack in stacks)
     yield ""
     yield "what to look at next"
     yield from (f"  {line}" for line in advice(diagnosis))
@@ -225,8 +190,6 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
         )
     for parting in diagnosis.partings[:2]:
         yield from _parting(parting)
-    for behind in diagnosis.behind[:2]:
-        yield _describe_behind(behind)
     for place, failure in enumerate(diagnosis.failures[:_MOST_LISTED]):
         yield _describe_failure(failure, is_first=place == 0 and len(diagnosis.failures) > 1)
     waits = [
@@ -234,7 +197,7 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
     ]
     if waits:
         yield max(waits, key=len)  # that of the rank which reported who waits for whom
-    if not (diagnosis.missing or diagnosis.partings or diagnosis.behind or diagnosis.failures or waits):
+    if not (diagnosis.missing or diagnosis.partings or diagnosis.failures or waits):
         yield "nothing that differs between the ranks, and no error"
 
 
@@ -244,26 +207,9 @@ def _parting(parting: Parting) -> Iterator[str]:
         yield f"    {format_ranks(ranks)}: {text}"
 
 
-def _describe_behind(behind: Behind) -> str:
-    verb = "is" if len(behind.ranks) == 1 else "are"
-    following = f", where the others went on to {behind.next}" if behind.next else ""
-    return (
-        f"{format_ranks(behind.ranks)} {verb} behind in {behind.track}: event {behind.count} of {behind.most}, "
-        f"{behind.last}, {_clock(behind.time_s)}{following}"
-    )
-
-
 def _describe_failure(failure: Failure, is_first: bool) -> str:
     first_line = failure.text.split("\n")[0][:240]
     return f"rank {failure.rank}{' first' if is_first else ''}, {_clock(failure.time_s)}: {first_line}"
-
-
-def _places(diagnosis: Diagnosis, rank: int) -> str:
-    """Return where the main thread was in the program, and where it was later if that differs: it may hang after its error."""
-    first, last = diagnosis.stacks[rank], diagnosis.ends[rank]
-    where, later = own_line(first.frames), own_line(last.frames)
-    seconds = last.time_s - first.time_s
-    return where if where == later or seconds < 1 else f"{where}; {seconds:.0f} s later {later}"
 
 
 def advice(diagnosis: Diagnosis) -> Iterator[str]:
@@ -283,9 +229,8 @@ def advice(diagnosis: Diagnosis) -> Iterator[str]:
     if raised:
         yield f"the error of rank {raised[0].rank}: {raised[0].text.split(chr(10))[0][:160]}"
     if not (diagnosis.missing or diagnosis.partings or raised):
-        behind = [format_ranks(each.ranks) for each in diagnosis.behind[:1]]
-        otherwise = "the first error above" if diagnosis.failures else "nothing: no rank failed or waited"
-        yield f"the stacks of {behind[0]}" if behind else otherwise
+        waits = any(NOTHING_MOVES in reason.text for reasons in diagnosis.reasons.values() for reason in reasons)
+        yield "the first error above" if diagnosis.failures else "who waits, above" if waits else "nothing failed"
 
 
 def _odd(found: Mapping[int, str]) -> tuple[int, ...]:

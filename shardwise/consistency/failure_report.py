@@ -50,7 +50,6 @@ from shardwise.consistency.rank_status import (
 )
 from shardwise.consistency.recorder import (
     NOTHING_MOVES,
-    DefaultRecorder,
     lines_of,
     lines_of_trace,
     place_of_records,
@@ -307,7 +306,7 @@ def _stay_for(others: list[int], store: dist.Store) -> None:
 
 _report_s, _deadlock_s = [30.0], [10.0]  # one entry each, set by set_wait_report only
 _LOOKS = 6  # checks within that time
-_REQUESTED, _NAME, _DEADLOCK = "shardwise/wait/asked", "shardwise/wait/job", "shardwise/wait/deadlock"
+_REQUESTED, _DEADLOCK = "shardwise/wait/asked", "shardwise/wait/deadlock"
 kernel_waits: list[
     Callable[[], float]
 ] = []  # functions that return for how many seconds a kernel has not ended; collectives/streams.py appends them
@@ -324,7 +323,7 @@ def set_wait_report(seconds: float, *, deadlock_s: float = 10.0) -> None:
     ``replicate`` or optimizer of shardwise.
 
     Args:
-        seconds: more than 0; 0 turns off the report, the end of deadlocks, and all records except those of :func:`record`.
+        seconds: more than 0; 0 turns off the report and the end of deadlocks.
         deadlock_s: how long ranks that wait for each other in different calls, so that none can go on, wait before the
             report is raised on each of them, over gloo; 0: they wait for the timeout of their process group.
 
@@ -427,21 +426,14 @@ class WaitWatch:
         self._reported_s = self._recorded_s = 0.0  # when the last wait began that was reported, or recorded
         self._compared = (0.0, 0.0)  # when the last wait began that was compared with those of others, and its length
         self._asked = ""
-        self._recorder = DefaultRecorder(self._name)
 
     def start(self) -> None:
         """Start the thread, which ends with the default process group or this process."""
-        store = self._job()
-        if store is not None and self._program.rank == 0:
-            JobStore(store, BRIEF_S).set(_NAME, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        self._recorder.open()
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread soon, and write no more records."""
+        """Stop the thread soon."""
         self._stop.set()
-        self._recorder.flush()
-        self._recorder.close()
 
     def stop(self) -> None:
         """Stop the thread."""
@@ -466,10 +458,8 @@ class WaitWatch:
             with suppress(TransportError, RuntimeError, ValueError):
                 store = self._job()
                 if store is None:
-                    self.end()
                     break
                 self.look(JobStore(store, BRIEF_S))
-            self._recorder.flush()
 
     def look(self, job: JobStore) -> None:
         """Post where the program is; report it if it has waited for too long."""
@@ -477,7 +467,6 @@ class WaitWatch:
         if not mine.line:  # the program is starting or exiting
             return
         job.set(_status_key(mine.rank), mine.to_text())
-        self._recorder.place()  # while the store answers
         if mine.waits_for and 0 < _deadlock_s[0] <= mine.still_s:
             self._end_deadlock(job, mine)
         if mine.still_s < _report_s[0]:
@@ -555,13 +544,6 @@ class WaitWatch:
         texts = {rank: job.peek(_status_key(rank)) for rank in asked if rank != mine.rank}
         found = [status_from_text(text) for text in texts.values() if text]
         return sorted([*found, mine], key=lambda each: each.rank)
-
-    def _name(self) -> str | None:
-        """Return the name of the job, which its first rank sets; None before that."""
-        store = self._job()
-        with suppress(TransportError):
-            return None if store is None else JobStore(store, BRIEF_S).peek(_NAME)
-        return None
 
 
 def _for_stacks() -> str:

@@ -313,7 +313,7 @@ class Recorder:
     """Write the record of this process.  A failed write never affects the program.
 
     Args:
-        folder: where; one of :func:`default_place` is made at the first write.
+        folder: where; one in :func:`default_place` is made at the first write.
         rank, num_ranks: as a launcher has told them, for failures before or in ``init_process_group``.
     """
 
@@ -345,10 +345,6 @@ class Recorder:
         """Write the last events, and where every thread is now; return the file, None if that failed."""
         return self._write(reason, ())
 
-    def place(self) -> Path | None:
-        """Return the folder; None while it is unknown."""
-        return self.folder
-
     @property
     def is_silent(self) -> bool:
         """True if this recorder writes nothing: it is closed, another one writes, or this process is a fork."""
@@ -366,17 +362,14 @@ class Recorder:
             return None
         try:
             now_s = time.time()
-            self._add(now_s, reason, raised)
+            self._update_rank()
+            self._reasons = [*self._reasons, Reason(now_s, reason)][-_MOST_REASONS:]
+            self._stacks = [*self._stacks, *_stacks_of_all_threads(now_s, raised)][-_MOST_STACKS:]
             return self._put(self._record(now_s))
         except Exception:  # a full disk, a deleted folder, an interpreter that exits: training continues
             return None
         finally:
             self._lock.release()
-
-    def _add(self, now_s: float, reason: str, raised: tuple[str, ...]) -> None:
-        self._update_rank()
-        self._reasons = [*self._reasons, Reason(now_s, reason)][-_MOST_REASONS:]
-        self._stacks = [*self._stacks, *_stacks_of_all_threads(now_s, raised)][-_MOST_STACKS:]
 
     # ---- triggers ----
 
@@ -384,16 +377,13 @@ class Recorder:
         """Start to watch."""
         self._update_rank()
         self._move_last_run()
-        self._observe_errors()
-        watch = Watch(lambda: self.write("asked by SIGUSR1"))
-        self._stack.callback(watch.close)
-        watch.open()
-
-    def _observe_errors(self) -> None:
         _open.append(self)
         self._stack.callback(_open.remove, self)
         self._stack.enter_context(observe.observing(self._on_error))
         self._stack.enter_context(_excepthook(self._write_raised))
+        watch = Watch(lambda: self.write("asked by SIGUSR1"))
+        self._stack.callback(watch.close)
+        watch.open()
 
     def _on_error(self, text: str) -> None:
         if not text.startswith(_QUIET):
@@ -419,7 +409,8 @@ class Recorder:
 
     def _record(self, now_s: float) -> Record:
         since = now_s - time.monotonic()
-        events = [Event(entry[0] + since, entry[1], *map(_plain, entry[2:])) for entry in self._entries()]
+        found = [entry for entry in observe.entries() if entry[0] >= self._began_s]
+        events = [Event(entry[0] + since, entry[1], *map(_plain, entry[2:])) for entry in found]
         main = threading.main_thread().ident or 0
         return Record(
             self._rank,
@@ -433,70 +424,12 @@ class Recorder:
             tuple(events),
         )
 
-    def _entries(self) -> list[observe.Entry]:
-        return [entry for entry in observe.entries() if entry[0] >= self._began_s]
-
     def _put(self, record: Record) -> Path:
         if self.folder.parent == default_place():
             _make_default_place(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         replace_file(self.folder, self._file_name(), to_text(record) + "\n")
         return self.folder / self._file_name()
-
-
-class DefaultRecorder(Recorder):
-    """Write the record of a process that has not called :func:`record`, into the system's temporary folder.
-
-    It handles no signals.  Folders of this user's last jobs are kept; older ones are removed.  A program may catch
-    thousands of errors, so :meth:`flush` writes an error that does not end the program.
-
-    Args:
-        name: returns the name of the job; None while it is unknown.
-    """
-
-    def __init__(self, name: Callable[[], str | None]) -> None:
-        super().__init__(default_place())
-        self._name, self._job = name, ""
-        self._is_unwritten = False  # reasons and stacks since the last write
-
-    def flush(self) -> None:
-        """Write the errors since the last write; call it periodically, and before the process exits."""
-        if self._is_unwritten and not self.is_silent and self._lock.acquire(timeout=1.0):
-            try:
-                with contextlib.suppress(Exception):  # as in _write
-                    self._put(self._record(time.time()))
-            finally:
-                self._lock.release()
-
-    def _on_error(self, text: str) -> None:
-        if not text.startswith(_QUIET) and not self.is_silent and self._lock.acquire(timeout=1.0):
-            try:
-                self._add(time.time(), text, ())
-                self._is_unwritten = True
-            finally:
-                self._lock.release()
-
-    def place(self) -> Path | None:
-        """Return the folder of the job, once its name is known."""
-        if not self._job:
-            self._job = self._name() or ""
-            self.folder = self.folder / self._job
-        return self.folder if self._job else None
-
-    def open(self) -> None:
-        """Start to record errors."""
-        self._observe_errors()
-
-    @property
-    def is_silent(self) -> bool:
-        """True also while the user's own recorder is open."""
-        return super().is_silent or any(not isinstance(each, DefaultRecorder) for each in _open)
-
-    def _put(self, record: Record) -> Path:
-        self._is_unwritten = False
-        if self.place() is None:
-            raise OSError("the job has no name yet")
-        return super()._put(record)
 
 
 def _make_default_place(folder: Path) -> None:
@@ -511,13 +444,13 @@ def _make_default_place(folder: Path) -> None:
 
 
 def default_place() -> Path:
-    """Return where processes that have not called :func:`record` write their records: it has one folder per job."""
+    """Return where ranks of ``shardwise run`` write their records: it has one folder per job."""
     return Path(tempfile.gettempdir()) / f"shardwise-records-{os.geteuid()}"
 
 
 def place_of_records() -> Path | None:
     """Return the folder into which this process writes its record when something fails; None if it writes none."""
-    return next((each.place() for each in reversed(_open) if not each.is_silent), None)
+    return next((each.folder for each in reversed(_open) if not each.is_silent), None)
 
 
 def write_all(reason: str) -> None:
@@ -528,10 +461,6 @@ def write_all(reason: str) -> None:
 
 def record(folder: str | Path) -> Recorder:
     """Start to write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
-
-    Without this call, records are written after errors and long waits (:func:`set_wait_report`), starting with the
-    first sharded model or optimizer, a few seconds later or when the process exits, to one folder per job in the
-    system's temporary folder (``shardwise-records-UID``). Those of the last four jobs are kept.
 
     A record contains the last few thousand events and the stack of every thread.  It is written when an error of
     shardwise is raised that concerns several ranks, when an exception is not caught, when the process gets SIGUSR1 (an
@@ -556,7 +485,7 @@ def record(folder: str | Path) -> Recorder:
 
 
 def last_job() -> Path:
-    """Return the temporary folder with the records of the last job on this host that did not call ``record``.
+    """Return the folder with the records of the last job of ``shardwise run`` on this host.
 
     Raises: ConfigError if there is none.
     """

@@ -18,10 +18,8 @@ from helpers.ranks import on_ranks
 from torch import nn
 
 import shardwise
-from shardwise import CheckpointError, DesyncError, fully_shard
+from shardwise import CheckpointError, fully_shard
 from shardwise.checkpoint import save
-from shardwise.cli.main import main
-from shardwise.consistency.recorder import default_place
 from shardwise.observe import explain_end
 
 BEGIN = """
@@ -61,7 +59,7 @@ def test_ranks_that_run_different_numbers_of_forwards_are_told_so_while_they_wai
         rf"rank {1 - ahead} is in torch.distributed.barrier\(\) after its {counts[1]} forward {at}{lines[1]}, waits for"
     )
     (notice,) = [line for line in found.err.splitlines() if line.startswith("shardwise: rank")]
-    for part in (forward, barrier, "they ran different numbers of forwards", "shardwise diagnose"):
+    for part in (forward, barrier, "they ran different numbers of forwards"):
         assert re.search(part, notice), (part, notice)
     differ = "they ran different numbers of forwards"
     end = rf"rank {ahead} (is|raised DesyncError) in its {counts[0]} forward {at}{lines[0]}.*{differ}"
@@ -69,8 +67,6 @@ def test_ranks_that_run_different_numbers_of_forwards_are_told_so_while_they_wai
     assert re.search(
         rf"\[rank{1 - ahead}\]: .*barrier\(\) after its {counts[1]} forward {at}{lines[1]}.*{differ}", found.err
     )
-    (job,) = (tmp_path / default_place().name).iterdir()
-    assert sorted(path.name for path in job.glob("*.jsonl")) == ["rank-00000.jsonl", "rank-00001.jsonl"]
 
 
 ALONE = """
@@ -215,39 +211,6 @@ def test_zero_seconds_say_and_write_nothing() -> None:
         model(torch.ones(2, 8)).sum().backward()
         assert said.getvalue() == ""
         assert shardwise.consistency.recorder.place_of_records() is None
-
-
-@on_ranks(2)
-def test_records_go_where_the_user_says_else_to_a_folder_of_the_job_and_old_jobs_are_removed(tmp_path: Path) -> None:
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(tmp_path))
-        place = default_place()
-        for number in range(9):
-            (place / f"20200101-00000{number}-1").mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        stepped()
-        with shardwise.record(tmp_path / "mine"):
-            DesyncError("of the user's place")
-        assert (tmp_path / "mine" / f"rank-0000{rank}.jsonl").exists()
-        assert len(list(place.iterdir())) == 9
-        dist.barrier()
-        DesyncError("of no place")
-        num_records = 0
-        while num_records < 2:  # the watch writes them, every fifth second
-            time.sleep(0.1)
-            with contextlib.suppress(FileNotFoundError):  # a folder that is removed meanwhile
-                num_records = len(list(place.glob("*/*.jsonl")))
-        dist.barrier()
-        jobs = sorted(place.iterdir())
-        assert len(jobs) == 4, [[path.name for path in job.iterdir()] for job in jobs]
-        found = sorted(path.name for path in jobs[-1].iterdir())
-        assert found == ["rank-00000.jsonl", "rank-00001.jsonl"], (jobs, found)
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
-            assert main(["diagnose"]) == 0
-        assert re.match(rf"the last job of this host that failed: {jobs[-1]}, \d{{4}}-\d\d-\d\d", said.getvalue())
-        dist.barrier()
 
 
 def test_a_wait_report_takes_a_number_of_seconds() -> None:

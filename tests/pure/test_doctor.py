@@ -64,13 +64,6 @@ def test_ranks_that_do_the_same_do_not_part_however_far_each_has_come(
     assert first_parting(TRACK, events) is None
 
 
-def test_the_rank_that_has_come_less_far_is_behind_and_what_the_others_did_is_said() -> None:
-    texts = ["unshard", "reshard", "reduce"]
-    found = diagnose([record_of(0, events_of(texts)), record_of(1, events_of(texts[:2]))])
-    (behind,) = found.behind
-    assert (behind.ranks, behind.count, behind.most, behind.next) == ((1,), 2, 3, "reduce (unit)")
-
-
 def test_a_rank_without_a_record_is_missing_and_advised_on_first() -> None:
     found = diagnose([record_of(0, events_of(["unshard"]), num_ranks=3), record_of(2, (), num_ranks=3)])
     assert found.missing == (1,)
@@ -127,17 +120,6 @@ def test_a_record_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": "x"}', '{"version": 1}', "null\n[1]"])
 def test_what_is_no_record_is_none(text: str) -> None:
     assert from_text(text) is None
-
-
-def test_where_a_rank_hangs_after_its_error_is_said_too() -> None:
-    whole = record_of(0, events_of(["unshard"]))
-    first = whole.stacks[0]
-    later = replace(first, time_s=first.time_s + 9, frames=("/home/me/train.py:12 main", "/site/torch/store.py:5 set"))
-    reason = Reason(later.time_s, "nothing has moved for 9 s")
-    record = replace(whole, stacks=(first, later), reasons=(*whole.reasons, reason), written_s=later.time_s)
-    assert any(
-        "in wait(); 9 s later /home/me/train.py:12 main, in set()" in line for line in in_words(diagnose([record]))
-    )
 
 
 def test_of_two_records_of_a_rank_the_newer_counts() -> None:
