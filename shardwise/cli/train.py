@@ -57,7 +57,7 @@ from shardwise.recipes.config import (
     config_to_toml,
 )
 from shardwise.recipes.data import open_vocabulary
-from shardwise.recipes.memory import MemoryLimit, check_memory
+from shardwise.recipes.memory import check_memory
 from shardwise.recipes.run_folder import (
     Restart,
     Start,
@@ -578,26 +578,17 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
 
 def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:
     check_ranks(request.config, num_ranks)
-    limit = _memory_limit(device_type, local_ranks)
-    if limit is not None:
-        vocabulary = open_vocabulary(tokenizer_of(request.start, request.config))
-        check_memory(request.config, num_ranks, limit, vocabulary.size)
-
-
-def _memory_limit(device_type: str, local_ranks: int) -> MemoryLimit | None:
-    """Return the memory of one of ``local_ranks`` ranks on this host; None where the system does not tell."""
     host = host_memory_bytes()
-    share = sys.maxsize if host is None else host // local_ranks
+    limit, place = sys.maxsize, ""
+    if host is not None:
+        limit, place = host // local_ranks, f"this host has {format_bytes(host)} for {local_ranks} of them"
     if device_type == "cuda":
-        each = (torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
-        num_bytes = min(each)
-        return MemoryLimit(num_bytes, share, f"the smallest GPU here has {format_bytes(num_bytes)}")
-    if host is None:
-        return None
-    whole = f"this host has {format_bytes(host)}"
-    return MemoryLimit(
-        share, None, whole if local_ranks == 1 else f"{whole} for {local_ranks} ranks: {format_bytes(share)} each"
-    )
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        num_bytes = min(gpu.total_memory for gpu in gpus)
+        limit = num_bytes + limit * request.config.offload
+        place = f"the smallest GPU here has {format_bytes(num_bytes)}"
+    vocabulary = open_vocabulary(tokenizer_of(request.start, request.config))
+    check_memory(request.config, num_ranks, limit, place, vocabulary.size)
 
 
 def choose_device(asked: str) -> str:

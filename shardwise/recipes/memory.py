@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardwise import Trace, trace
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
-from shardwise.recipes.config import ENGINE_SHARDS, NUM_BYTES, ModelShape, TrainConfig, data_ranks
+from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks
 
 # ---- Traces of some steps of a run.
 
@@ -102,44 +102,6 @@ def peak_bytes(device: torch.device) -> int:
 
 
 # ---- The least memory of a training step, from sizes only, to refuse before ranks start what cannot fit.
-# A lower bound that counts what is certain: parameters, gradients and AdamW's state in fp32, what autograd saves of a
-# microbatch, and the logits. What fits by this bound may still not fit; what does not fit by it never will.
-
-_FP32, _INT64 = 4, 8
-_KINDS_OF_STATE = 4  # a parameter, its gradient, and AdamW's two averages
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """The memory available to one rank.
-
-    Attributes:
-        num_bytes: for the computation: of its GPU, or of the host divided by the ranks there.
-        host_bytes: of the host divided by the ranks there, for shards and state with --offload; None for CPU ranks,
-            whose memory is all in one place.
-        place: a description of it.
-    """
-
-    num_bytes: int
-    host_bytes: int | None
-    place: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeastBytes:
-    """The least memory of a rank.
-
-    Attributes:
-        state: parameters, gradients and optimizer state.
-        gradients: the part of ``state`` that does not exist yet while activations do.
-        per_sequence: what one sequence of a microbatch saves until its backward.
-        num_sequences: of a microbatch.
-    """
-
-    state: int
-    gradients: int
-    per_sequence: int
-    num_sequences: int
 
 
 def count_gpt_parameters(shape: ModelShape, vocabulary: int) -> int:
@@ -150,63 +112,24 @@ def count_gpt_parameters(shape: ModelShape, vocabulary: int) -> int:
     return shape.layers * block + width * (2 * vocabulary + shape.context + 2)
 
 
-def least_bytes(config: TrainConfig, num_ranks: int, vocabulary: int = NUM_BYTES) -> LeastBytes:
-    """Return the least memory of each of ``num_ranks`` ranks; for a model of the user, only the logits are known."""
-    num_sequences = config.batch // (data_ranks(config, num_ranks) * config.accumulate)
-    around = config.model.context * (2 * _INT64 + 2 * _FP32 * vocabulary)  # tokens, targets, logits, their log-softmax
-    if config.model_from is not None:
-        return LeastBytes(0, 0, around, num_sequences)
-    state_shards, gradient_shards = _shards(config, num_ranks)
-    each = _FP32 * count_gpt_parameters(config.model, vocabulary)
-    parameters = each // state_shards if config.shard in ENGINE_SHARDS else each
-    gradients = each // gradient_shards
-    averages = (_KINDS_OF_STATE - 2) * each // state_shards
-    sequence = around + config.model.context * _kept_of_token(config)
-    return LeastBytes(parameters + gradients + averages, gradients, sequence, num_sequences)
+_STATE_BYTES, _TOKEN_BYTES = (
+    4 * 4,
+    2 * 8,
+)  # fp32: a parameter, its gradient, AdamW's averages; int64: a token, its target
 
 
-def _shards(config: TrainConfig, num_ranks: int) -> tuple[int, int]:
-    """Return over how many ranks optimizer state (and an engine's parameters) and gradients are divided, at most."""
-    if config.shard in ("zero3", "hsdp", "zero2"):
-        shards = num_ranks // (config.replicas if config.shard == "hsdp" else 1)
-        return shards, shards
-    if config.shard == "ddp":
-        return config.tp, config.tp
-    return (1 if config.shard == "none" else num_ranks), 1
+def check_memory(config: TrainConfig, num_ranks: int, limit_bytes: int, place: str, vocabulary: int) -> None:
+    """Refuse sizes that take more than ``limit_bytes`` of a rank by what is certain: state, sharded fully, and logits.
 
-
-def _kept_of_token(config: TrainConfig) -> int:
-    """Return the bytes that autograd saves of a token in all blocks.
-
-    Of a block: inputs of both norms, of qkv and of the MLP's first layer (four times the width, on every rank); query,
-    key, value, the result of attention and the MLP between its layers, before and after GELU (twelve times, divided by
-    --tp).
+    ``place``: the limit in words.  Raises: ConfigError with the options to change.
     """
-    width, layers = config.model.width, config.model.layers
-    block = 4 * width + 12 * width // config.tp
-    kept = (layers - 1) * width + block if config.recompute else layers * block
-    return (2 if config.dtype == "bf16" else _FP32) * (kept + 2 * width)
-
-
-def check_memory(config: TrainConfig, num_ranks: int, limit: MemoryLimit, vocabulary: int = NUM_BYTES) -> None:
-    """Refuse sizes that cannot fit into the memory of a rank.  Raises: ConfigError with the option to change."""
-    least = least_bytes(config, num_ranks, vocabulary)
-    host_bytes = limit.host_bytes if config.offload else None
-    if least.state > (limit.num_bytes if host_bytes is None else host_bytes):
+    num_sequences = config.batch // (data_ranks(config, num_ranks) * config.accumulate)
+    parameters = 0 if config.model_from is not None else count_gpt_parameters(config.model, vocabulary)
+    least = _STATE_BYTES * parameters // num_ranks
+    least += num_sequences * config.model.context * (_TOKEN_BYTES + 2 * 4 * vocabulary)  # logits, their log-softmax
+    if least > limit_bytes:
         raise ConfigError(
-            f"{_sizes(config.model)}: {count_gpt_parameters(config.model, vocabulary):,} parameters with their gradients and "
-            f"AdamW's state take at least {format_bytes(least.state)} on each of {num_ranks} rank(s) with --shard "
-            f"{config.shard}, and {limit.place}. Use a smaller one of these, more ranks with --shard zero3, or more memory."
+            f"{parameters:,} parameters with their gradients and AdamW's state, and the logits of {num_sequences:,} "
+            f"sequence(s), take at least {format_bytes(least)} on each of {num_ranks} rank(s), and {place}. Use a smaller "
+            "model, --batch or --context, a larger --accumulate, or more memory; --plan says what a run takes."
         )
-    state = least.state - least.gradients if host_bytes is None else 0
-    needed = state + least.num_sequences * least.per_sequence
-    if needed > limit.num_bytes:
-        raise ConfigError(
-            f"--batch {config.batch}: a microbatch of {least.num_sequences:,} sequence(s) on each of {num_ranks} rank(s) takes "
-            f"at least {format_bytes(needed)}, and {limit.place}. Use a smaller --batch or --context, a larger "
-            "--accumulate, or --recompute."
-        )
-
-
-def _sizes(shape: ModelShape) -> str:
-    return f"--layers {shape.layers} --width {shape.width} --context {shape.context}"

@@ -148,11 +148,11 @@ def test_sizes_that_cannot_fit_are_refused_before_anything_is_started(
     for words, expected in (
         (
             "--batch 100000000 --nproc 2",
-            "--batch 100000000: a microbatch of 50,000,000 sequence(s) on each of 2 rank(s)",
+            "the logits of 50,000,000 sequence(s), take at least",
         ),
-        ("--batch 100000000 --nproc 2", "this host has 16 GB for 2 ranks: 8 GB each. Use a smaller --batch "),
-        ("--width 600000 --heads 6", "--layers 4 --width 600000 --context 128: 17,280,416,400,000 parameters"),
-        ("--context 4000000 --layers 1 --width 64 --heads 1 --nproc 1", "Use a smaller --batch or --context"),
+        ("--batch 100000000 --nproc 2", "this host has 16 GB for 2 of them. Use a smaller model, --batch "),
+        ("--width 600000 --heads 6", "17,280,416,400,000 parameters"),
+        ("--context 4000000 --layers 1 --width 64 --heads 1 --nproc 1", "--batch or --context"),
     ):
         _fails(capsys, ["--device", "cpu", *words.split(), "--out", str(out)], expected)
     assert not out.exists()
