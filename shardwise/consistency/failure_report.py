@@ -18,7 +18,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import TypeVar
@@ -50,6 +50,7 @@ from shardwise.consistency.rank_status import (
 )
 from shardwise.consistency.recorder import (
     NOTHING_MOVES,
+    excepthook,
     lines_of,
     lines_of_trace,
     place_of_records,
@@ -58,7 +59,7 @@ from shardwise.consistency.recorder import (
 from shardwise.consistency.store import BRIEF_S, LOOK_S, SILENCE, JobStore, keeps_store, wait_until
 from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.observe import ERROR, Entry, entries, explainers, observers
+from shardwise.observe import ERROR, Entry, entries, explain_end, explainers, observers
 from shardwise.torch_private import are_threads, default_store, is_gloo, timeout_s_of
 
 # ---- The last error of each rank, so that a rank that finds another one gone, or waits for it in vain, can cite the
@@ -426,14 +427,17 @@ class WaitWatch:
         self._reported_s = self._recorded_s = 0.0  # when the last wait began that was reported, or recorded
         self._compared = (0.0, 0.0)  # when the last wait began that was compared with those of others, and its length
         self._asked = ""
+        self._hook = ExitStack()
 
     def start(self) -> None:
         """Start the thread, which ends with the default process group or this process."""
+        self._hook.enter_context(excepthook(_explain_end))
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread soon."""
+        """Stop the thread soon, and explain no more."""
         self._stop.set()
+        self._hook.close()
 
     def stop(self) -> None:
         """Stop the thread."""
@@ -458,6 +462,7 @@ class WaitWatch:
             with suppress(TransportError, RuntimeError, ValueError):
                 store = self._job()
                 if store is None:
+                    self.end()
                     break
                 self.look(JobStore(store, BRIEF_S))
 
@@ -544,6 +549,11 @@ class WaitWatch:
         texts = {rank: job.peek(_status_key(rank)) for rank in asked if rank != mine.rank}
         found = [status_from_text(text) for text in texts.values() if text]
         return sorted([*found, mine], key=lambda each: each.rank)
+
+
+def _explain_end(error: BaseException, _: object) -> None:
+    if place_of_records() is None:  # else the recorder does
+        explain_end(error)
 
 
 def _for_stacks() -> str:

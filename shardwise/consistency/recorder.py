@@ -380,7 +380,7 @@ class Recorder:
         _open.append(self)
         self._stack.callback(_open.remove, self)
         self._stack.enter_context(observe.observing(self._on_error))
-        self._stack.enter_context(_excepthook(self._write_raised))
+        self._stack.enter_context(excepthook(self._write_raised))
         watch = Watch(lambda: self.write("asked by SIGUSR1"))
         self._stack.callback(watch.close)
         watch.open()
@@ -520,7 +520,8 @@ def _records_in(place: Path) -> list[Record]:
 
 
 @contextlib.contextmanager
-def _excepthook(on_error: Callable[[BaseException, TracebackType | None], None]) -> Generator[None, None, None]:
+def excepthook(on_error: Callable[[BaseException, TracebackType | None], object]) -> Generator[None, None, None]:
+    """Call ``on_error`` with an exception that ends the program, before Python prints it."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
