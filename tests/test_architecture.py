@@ -321,8 +321,8 @@ BUDGETS = {
     "fsdp": 7500,  # with plan 5900, and checks 600
     "collectives": 2700,
     "checkpoint": 2600,  # with transaction 2900
-    "recipes": 2000,  # with cli and loop 3600
-    "consistency": 2200,  # 1800
+    "recipes": 1950,  # with cli and loop 3600
+    "consistency": 2100,  # 1800
     "planner": 1400,
     "optim": 2000,  # 1700
     "zero": 1100,
