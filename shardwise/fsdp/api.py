@@ -35,7 +35,7 @@ from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, names_of
 from shardwise.fsdp.module import FSDPModule, mix_in
 from shardwise.fsdp.placements import Placements
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
-from shardwise.fsdp.roots import provisional_engine, share_streams
+from shardwise.fsdp.roots import bind_units, provisional_engine
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import UnitRow, UnitTable, compress_paths
 
@@ -390,7 +390,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         if attachment is None:
             raise ConfigError(f"Expects list of FSDPModules but got {module}")
         engines.append(provisional_engine(attachment))
-    share_streams(engines)
+    for engine in engines[1:]:
+        engine.comm_ctx.streams, engine.comm_ctx.pool = engines[0].comm_ctx.streams, engines[0].comm_ctx.pool
+        bind_units(engine)
 
 
 # ---- ``replicate``: data parallelism with full parameters on every rank (DDP), by the same engine.

@@ -72,8 +72,8 @@ def policy(
         raise ConfigError(
             f"{type(module).__name__} contains no sharded module; call fully_shard or replicate on it first"
         )
-    if "sync" in changes:
-        _forget_asked(attachments)
+    for each in attachments if "sync" in changes else ():
+        each.asked_sync = None  # an explicit choice wins over ``require_backward_grad_sync``, which waits for a forward
     before = [unit.policy for unit in units]
     for unit in units:
         unit.policy = replace(unit.policy, **changes)  # pyright: ignore[reportArgumentType]
@@ -87,12 +87,6 @@ def policy(
 def _attachments_in(module: nn.Module, recurse: bool) -> list[Attachment]:
     modules = module.modules() if recurse else [module]
     return list(dict.fromkeys(found for each in modules if (found := attachment_of(each)) is not None))
-
-
-def _forget_asked(attachments: Iterable[Attachment]) -> None:
-    """Let an explicit choice of sync win over ``require_backward_grad_sync``, which waits for a forward."""
-    for each in attachments:
-        each.asked_sync = None
 
 
 # ---- The private interface that torch's tools use on a sharded module: its class, and the end of a pipeline's step.
@@ -121,27 +115,6 @@ class StageState:
         provisional_engine(self._attachment).end_step()
 
 
-def tool_classes() -> tuple[type, ...]:
-    """Return the last bases of a sharded module's class, for tools that check ``isinstance``.
-
-    They are last so that no method of theirs is used: method resolution finds another one first.
-    """
-    known = torch_private.class_that_tools_ask_for()
-    return () if known is None else (known,)
-
-
-def show_to_tools(module: nn.Module, attachment: Attachment) -> None:
-    """Give ``module`` the state that torch's tools read, and make torch's own composable APIs skip the module.
-
-    Also let torch's ``clip_grad_norm_`` accept shards together with ignored parameters.
-    """
-    # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
-    for name in ("fully_shard", "replicate"):
-        torch_private.enter_composable_api(module, name)
-    torch_private.clip_mixed_by(clip_grad_norm_, before_clip)
-    torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
-
-
 # ---- Handles of work that sharded modules have launched.
 
 
@@ -154,16 +127,12 @@ class UnshardHandle:
     def wait(self) -> None:
         """Make the full parameters readable on the current stream and register them; a second call does nothing."""
         unit, self._unit = self._unit, None
-        if unit is not None:
-            wait_by_hand(unit)
-
-
-def wait_by_hand(unit: Unit) -> None:
-    """Wait for the full parameters of ``unit`` in the user's call of ``unshard``."""
-    unit.wait()
-    engine = engine_of(unit)
-    if engine is None or engine.comm_ctx.pass_tracker.number is None:
-        unit.keep()  # writes of user code to full parameters are refused
+        if unit is None:
+            return
+        unit.wait()
+        engine = engine_of(unit)
+        if engine is None or engine.comm_ctx.pass_tracker.number is None:
+            unit.keep()  # writes of user code to full parameters are refused
 
 
 class GradientReductionHandle:
@@ -195,39 +164,27 @@ def converting(
         groups: the groups of the module's own unit.
         units: the units whose parameters its tree uses.
     """
-    waits = withdrawn(unit.earlier for unit in units)
-    with waits, _settings_kept(groups), without_weak_references(_setattr_modules(units), shares_locals(fn)) as convert:
-        yield convert
-
-
-def _setattr_modules(units: Iterable[Unit]) -> list[nn.Module]:
-    """Return the modules with their own ``__setattr__`` (LSTM, for example) that have parameters of ``units``."""
-    registrations = [registration for unit in units for param in unit.params for registration in param.registrations]
-    found = [registration.setattr_module() for registration in registrations if registration.setattr_module is not None]
-    return list({id(module): module for module in found if module is not None}.values())
-
-
-@contextmanager
-def _settings_kept(groups: Sequence[ParamGroup]) -> Generator[None, None, None]:
-    """Restore users' attributes and ``grad_dtype`` after a conversion.
-
-    torch registers new parameters, which have neither, and converts gradients by the same function.
-    """
-    kept: list[tuple[ShardedParam, torch.Tensor | None]] = []
+    # torch registers new parameters, which have neither attributes nor a ``grad_dtype``, and converts gradients by ``fn``, too.
+    gradients: list[tuple[ShardedParam, torch.Tensor | None]] = []
     for group in groups:
         group.adopt_registered()
-    for param in (param for group in groups for param in group.params):
+    params = [param for group in groups for param in group.params]
+    for param in params:
         param.accumulator = None  # a conversion may swap the contents of two parameters, which torch refuses beside it
         if param.grad_dtype is not None:
-            kept.append((param, param.sharded.grad))
+            gradients.append((param, param.sharded.grad))
             param.sharded.grad = None
+    places = [at.setattr_module for unit in units for param in unit.params for at in param.registrations]
+    owners = dict.fromkeys(owner for ref in places if ref is not None and (owner := ref()) is not None)
+    waits = withdrawn(unit.earlier for unit in units)
     try:
-        yield
+        with waits, without_weak_references([*owners], shares_locals(fn)) as convert:
+            yield convert
     finally:
-        for param in (param for group in groups for param in group.params):
+        for param in params:
             param.hand_on_attributes()
             param.refuse_gradients()
-        for param, gradient in kept:
+        for param, gradient in gradients:
             param.adopt_registered()
             param.follow_grad_dtype()
             if gradient is not None:
@@ -244,20 +201,25 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 
 
 def mix_in(module: nn.Module, mixin: type) -> None:
-    """Put ``mixin`` first in the method resolution order of ``module``, and the classes of :func:`tool_classes` last."""
+    """Put ``mixin`` first in the method resolution order of ``module``, and show the module to torch's tools."""
     original = type(module)
     mixed = _mixed_classes.get((original, mixin))
     if mixed is None:
+        # Tools check ``isinstance`` for torch's class.  It is last, so that no method of it is found before another one.
+        known = torch_private.class_that_tools_ask_for()
+        tools = () if known is None else (known,)
         # Packages compare ``__module__`` of a class with their own name; transformers does before it initializes weights.
         body: dict[str, Any] = {"__module__": original.__module__, "_original_class": original}
-        mixed = type(
-            f"{mixin.__name__.removesuffix('Module')}{original.__name__}", (mixin, original, *tool_classes()), body
-        )
+        mixed = type(f"{mixin.__name__.removesuffix('Module')}{original.__name__}", (mixin, original, *tools), body)
         _mixed_classes[original, mixin] = mixed
     module.__class__ = mixed
     attachment = attachment_of(module)
     assert attachment is not None
-    show_to_tools(module, attachment)
+    # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
+    for name in ("fully_shard", "replicate"):
+        torch_private.enter_composable_api(module, name)
+    torch_private.clip_mixed_by(clip_grad_norm_, before_clip)  # accepts shards together with ignored parameters
+    torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
 
 
 if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
@@ -312,9 +274,10 @@ class FSDPModule(_Base):
         attachment = self._attachment()
         provisional_engine(attachment)
         attachment.unit.unshard()
+        handle = UnshardHandle(attachment.unit)
         if async_op:
-            return UnshardHandle(attachment.unit)
-        wait_by_hand(attachment.unit)
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
@@ -327,10 +290,7 @@ class FSDPModule(_Base):
         After an exception shardwise does so by itself; an interrupt (``KeyboardInterrupt``) of a forward needs this call.
         Raises: RuntimeError if this is not the root module.
         """
-        attachment = self._attachment()
-        if attachment.is_root is False:
-            raise StateError("reset_iter_state must be called on the root FSDP module")
-        engine = engine_of(attachment.unit)
+        engine = engine_of(self._root("reset_iter_state").unit)
         if engine is not None:
             engine.forget_step()
 
@@ -387,11 +347,7 @@ class FSDPModule(_Base):
         Raises: StateError if this is not the root module; ConfigError if ``grad_dtype`` of a parameter is None and
             ``reduce_dtype`` is not set.
         """
-        attachment = self._attachment()
-        if attachment.is_root is False:
-            raise StateError(
-                f"set_allow_rank_divergence must be called on the root module; this is '{attachment.unit.name}'"
-            )
+        attachment = self._root("set_allow_rank_divergence")
         attachment.unit.may_diverge = enabled
         roots_to_come.pop(attachment, None)
         if enabled and not attachment.is_root:
@@ -449,7 +405,7 @@ class FSDPModule(_Base):
 
         Raises: StateError if this is not the root module, or once a backward has begun that has not been finalized.
         """
-        engine = self._root_engine("set_manual_backward_finalization")
+        engine = provisional_engine(self._root("set_manual_backward_finalization"))
         refuse_manual(enabled and engine.divergence is not None)
         engine.manual.set_on(enabled, engine.is_in_backward, engine.reductions.has_deferred)
 
@@ -477,7 +433,7 @@ class FSDPModule(_Base):
         """
         if self._attachment().is_root is None:
             return GradientReductionHandle() if async_op else None
-        engine = self._root_engine("finalize_backward")
+        engine = provisional_engine(self._root("finalize_backward"))
         handle = GradientReductionHandle(engine, engine.launch_rest())
         if async_op:
             return handle
@@ -489,7 +445,8 @@ class FSDPModule(_Base):
         engine = engine_of(self._unit())
         if engine is not None and not requires_gradient_sync:
             engine.hold_assigned()
-        _forget_asked(_attachments_in(self, recurse))
+        for each in _attachments_in(self, recurse):
+            each.asked_sync = None
         self._replace_policies(recurse, sync=requires_gradient_sync, syncs_replicas=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -570,7 +527,7 @@ class FSDPModule(_Base):
         """
         if num_bytes is not None:
             check_whole("num_bytes", num_bytes, 0, "; 0 stands for the peak of prefetching one unit")
-        engine = self._root_engine("set_gather_ahead_bytes")
+        engine = provisional_engine(self._root("set_gather_ahead_bytes"))
         self._attachment().unit.ahead_bytes = num_bytes
         set_limits(engine)
 
@@ -605,20 +562,14 @@ class FSDPModule(_Base):
 
         Raises: ValueError if the parameters of this module are on several meshes.
         """
-        group = self._single_group("set_custom_all_gather")
-        if group is not None:
-            group.custom.all_gather = comm
-            bind_units(self._engine())
+        self._set_custom("all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: CustomCollective) -> None:
         """Reduce-scatter with ``comm``, which has the methods of torch's ``ReduceScatter``.
 
         Raises: ValueError if the parameters of this module are on several meshes.
         """
-        group = self._single_group("set_custom_reduce_scatter")
-        if group is not None:
-            group.custom.reduce_scatter = comm
-            bind_units(self._engine())
+        self._set_custom("reduce_scatter", comm)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with the flat reduced gradients, after the reduce-scatter or, with replicas, after the all-reduce.
@@ -682,10 +633,11 @@ class FSDPModule(_Base):
     def _engine(self) -> Engine:
         return provisional_engine(self._attachment())
 
-    def _root_engine(self, method: str) -> Engine:
-        if self._attachment().is_root is False:
-            raise StateError(f"{method} must be called on the root FSDP module; this is '{self._unit().name}'")
-        return self._engine()
+    def _root(self, method: str) -> Attachment:
+        attachment = self._attachment()
+        if attachment.is_root is False:
+            raise StateError(f"{method} must be called on the root FSDP module; this is '{attachment.unit.name}'")
+        return attachment
 
     def _units(self, recurse: bool) -> list[Unit]:
         return [each.unit for each in _attachments_in(self, recurse)]
@@ -702,6 +654,12 @@ class FSDPModule(_Base):
                 "it would be ambiguous across groups with different meshes."
             )
         return groups[0] if groups else None
+
+    def _set_custom(self, kind: str, comm: CustomCollective) -> None:
+        group = self._single_group(f"set_custom_{kind}")
+        if group is not None:
+            setattr(group.custom, kind, comm)
+            bind_units(self._engine())
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Module.to and the like convert the shards; they are packed again at the next unshard.

@@ -96,10 +96,8 @@ def offload_from(policy: object) -> OffloadPolicy:
 
     Raises: ConfigError for other objects.
     """
-    if policy is None:
-        return OffloadPolicy()
-    if isinstance(policy, OffloadPolicy):
-        return policy
+    if policy is None or isinstance(policy, OffloadPolicy):
+        return policy or OffloadPolicy()
     if type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
         raise ConfigError(f"offload_policy is {policy!r}; expected OffloadPolicy(), CPUOffloadPolicy() or None")
     pin_memory = getattr(policy, "pin_memory", None)

@@ -13,6 +13,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.collectives.c10d import C10dCommunicator
 from shardwise.collectives.compressed import CompressedCommunicator, Compression
+from shardwise.collectives.protocol import CustomCollectives
 from shardwise.collectives.routes import (
     LinkProvider,
     LinkUsers,
@@ -109,13 +110,6 @@ def set_limits(engine: Engine) -> None:
     engine.exec_order.budget = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
 
 
-def share_streams(engines: Sequence[Engine]) -> None:
-    """Let all engines use the streams and the buffer pool of the first."""
-    for engine in engines[1:]:
-        engine.comm_ctx.streams, engine.comm_ctx.pool = engines[0].comm_ctx.streams, engines[0].comm_ctx.pool
-        bind_units(engine)
-
-
 def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | None:
     meshes = [group.axes.mesh for unit in units for group in unit.groups]
     store = torch_private.default_store() if meshes else None
@@ -142,13 +136,13 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
         stream: SideStream,
         coded: Compression | None = None,
         fetch: SideStream | None = None,
+        custom: CustomCollectives = group.custom,
     ) -> RoutedCommunicator:
-        packed = C10dCommunicator(process_group, stream, comm_ctx.pool, group.custom, fetch)
+        packed = C10dCommunicator(process_group, stream, comm_ctx.pool, custom, fetch)
         if coded is not None:
             return CompressedCommunicator(packed, comm_ctx.pass_tracker, coded)
         return RoutedCommunicator(packed, comm_ctx.pass_tracker)
 
-    custom = group.custom
     reduced = group.compression if group.reduce_coding is not None else None
     has_replicas = axes.replicate_mesh_dim is not None and axes.num_replicas > 1
     shards = reduce = replicas = sub = None
@@ -156,13 +150,12 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
         gathered = group.compression if group.gather_coding is not None else None
         shards = over(process_group, streams.gather, gathered, streams.fetch if group.place.is_offloaded else None)
-        reduce = over(custom.reduce_group or process_group, streams.reduce, None if has_replicas else reduced)
+        reduce = over(group.custom.reduce_group or process_group, streams.reduce, None if has_replicas else reduced)
     if axes.replicate_mesh_dim is not None and has_replicas:
         replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, reduced)
     if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
         process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
-        packed = C10dCommunicator(process_group, streams.gather, comm_ctx.pool, replace(custom, all_gather=None))
-        sub = RoutedCommunicator(packed, comm_ctx.pass_tracker)
+        sub = over(process_group, streams.gather, custom=replace(group.custom, all_gather=None))
     return GroupComm(shards, reduce, replicas, comm_ctx.pool, sub, streams if group.place.is_offloaded else None)
 
 
@@ -227,21 +220,22 @@ def _become_root(attachment: Attachment) -> Engine:
     if len(modules) > 1:
         raise StateError(f"FSDP requires a single root module but got {tuple(modules)}")
     root = modules[0]
-    attachments = _attachments_in(root, attachment)
+    below = [each for module in root.modules() if (each := attachment_of(module)) is not None]
+    attachments = list(dict.fromkeys([attachment, *below]))
+    _name_units(root, attachments)
     for inner in attachments[1:]:
         if inner.unit.may_diverge:
             raise StateError(
-                f"set_allow_rank_divergence must be called on the root; it was called on {_path_in(root, inner)}"
+                f"set_allow_rank_divergence must be called on the root; it was called on {inner.unit.name}"
             )
         if inner.is_root is not None and engine_of(inner.unit) is not None:
             raise StateError(
-                f"FSDP state has already been lazily initialized for {inner.unit.name or _path_in(root, inner)}\n"
+                f"FSDP state has already been lazily initialized for {inner.unit.name}\n"
                 "FSDP requires running forward through the root module first: this module already ran, alone or below another "
                 "root, and belongs to that. Run the outermost module first. If two models share this module (an actor and a "
                 "critic with one trunk), call fully_shard on their parts, not on the two models, or on one module whose "
                 "forward runs both"
             )
-    _name_units(root, attachments)
     check_materialized(attachments)
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
@@ -257,9 +251,11 @@ def _become_root(attachment: Attachment) -> Engine:
             if inner.engine.manual.is_on and inner is not attachment:
                 raise StateError(
                     "set_manual_backward_finalization must be called on the root FSDP module; it was called on "
-                    f"{inner.unit.name or _path_in(root, inner)}"
+                    f"{inner.unit.name}"
                 )
-            _inherit(engine, inner.engine)
+            engine.is_last_backward &= inner.engine.is_last_backward
+            engine.manual.inherit(inner.engine.manual)
+            engine.post_optim_event = engine.post_optim_event or inner.engine.post_optim_event
         inner.is_root, inner.engine = False, None
     refuse_manual(engine.divergence is not None and engine.manual.is_on)
     attachment.is_root, attachment.engine = True, engine
@@ -279,26 +275,6 @@ def _give_to_readers(module: nn.Module, unit: Unit) -> None:
         unit.use_tied(read.unit)
     for child in module.children():
         _give_to_readers(child, unit)
-
-
-def _inherit(engine: Engine, old: Engine) -> None:
-    engine.is_last_backward = engine.is_last_backward and old.is_last_backward
-    engine.manual.inherit(old.manual)
-    engine.post_optim_event = engine.post_optim_event or old.post_optim_event
-
-
-def _attachments_in(root: nn.Module, first: Attachment) -> list[Attachment]:
-    found = {id(first): first}
-    for module in root.modules():
-        each = attachment_of(module)
-        if each is not None:
-            found.setdefault(id(each), each)
-    return list(found.values())
-
-
-def _path_in(root: nn.Module, attachment: Attachment) -> str:
-    inner = attachment.unit.modules
-    return ", ".join(name for name, module in root.named_modules() if module in inner)
 
 
 def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from shardwise import torch_private
 from shardwise.arguments import check_whole, explains_arguments, ids_of_ignored
 from shardwise.collectives.codec import CompressionPolicy
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ConfigError
 from shardwise.fsdp.api import default_mesh, describe_units, fully_shard, modules_in, replicate
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
@@ -61,7 +60,7 @@ def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
     # be a block.
     is_listed = isinstance(parent, _CONTAINERS)
     inner = _unwrapped(module)
-    kind = _original_class(inner)
+    kind = vars(type(inner)).get("_original_class", type(inner))
     return Child(
         path,
         (kind, _structure(inner)),
@@ -73,27 +72,18 @@ def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
 
 
 def _weighed(child: Child, module: nn.Module, counted: set[int]) -> Child:
-    if child.is_explicit:
-        return child
-    num_bytes = 0
-    for param in _own_parameters(module):
-        if id(param) not in counted:
-            counted.add(id(param))
-            num_bytes += _num_bytes(param)
-    return replace(child, num_bytes=num_bytes)
+    own = {id(param): param for param in _own_parameters(module) if id(param) not in counted and not child.is_explicit}
+    counted.update(own)
+    return replace(child, num_bytes=sum(map(_num_bytes, own.values())))
 
 
 def _has_parameters(module: nn.Module, ignored: frozenset[int]) -> bool:
-    if attachment_of(module) is not None:
-        return True
-    return any(id(param) not in ignored for param in _own_parameters(module))
+    return attachment_of(module) is not None or any(id(param) not in ignored for param in _own_parameters(module))
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters below ``module`` that belong to no inner unit."""
-    for param in torch_private.parameters_of(module).values():
-        if param is not None:
-            yield param
+    yield from module.parameters(recurse=False)
     for child in module.children():
         if attachment_of(child) is None:
             yield from _own_parameters(child)
@@ -113,11 +103,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     while len(children := list(module.children())) == 1 and not any(True for _ in module.parameters(recurse=False)):
         module = children[0]
     return module
-
-
-def _original_class(module: nn.Module) -> type:
-    cls = type(module)
-    return cls.__dict__.get("_original_class", cls) if isinstance(module, FSDPModule) else cls
 
 
 def _structure(module: nn.Module) -> Hashable:
@@ -176,7 +161,7 @@ def shard_model(
     Raises:
         ValueError: ``model`` is no module, or a container without forward; ``min_unit_bytes`` is negative; and
             what :func:`fully_shard` raises.
-        RuntimeError: ``model`` was sharded before.
+        AssertionError: ``model`` was sharded before.
 
     Example:
         >>> from shardwise import describe_units, shard_model
@@ -232,9 +217,4 @@ def _check(model: nn.Module, min_unit_bytes: int) -> None:
             "to make one unit of several modules call fully_shard([...]) before shard_model(root)."
         )
     check_whole("min_unit_bytes", min_unit_bytes, 0, "; 0 never merges blocks")
-    if attachment_of(model) is not None:
-        raise StateError(
-            f"shard_model: {type(model).__name__} was sharded before, with all its parameters, so its blocks cannot become "
-            "units any more. Call shard_model once, instead of fully_shard on the root; fully_shard on parts may come first."
-        )
     modules_in(model, "shard_model")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardwise.formatting import format_bytes
 
@@ -80,37 +81,16 @@ def compress_paths(paths: Sequence[str]) -> str:
 
     The empty path (the root) alone is the empty text.
     """
-    if list(paths) == [""]:
-        return ""
-    parts: list[str] = []
-    position = 0
-    while position < len(paths):
-        length = _count_up(paths, position)
-        numbered = _split_number(paths[position])
-        if length == 1 or numbered is None:
-            parts.append(paths[position])
+    runs: list[tuple[str, str]] = []  # a first path, and the number of the last one
+    following = None
+    for path in paths:
+        match = _NUMBERED.fullmatch(path)
+        if match is not None and path == following:
+            runs[-1] = runs[-1][0], match["number"]
         else:
-            stem, first = numbered
-            parts.append(f"{stem}{first}-{first + length - 1}")
-        position += length
-    return ", ".join(parts)
-
-
-def _count_up(paths: Sequence[str], start: int) -> int:
-    """Return how many paths from ``start`` on differ only in their final number, which counts up by one."""
-    numbered = _split_number(paths[start])
-    if numbered is None:
-        return 1
-    stem, first = numbered
-    length = 1
-    while start + length < len(paths) and _split_number(paths[start + length]) == (stem, first + length):
-        length += 1
-    return length
-
-
-def _split_number(path: str) -> tuple[str, int] | None:
-    match = _NUMBERED.fullmatch(path)
-    return None if match is None else (match["stem"], int(match["number"]))
+            runs.append((path, ""))
+        following = None if match is None else f"{match['stem']}{int(match['number']) + 1}"
+    return ", ".join(f"{first}-{last}" if last else first for first, last in runs)
 
 
 DEFAULT_MIN_UNIT_BYTES = 3 * 2**19  # 1.5 MiB; for the reason see shardwise.shard_model
@@ -169,42 +149,16 @@ def group_blocks(children: Sequence[Child], min_unit_bytes: int) -> tuple[tuple[
     return (*groups, *_cut(run, min_unit_bytes))
 
 
-def _cut(run: Sequence[Child], min_unit_bytes: int) -> Iterator[tuple[str, ...]]:
-    if not run:
-        return
-    sizes = [child.num_bytes for child in run]
-    lengths = _greedy_lengths(sizes, min_unit_bytes)
-    equal = _equal_lengths(len(sizes), len(lengths))
-    start = 0
-    for length in equal if _is_enough(sizes, equal, min_unit_bytes) else lengths:
-        yield tuple(child.path for child in run[start : start + length])
-        start += length
-
-
-def _greedy_lengths(sizes: Sequence[int], min_unit_bytes: int) -> list[int]:
-    """Return the lengths of groups that end as soon as they are large enough; the rest joins the last group."""
-    lengths: list[int] = []
-    length = num_bytes = 0
-    for size in sizes:
-        length, num_bytes = length + 1, num_bytes + size
+def _cut(run: Sequence[Child], min_unit_bytes: int) -> list[tuple[str, ...]]:
+    """Return the paths of each unit: of equally many blocks if that suffices, else each ends as soon as it is large enough."""
+    ends, num_bytes = [0], 0
+    for end, child in enumerate(run, 1):
+        num_bytes += child.num_bytes
         if num_bytes >= min_unit_bytes:
-            lengths.append(length)
-            length = num_bytes = 0
-    if not lengths:
-        return [length]
-    lengths[-1] += length
-    return lengths
-
-
-def _equal_lengths(count: int, num_groups: int) -> list[int]:
-    each, rest = divmod(count, num_groups)
-    return [each + 1] * rest + [each] * (num_groups - rest)
-
-
-def _is_enough(sizes: Sequence[int], lengths: Sequence[int], min_unit_bytes: int) -> bool:
-    start = 0
-    for length in lengths:
-        if sum(sizes[start : start + length]) < min_unit_bytes:
-            return False
-        start += length
-    return True
+            ends.append(end)
+            num_bytes = 0
+    count = max(1, len(ends) - 1)
+    ends = [*ends[:count], len(run)]  # the rest joins the last unit
+    equal = [-(-len(run) * part // count) for part in range(count + 1)]
+    is_enough = all(sum(child.num_bytes for child in run[a:b]) >= min_unit_bytes for a, b in pairwise(equal))
+    return [tuple(child.path for child in run[a:b]) for a, b in pairwise(equal if is_enough else ends) if b > a]

@@ -23,7 +23,7 @@ from shardwise import (
     ConfigError,
     FSDPModule,
     MixedPrecisionPolicy,
-    StateError,
+    UsageError,
     describe_units,
     fully_shard,
     replicate,
@@ -255,7 +255,7 @@ def test_a_model_that_is_sharded_is_refused() -> None:
     for api in (shard_model, fully_shard, replicate):
         model = build("uneven")
         api(model)
-        with pytest.raises(StateError, match=r"Stacked was sharded before.*Call shard_model once"):
+        with pytest.raises(UsageError, match="Stacked was given to shard_model before"):
             shard_model(model)
 
 
