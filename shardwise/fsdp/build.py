@@ -34,9 +34,9 @@ from shardwise.fsdp.attachment import (
 )
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
-from shardwise.fsdp.initial_values import sync_buffers, values_of_first
+from shardwise.fsdp.initial_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, place, smaller_axes
-from shardwise.fsdp.param import Beginning, Registration, ShardedParam
+from shardwise.fsdp.param import Registration, ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.fsdp.roots import may_share_memory
@@ -533,5 +533,5 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
         result.refuse_gradients()
         _sharded_from[item.param] = weakref.ref(result)
         if axes.num_shards > 1:
-            result.beginning = Beginning.of(placed.local, result.local)
+            result.beginning = beginning_of(placed.local, result.local)
     return result

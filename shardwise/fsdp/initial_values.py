@@ -28,19 +28,31 @@ from shardwise.fsdp.unit import Unit
 # backward that averages over them.
 
 Key = tuple[int, str]  # the first of the ranks that have the same parameter, and its name
+_SAMPLE_NUMEL, _SOME_NUMEL = 1 << 14, 64
+
+
+def beginning_of(whole: torch.Tensor, shard: torch.Tensor) -> tuple[int, int] | None:
+    """Return digests of samples of ``whole`` and ``shard``; None for values on meta or of a tensor subclass."""
+    if type(whole) not in (torch.Tensor, nn.Parameter) or whole.is_meta:
+        return None
+    return digest_of(sample_of(whole.detach(), _SAMPLE_NUMEL)), _digest_of_some(shard)
+
+
+def _digest_of_some(shard: torch.Tensor) -> int:
+    some = sample_of(shard.detach(), _SOME_NUMEL)
+    some = torch.view_as_real(some) if some.is_complex() else some
+    return digest_of(some.to("cpu", torch.bfloat16))  # conversions of a model to another dtype are no writes
 
 
 def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck) -> None:
     """Compare the values of replicas of ``units`` between ranks; of a large parameter, a sample.  Collective.
 
-    Nothing is compared if ranks are threads: they share one random generator, so no two ranks start with the same values.
     Raises: DesyncError on every rank, naming a parameter that is not the same on all of its replicas.
     """
-    if torch_private.are_threads():
-        return
-    digests = {key: digest_of(sample_of(local)) for key, local in _replicated(units).items()}
-    _refuse(
-        _find_unlike("values that replicas begin with", digests, {}, mismatch_check),
+    _compare(
+        "values that replicas begin with",
+        {key: digest_of(sample_of(local)) for key, local in _replicated(units).items()},
+        mismatch_check,
         "replicas",
         "Each would add the same averaged gradients to its own, so that they never become equal: build the model with one seed "
         "on all ranks, load a checkpoint on every rank, or broadcast the parameters of one rank before the first step; put "
@@ -51,47 +63,38 @@ def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck) -> No
 def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> None:
     """Compare between ranks the values from which the parameters of ``units`` were sharded.  Collective.
 
-    Parameters that any rank has overwritten since (initialized, loaded) are skipped, and so are ranks whose shard is empty,
-    because their values are not used.  Nothing is compared if ranks are threads.
+    Parameters that any rank has overwritten since (initialized, loaded) are skipped.
 
     Raises: DesyncError on every rank, naming a parameter that was not the same on all ranks.
     """
-    groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
-    if not groups or torch_private.are_threads():
-        return
-    # The shape is part of the key: ranks whose models differ in shapes get a better error at the first all-gather.
-    params = {
-        (int(group.axes.mesh.mesh.min()), f"{param.fqn} of shape {param.shard.shape}"): param
-        for group in groups
-        for param in group.params
-    }
-    cut = {key: param for key, param in params.items() if param.local.numel()}
-    digests = {
-        key: None if (begun := param.beginning) is None or begun.was_overwritten(param.local) else begun.digest
-        for key, param in cut.items()
-    }
-    holders = {key: param.shard.num_holders for key, param in cut.items()}
-    _refuse(
-        _find_unlike("values that were sharded", digests, holders, mismatch_check),
+    digests: dict[Key, int | None] = {}
+    for group in (group for unit in units for group in unit.groups if group.axes.num_shards > 1):
+        first = int(group.axes.mesh.mesh.min())
+        for param in group.params:
+            begun, param.beginning = param.beginning, None
+            is_same = begun is not None and not param.local.is_meta and _digest_of_some(param.local) == begun[1]
+            # The shape is part of the key: ranks whose models differ in shapes get a better error at the first all-gather.
+            digests[first, f"{param.fqn} of shape {param.shard.shape}"] = begun[0] if begun and is_same else None
+    _compare(
+        "values that were sharded",
+        digests,
+        mismatch_check,
         "ranks",
         "Each rank has sharded its own values, so that the model is a mixture of them: build the model with one seed on all "
         "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
         "which broadcasts the values of the first rank",
     )
-    for param in params.values():
-        param.beginning = None
 
 
-def _find_unlike(
-    topic: str,
-    digests: Mapping[Key, int | None],
-    holders: Mapping[Key, int],
-    mismatch_check: MismatchCheck,
-) -> dict[Key, dict[int, int]]:
-    """Return the digests by rank for the parameters whose digests differ.
+def _compare(
+    topic: str, digests: Mapping[Key, int | None], mismatch_check: MismatchCheck, who: str, advice: str
+) -> None:
+    """Raise DesyncError if ``digests`` differ between ranks; a parameter that has None on some rank is not compared.
 
-    ``digests``: None for a parameter that is not compared.  ``holders``: the number of non-empty shards of a parameter.
+    Nothing is compared if ranks are threads: they share one random generator, so no two ranks start with the same values.
     """
+    if not digests or torch_private.are_threads():
+        return
 
     def exchange(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
         local = [json.dumps([*key, value]) for key, value in values.items()]
@@ -101,15 +104,24 @@ def _find_unlike(
         return found
 
     # Exchange one sum per set of ranks first: usually all agree, and no rank sends a digest per parameter.
-    alike: dict[Key, list[int | None]] = defaultdict(list)
-    for (track, name), digest in digests.items():
-        alike[track, str(holders.get((track, name)))].append(digest)
-    sums = {key: hashlib.sha256(repr(each).encode()).hexdigest() for key, each in alike.items()}
+    alike: dict[int, list[int | None]] = defaultdict(list)
+    for (track, _), digest in digests.items():
+        alike[track].append(digest)
+    sums = {(track, ""): hashlib.sha256(repr(each).encode()).hexdigest() for track, each in alike.items()}
     if all(len(found) == 1 for found in exchange(topic, sums).values()):
-        return {}
+        return
     mine = {key: [dist.get_rank(), digest] for key, digest in digests.items()}
     rows = {key: dict(found) for key, found in exchange(f"each of the {topic}", mine).items()}
-    return {key: row for key, row in rows.items() if None not in row.values() and len({*row.values()}) > 1}
+    unlike = [(name, row) for (_, name), row in rows.items() if None not in row.values() and len({*row.values()}) > 1]
+    if unlike:
+        name, row = unlike[0]
+        first = min(row)
+        others = sorted(rank for rank, digest in row.items() if digest != row[first])
+        more = f", and {len(unlike) - 1} more parameters differ" if len(unlike) > 1 else ""
+        raise DesyncError(
+            f"{who} do not begin with the same values: {name} is not the same on {format_ranks(others)} as on rank "
+            f"{first}{more}. {advice}"
+        )
 
 
 def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
@@ -122,18 +134,6 @@ def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
             if type(param.local) in (torch.Tensor, nn.Parameter):
                 found[track, param.fqn] = param.local.detach()
     return found
-
-
-def _refuse(unlike: Mapping[Key, Mapping[int, int]], who: str, advice: str) -> None:
-    if unlike:
-        (_, name), row = next(iter(unlike.items()))
-        first = min(row)
-        others = sorted(rank for rank, digest in row.items() if digest != row[first])
-        more = f", and {len(unlike) - 1} more parameters differ" if len(unlike) > 1 else ""
-        raise DesyncError(
-            f"{who} do not begin with the same values: {name} is not the same on {format_ranks(others)} as on rank "
-            f"{first}{more}. {advice}"
-        )
 
 
 def values_of_first(

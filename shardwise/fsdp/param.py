@@ -13,50 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.precision import GradDtype, MixedPrecisionPolicy, dtype_of_full
 from shardwise.layout import ChunkShard
 from shardwise.torch_private import DTensorSpec
-
-# ---- Digests of parameters before sharding.  Ranks compare them to check that all of them sharded the same values.
-
-_SAMPLE_NUMEL, _SOME_NUMEL = 1 << 14, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """One parameter when it was sharded.
-
-    Attributes:
-        digest: the digest of the full values; of a large parameter it covers a sample.
-        some: a few elements of this rank's shard.
-    """
-
-    digest: int
-    some: torch.Tensor
-
-    @classmethod
-    def of(cls, whole: torch.Tensor, shard: torch.Tensor) -> Beginning | None:
-        """Return the beginning of ``whole``; None if it has no values (meta) or is a tensor subclass."""
-        if type(whole) not in (torch.Tensor, nn.Parameter) or whole.is_meta:
-            return None
-        return cls(digest_of(sample_of(whole.detach(), _SAMPLE_NUMEL)), _some_of(shard).clone())
-
-    def was_overwritten(self, shard: torch.Tensor) -> bool:
-        """Return True if ``shard`` was written to after sharding, so that the initial values no longer matter.
-
-        Conversions to another dtype or device do not count as writes.
-        """
-        if shard.is_meta or (now := _some_of(shard)).shape != self.some.shape:
-            return True
-        dtype = torch.complex128 if now.is_complex() else torch.float64
-        return not torch.allclose(now.to("cpu", dtype), self.some.to("cpu", dtype), rtol=0.02)
-
-
-def _some_of(shard: torch.Tensor) -> torch.Tensor:
-    return sample_of(shard.detach(), _SOME_NUMEL)
-
 
 # ---- The version of a shard: a count of writes to it that continues when user code gives it other memory.
 
@@ -182,7 +142,7 @@ class ShardedParam:
         original: weak reference to the parameter that it was made from, which user code may still reference.
         attributes: the attributes that users have set on it, one dict for all forms; a parameter that conversions or loading
             register lacks them.
-        beginning: digests of its values before sharding, until ranks have compared them; None: there is nothing to compare.
+        beginning: digests of its values before sharding and of its shard, until ranks have compared them (``initial_values``).
         accumulator: the node by which a backward would accumulate into the shard; see :meth:`refuse_gradients`.
         made_of: the identity of the sharded parameter's storage, and its shard, when both were made.
     """
@@ -207,7 +167,7 @@ class ShardedParam:
     grad_dtype: GradDtype | None = None
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
-    beginning: Beginning | None = None
+    beginning: tuple[int, int] | None = None
     made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
     accumulator: Any = None
     attributes: dict[str, Any] = field(init=False)
