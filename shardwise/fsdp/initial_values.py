@@ -27,7 +27,7 @@ from shardwise.fsdp.unit import Unit
 # neither.  So ranks compare digests through the store once: of sharded values in the first forward, of replicas in the first
 # backward that averages over them.
 
-Key = tuple[int, str]  # the first of the ranks that have the same parameter, and its name
+Key = tuple[str, str]  # which ranks have a part of the parameter, and its name
 _SAMPLE_NUMEL, _SOME_NUMEL = 1 << 14, 64
 
 
@@ -68,13 +68,16 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
     Raises: DesyncError on every rank, naming a parameter that was not the same on all ranks.
     """
     digests: dict[Key, int | None] = {}
-    for group in (group for unit in units for group in unit.groups if group.axes.num_shards > 1):
-        first = int(group.axes.mesh.mesh.min())
-        for param in group.params:
-            begun, param.beginning = param.beginning, None
+    groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
+    if not groups:
+        return
+    for param, first in ((param, int(group.axes.mesh.mesh.min())) for group in groups for param in group.params):
+        if param.local.numel():  # values of a rank whose shard is empty are not used
+            begun = param.beginning
             is_same = begun is not None and not param.local.is_meta and _digest_of_some(param.local) == begun[1]
-            # The shape is part of the key: ranks whose models differ in shapes get a better error at the first all-gather.
-            digests[first, f"{param.fqn} of shape {param.shard.shape}"] = begun[0] if begun and is_same else None
+            # Ranks whose models differ in shapes get a better error at the first all-gather.
+            key = f"{first}/{param.shard.num_holders}", f"{param.fqn} of shape {param.shard.shape}"
+            digests[key] = begun[0] if begun and is_same else None
     _compare(
         "values that were sharded",
         digests,
@@ -84,6 +87,8 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
         "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
         "which broadcasts the values of the first rank",
     )
+    for param in (param for group in groups for param in group.params):
+        param.beginning = None
 
 
 def _compare(
@@ -93,7 +98,7 @@ def _compare(
 
     Nothing is compared if ranks are threads: they share one random generator, so no two ranks start with the same values.
     """
-    if not digests or torch_private.are_threads():
+    if torch_private.are_threads():
         return
 
     def exchange(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
@@ -104,7 +109,7 @@ def _compare(
         return found
 
     # Exchange one sum per set of ranks first: usually all agree, and no rank sends a digest per parameter.
-    alike: dict[int, list[int | None]] = defaultdict(list)
+    alike: dict[str, list[int | None]] = defaultdict(list)
     for (track, _), digest in digests.items():
         alike[track].append(digest)
     sums = {(track, ""): hashlib.sha256(repr(each).encode()).hexdigest() for track, each in alike.items()}
@@ -114,7 +119,7 @@ def _compare(
     rows = {key: dict(found) for key, found in exchange(f"each of the {topic}", mine).items()}
     unlike = [(name, row) for (_, name), row in rows.items() if None not in row.values() and len({*row.values()}) > 1]
     if unlike:
-        name, row = unlike[0]
+        name, row = min(unlike, key=lambda each: each[0])
         first = min(row)
         others = sorted(rank for rank, digest in row.items() if digest != row[first])
         more = f", and {len(unlike) - 1} more parameters differ" if len(unlike) > 1 else ""
@@ -132,7 +137,7 @@ def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
         track = dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.replicate_mesh_dim))[0]
         for param in group.params:
             if type(param.local) in (torch.Tensor, nn.Parameter):
-                found[track, param.fqn] = param.local.detach()
+                found[str(track), param.fqn] = param.local.detach()
     return found
 
 
