@@ -116,8 +116,6 @@ class Divergence:
         self._places = {param: place for place, param in enumerate(params)}
         this = weakref.proxy(self)  # units have the schedule, and must not own what has them
         self.schedule = AgreedSchedule(lambda number: this._reach_gather(number), lambda: this._serve_next())
-        reductions.schedule = self.schedule
-        reductions.reach = lambda unit, gradients: this._reach_reduction(unit, gradients)
         self.is_open = False
         self.notify: Callable[[], object] = _nothing
         self.divides_by_all = True
@@ -276,26 +274,32 @@ class Divergence:
         self._serve_until(at)
         schedule.cursor += 1
 
-    def _reach_reduction(self, unit: Unit, gradients: Gradients) -> bool:
-        """Launch for the others what comes before the reduction of ``unit``, and add zeros to ``gradients``.
+    def launch(self, unit: Unit, gradients: Gradients) -> None:
+        """Launch the reduction of ``unit``, and before it for the others what comes first, with zeros added to ``gradients``.
 
-        Returns: False if the schedule has no such reduction any more: the gradients are kept until the end of the pass.
+        If the schedule has no such reduction any more, the gradients are kept until the end of the pass.
         """
-        schedule = self.schedule
+        schedule, reductions = self.schedule, self._reductions
+        is_whole = bool(gradients) and len(gradients) == unit.backward.counted[0]
+        if is_whole and schedule.reductions[schedule.cursor] == unit.number:
+            schedule.cursor += 1
+            schedule.whole.append(unit.number)
+            reductions.launch(unit, gradients)
+            return
         if unit in self._late:
             gradients.update(add_gradients(self._late.pop(unit), gradients))
         at = schedule.find(schedule.reductions, unit.number)
         if at is None:
             self._late[unit] = gradients
             self._is_short = self._is_short or unit.number not in schedule.reductions
-            return False
+            return
         self._serve_until(at)
         schedule.cursor += 1
-        early = self._reductions.early_params
-        self._used.update(gradients, unit.earlier.held, unit.earlier.partial, self._reductions.partial_params, early)
+        early = frozenset[ShardedParam]() if reductions.early is None else reductions.early.params
+        self._used.update(gradients, unit.earlier.held, unit.earlier.partial, early)
         for group in unit.groups:
             unit.add_zeros(group, gradients, early)
-        return True
+        reductions.launch(unit, gradients)
 
     def end(self, ran_here: bool = True) -> None:
         """Serve the other ranks until none needs anything more in this pass; ``ran_here``: this rank runs the pass, too."""
@@ -305,7 +309,7 @@ class Divergence:
             if self._kind == "backward" and self._syncs and not ran_here:
                 for unit in reversed(self._units):
                     if unit.earlier.held:  # a rank that has left a Join runs no later backward
-                        self._reductions.launch(unit, {})
+                        self.launch(unit, {})
             while len(schedule.gathers) != num_calls:
                 num_calls = len(schedule.gathers)
                 self._serve_until(num_calls - 1)
@@ -316,9 +320,9 @@ class Divergence:
         self._drop_given(0)
         self.is_open = False
         if self._kind == "backward":
-            self._note_unused(said)
-            if not self.divides_by_all:
-                self._reductions.scale_launched(self.group.size() / max(self.group.size() - len(self._left), 1))
+            size = self.group.size()
+            factor = 1.0 if self.divides_by_all else size / max(size - len(self._left), 1)
+            self._reductions.note_end(self._unused(said), factor)
         if said[_IS_SHORT]:
             self._plan_next(ran_here)
 
@@ -353,7 +357,7 @@ class Divergence:
             schedule.cursor += 1
             self._give(self._units[number])
         else:
-            self._reductions.launch(self._units[schedule.reductions[schedule.cursor]], {})
+            self.launch(self._units[schedule.reductions[schedule.cursor]], {})
 
     def _give(self, unit: Unit) -> None:
         streams = self._comm_ctx.streams
@@ -375,14 +379,12 @@ class Divergence:
 
     # ---- after a pass ----
 
-    def _note_unused(self, said: list[int]) -> None:
-        """Let parameters that have a gradient on no rank keep the ``.grad`` that they have."""
+    def _unused(self, said: list[int]) -> set[ShardedParam]:
+        """Return the parameters that have a gradient on no rank: they keep the ``.grad`` that they have."""
         num = len(self._units)
         whole, used = _NUM_FLAGS + 2 * num, _NUM_FLAGS + 3 * num
         partly = [unit for unit in self._units if not said[whole + unit.number]]
-        unused = {param for unit in partly for param in unit.params if not said[used + self._places[param]]}
-        if unused:
-            self._reductions.note_unused(unused)
+        return {param for unit in partly for param in unit.params if not said[used + self._places[param]]}
 
     def _plan_next(self, ran_here: bool) -> None:
         mine = [(each.unit, each.event.value) for each in (self._exec_order.own_order if ran_here else ())]

@@ -449,8 +449,6 @@ class Engine:
             torch_private.call_after_backward(_end_callback(weakref.ref(self), weakref.ref(unit), task))
         if len(self.units) == 1 and not self.manual.is_on:
             backward.early = self.reductions.early_buckets(unit)
-            if backward.early is not None:
-                backward.early.begin()
         number = self.comm_ctx.pass_tracker.number
         if unit.policy.unshard_in_backward:
             unit.wait(number)
@@ -530,9 +528,9 @@ class Engine:
             is_as_planned = gradients and not unit.policy.sync
             self.exec_order.record(unit, StepEvent.POST_BACKWARD if is_as_planned else StepEvent.RELEASE_IN_BACKWARD)
             return
-        if gradients or unit.earlier.held or self.reductions.has_early:
+        if gradients or unit.earlier.held or self.reductions.early is not None:
             self.exec_order.record(unit, StepEvent.POST_BACKWARD)
-            self.reductions.launch(unit, gradients)
+            (self.divergence or self.reductions).launch(unit, gradients)
         else:
             self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
             self.reductions.skip(unit)
@@ -702,7 +700,7 @@ class Engine:
                 check_weights(unit)
                 gradients = unit.take_gradients()
                 if unit.policy.sync and (gradients or self.is_due(unit)):
-                    self.reductions.launch(unit, gradients)
+                    (self.divergence or self.reductions).launch(unit, gradients)
                 elif gradients:
                     self.reductions.hold(unit, gradients)
                 if unit.policy.reshard_after_backward and unit.is_full:

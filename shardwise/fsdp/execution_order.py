@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardwise.consistency.agreement import MismatchCheck
 from shardwise.errors import DesyncError
-from shardwise.fsdp.gradients import planned_scatter_bytes
+from shardwise.fsdp.gradients import planned_scatter_bytes, sharing_of
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import (
@@ -228,7 +228,7 @@ class ExecOrderTracker:
             return () if self.plan is None else self.plan.buckets
         if self._follows_plan and self.plan is not None:
             return self.plan.buckets
-        sharing = [unit.sharing for unit in self.units]
+        sharing = [sharing_of(unit) for unit in self.units]
         buckets = form_buckets(ExecutionOrder(ExecutionOrder(tuple(self._entries)).forward), sharing)
         key = tuple([bucket.units for bucket in buckets if len(bucket.units) > 1])
         if key and key not in self._agreed_buckets:
@@ -301,8 +301,8 @@ class ExecOrderTracker:
             gather_bytes=gather_bytes,
             in_place=in_place,
             full_bytes=unit.full_bytes,
-            reduce_bytes=sum(planned_scatter_bytes(group, unit.policy) for group in unit.groups),
-            sharing=unit.sharing,
+            reduce_bytes=sum(planned_scatter_bytes(group, unit) for group in unit.groups),
+            sharing=sharing_of(unit),
             tied_units=tuple(self.numbers[other] for other in unit.tied_units),
             forward_prefetch=_numbers_of(unit.forward_prefetch, self.numbers),
             backward_prefetch=_numbers_of(unit.backward_prefetch, self.numbers),

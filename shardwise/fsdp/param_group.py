@@ -47,16 +47,16 @@ class GroupComm:
         reduce: for reduce-scatters along the shard axis.
         replicas: for all-reduces along the replica axis.
         pool: the buffer pool of full parameters and staging buffers.
+        streams: the streams of the collectives, and of copies of offloaded shards.
         sub: for all-gathers along the smaller mesh of ``reshard_after_forward``.
-        copies: the streams that copy offloaded shards from the host; None if shards are not offloaded.
     """
 
     shards: RoutedCommunicator | None
     reduce: RoutedCommunicator | None
     replicas: RoutedCommunicator | None
     pool: BufferPool
+    streams: CommStreams
     sub: RoutedCommunicator | None = None
-    copies: CommStreams | None = None
 
 
 # ---- Resharding to a smaller mesh after forward: each rank keeps a slice of each full parameter until backward.
@@ -320,12 +320,12 @@ class ParamGroup:
         for param in self.params:
             if param.local is not param.count.local():
                 param.count.continue_with(param.sharded, param.local)
-        packing, copies = self.packing, self.bound_comm.copies if self.bound_comm is not None else None
+        packing, comm = self.packing, self.bound_comm
         if packing is None or [*map(self._kind, self.params)] != self._kinds:
             packing = self._pack()
         else:
             for bucket in packing.buckets:
-                self.is_written |= bucket.settle(None if copies is None else copies.host_waits_for_copies)
+                self.is_written |= bucket.settle(None if comm is None else comm.streams.host_waits_for_copies)
         if not any(bucket.unpacked for bucket in packing.buckets):
             in_memory = [param for param in self.params if param not in self.extended.params]
             self.seen = Snapshot([*in_memory, *self.extended.params], len(in_memory))
@@ -406,8 +406,8 @@ class ParamGroup:
                 return self.extended.gather(delivery, comm, ways.pool)
         if delivery is None or not delivery.fulls:
             return None
-        if comm is None and ways.copies is not None:
-            return fetch_alone(ways.copies.fetch, delivery)
+        if comm is None and self.place.is_offloaded:
+            return fetch_alone(ways.streams.fetch, delivery)
         if comm is None:
             delivery.deliver(delivery.shard())
             return None

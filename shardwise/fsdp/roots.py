@@ -84,7 +84,7 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
         unit.diverges, unit.schedule = is_allowed, None
         unit.reshard()  # ranks that took different ways differ in what is full, and in what backwards have shown
         unit.backward.unlearn()
-    engine.divergence = engine.reductions.schedule = None
+    engine.divergence = engine.reductions.syncs_replicas = None
     diverging.pop(engine, None)
     engine.exec_order.allow_divergence(is_allowed)
     for unit in engine.units if is_allowed else ():
@@ -156,7 +156,7 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
     if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
         process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
         sub = over(process_group, streams.gather, custom=replace(group.custom, all_gather=None))
-    return GroupComm(shards, reduce, replicas, comm_ctx.pool, sub, streams if group.place.is_offloaded else None)
+    return GroupComm(shards, reduce, replicas, comm_ctx.pool, streams, sub)
 
 
 def bind_units(engine: Engine) -> None:

@@ -17,7 +17,6 @@ from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import ConfigError
-from shardwise.fsdp.gradients import EarlyBuckets, sharing_of
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
@@ -37,7 +36,7 @@ from shardwise.observe import (
     thread,
     unit_in_words,
 )
-from shardwise.plan.schedule import AgreedSchedule, Sharing, UnitPolicy
+from shardwise.plan.schedule import AgreedSchedule, Buckets, UnitPolicy
 
 # ---- The progress of a unit's backward: its stage, the gradients that have arrived, the passes that are open.
 
@@ -109,7 +108,7 @@ class UnitBackward:
         self.keeps_for_graph = False
         self.is_unseen = False
         self.first: int | None = None
-        self.early: EarlyBuckets | None = None
+        self.early: Buckets | None = None
         self.looked_at: tuple[int, bool] | None = None
         self._began_full = True
 
@@ -148,7 +147,7 @@ class UnitBackward:
             if backward.stage is running:
                 if backward.task != task_id():
                     backward.is_nested = True  # a reentrant checkpoint inside the unit runs it: others may follow
-                is_bucket = early is not None and early.count(ordinal)
+                is_bucket = early is not None and early.is_ready()
                 if backward.is_nested or (len(arrived) < backward.counted[0] and not is_bucket):
                     return  # the engine has seen this backward begin, and neither a bucket nor the unit is complete
             elif backward.stage is Stage.IDLE:
@@ -352,13 +351,6 @@ class Unit:
     def keeps_sums(self) -> bool:
         """True if gradients are reduced over the shard axis only, and a later backward reduces them over replicas."""
         return not self.policy.syncs_replicas and any(group.axes.num_replicas > 1 for group in self.groups)
-
-    @property
-    def sharing(self) -> Sharing | None:
-        """The key and size by which gradients share an all-reduce bucket with other units; None if they share none."""
-        if len(self.groups) != 1 or self.all_reduce_hook is not None:
-            return None
-        return sharing_of(self.groups[0])
 
     @property
     def gather_staging(self) -> tuple[int, bool]:

@@ -197,26 +197,51 @@ def form_buckets(order: ExecutionOrder, sharing: Sequence[Sharing | None]) -> tu
     return _as_ended(order, runs)
 
 
-def split_unit(num_bytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets of a unit that is alone in its model: indices of its gradients, in sending order.
+def split_unit(num_bytes: Sequence[int | None], limit: int) -> tuple[UnitBucket, ...]:
+    """Return the buckets of a unit that is alone in its model, whose parameters count as units.
 
     In backward the gradients of later parameters arrive first.  Only the sizes decide, as in :func:`form_buckets`.
 
     Args:
-        num_bytes: of every gradient, in the order of the parameters.
+        num_bytes: of every gradient, in the order of the parameters; None: it is in no bucket.
         limit: a bucket of that many bytes is full; the limit grows if there were too many buckets.
     """
-    limit = max(limit, -(-sum(num_bytes) // _MOST_OF_UNIT))
-    buckets: list[tuple[int, ...]] = []
-    filling: list[int] = []
-    filled = 0
-    for index in reversed(range(len(num_bytes))):
-        filling.append(index)
-        filled += num_bytes[index]
-        if filled >= limit:
-            buckets.append(tuple(filling))
-            filling, filled = [], 0
-    return (*buckets, tuple(filling)) if filling else tuple(buckets)
+    limit = max(limit, -(-sum(filter(None, num_bytes)) // _MOST_OF_UNIT))
+    order = ExecutionOrder(tuple([OrderEntry(index, StepEvent.PRE_FORWARD) for index in range(len(num_bytes))]))
+    return form_buckets(order, [None if each is None else Sharing("", each, limit) for each in num_bytes])
+
+
+class Buckets:
+    """The progress of one backward through ``buckets``, which every rank launches in their order.
+
+    A bucket is launched once backward has ended all that it waits for and the buckets before it are launched, so ranks on
+    which units end in different orders launch the same buckets in the same order.
+
+    Attributes:
+        ended: units whose backward has ended; the caller adds to it.
+    """
+
+    def __init__(self, buckets: Sequence[UnitBucket], ended: set[int]) -> None:
+        self._unsent, self.ended = list(buckets), ended
+
+    def of(self, unit: int) -> UnitBucket | None:
+        """Return the bucket of ``unit`` that is not launched yet; None if there is none."""
+        return next((bucket for bucket in self._unsent if unit in bucket.units), None)
+
+    def is_ready(self) -> bool:
+        """Return True if the next bucket may be launched."""
+        # The last is checked first: backward ends units, and parameters, in about this order.
+        return bool(self._unsent) and self.ended.issuperset(reversed(self._unsent[0].awaited))
+
+    def take(self) -> Iterator[UnitBucket]:
+        """Yield the buckets to launch now."""
+        while self.is_ready():
+            yield self._unsent.pop(0)
+
+    def rest(self) -> list[UnitBucket]:
+        """Return the buckets that are left at the end of backward."""
+        rest, self._unsent = self._unsent, []
+        return rest
 
 
 def _as_ended(order: ExecutionOrder, runs: Sequence[Sequence[int]]) -> tuple[UnitBucket, ...]:

@@ -264,7 +264,7 @@ def keeps_nothing(real: Any) -> Any:
 def drops_its_section(real: Any) -> Any:
     def scatter(self: Any) -> None:
         real(self)
-        self._packing.section = None
+        self.section = None
 
     return scatter
 

@@ -108,7 +108,7 @@ def test_a_full_bucket_takes_ten_times_the_latency_and_never_less_than_a_mebibyt
 
 @given(st.lists(st.integers(0, 3 * LIMIT), max_size=300))
 def test_a_unit_that_is_alone_is_split_from_its_last_parameter_on_into_full_buckets(sizes: list[int]) -> None:
-    buckets = split_unit(sizes, LIMIT)
+    buckets = [bucket.units for bucket in split_unit(sizes, LIMIT)]
     assert [index for bucket in buckets for index in bucket] == list(range(len(sizes)))[::-1]
     assert len(buckets) <= 33
     for bucket in buckets[:-1]:
