@@ -84,7 +84,7 @@ class Reduction:
     the reduce-scatter's input remains to be freed.
 
     Attributes:
-        launches: those whose gradients it reduces; several if their units share a bucket.
+        units: those whose gradients it reduces; several if they share a bucket.
         params: the parameters whose gradients are reduced.
         gradients: the full gradients, until they are packed.
         layout, label, section_numel: for the transports; :meth:`target` is the section that they reduce into.
@@ -104,7 +104,8 @@ class Reduction:
         params: list[ShardedParam],
         gradients: list[torch.Tensor],
     ) -> None:
-        self.launches, self.group, self.dtype, self._scale, self.gradients = launches, group, dtype, scale, gradients
+        self.units = [launch.unit for launch in launches]  # not the launches, which own it
+        self.group, self.dtype, self._scale, self.gradients = group, dtype, scale, gradients
         self._reduced = reduced = layout_of(group, params, dtype)
         self.params, self.layout, self.label = reduced.params, reduced.bucket, reduced.names
         self.section_numel, self.has_elements = self.layout.section_numel, self.layout.full_numel > 0

@@ -47,9 +47,9 @@ def check_weights(unit: Unit) -> None:
     )
 
 
-def _gradients_of(launches: Iterable[Launch]) -> str:
-    """Return the gradients of ``launches``, for messages."""
-    names = [f"'{name}'" for name in dict.fromkeys(launch.unit.name for launch in launches)]
+def _gradients_of(units: Iterable[Unit]) -> str:
+    """Return the gradients of ``units``, for messages."""
+    names = [f"'{unit.name}'" for unit in units]
     if len(names) == 1:
         return f"gradients of unit {names[0]}"
     return f"gradients of units {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}"
@@ -185,7 +185,7 @@ class Reductions:
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
-            raise self._exec_order.explain(error, _gradients_of([launch for launch, _, _ in entries])) from error
+            raise self._exec_order.explain(error, _gradients_of([launch.unit for launch, _, _ in entries])) from error
         entries[0][0].reductions += launched
         self._in_flight += launched
 
@@ -289,7 +289,7 @@ class Reductions:
 
     def _advance(self, reduction: Reduction, whole: bool = False) -> None:
         """Wait for the next stage of ``reduction``; for all stages if ``whole``."""
-        name = reduction.launches[0].unit.name
+        name = reduction.units[0].name
         if listeners:
             begin(self._exec_order.log.track.name, "wait for gradients", name)
         try:
@@ -298,7 +298,7 @@ class Reductions:
             else:
                 reduction.advance()
         except RuntimeError as error:
-            raise self._exec_order.explain(error, _gradients_of(reduction.launches)) from error
+            raise self._exec_order.explain(error, _gradients_of(reduction.units)) from error
         if listeners:
             end("wait for gradients", name)
 
