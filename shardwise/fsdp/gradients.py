@@ -22,7 +22,7 @@ from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.schedule import LEAST_BYTES, Sharing, UnitBucket, UnitPolicy, bucket_bytes, split_unit
 
-_DTYPE = operator.attrgetter("dtype")
+_DTYPE, _UNIT = operator.attrgetter("dtype"), operator.attrgetter("unit")
 _MOST_LAYOUTS = 64
 
 
@@ -104,7 +104,7 @@ class Reduction:
         params: list[ShardedParam],
         gradients: list[torch.Tensor],
     ) -> None:
-        self.units = [launch.unit for launch in launches]  # not the launches, which own it
+        self.units = [*map(_UNIT, launches)]  # not the launches, which own it
         self.group, self.dtype, self._scale, self.gradients = group, dtype, scale, gradients
         self._reduced = reduced = layout_of(group, params, dtype)
         self.params, self.layout, self.label = reduced.params, reduced.bucket, reduced.names
@@ -165,9 +165,8 @@ class Reduction:
 
     def deliver(self, section: torch.Tensor) -> None:
         """Take the reduced section."""
-        target = self.target()
-        if section is not target:
-            target.copy_(section)
+        if section is not self.section:
+            self.target().copy_(section)
         self.gradients.clear()
 
     # ---- launching ----
@@ -312,15 +311,15 @@ class Reduction:
 
     def _as_gradients(self) -> list[torch.Tensor]:
         """Return the result as users see it: in the dtype of ``.grad``, on the device of the shards."""
-        place, section = self.group.place, self.target()
         if self._is_final:
             if self._result is None:  # reduced in the memory of the gradient
-                self._result = self._reduced.section_in(section)
+                self._result = self._reduced.section_in(self.target())
             return self._result.gradients
+        place = self.group.place
         dtypes = {param.dtype_of_gradient or self.dtype for param in self.params}
         if len(dtypes) == 1:
             self._result = self._reduced.take(dtypes.pop(), place)
-            self._result.flat.copy_(section, non_blocking=place.is_offloaded)
+            self._result.flat.copy_(self.target(), non_blocking=place.is_offloaded)
             return self._result.gradients
         found: list[torch.Tensor] = []
         for param, window in self.windows().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 from shardwise import torch_private
@@ -45,6 +46,9 @@ def check_weights(unit: Unit) -> None:
         f"{unit_in_words(unit.name)} was sharded when a backward of its inputs alone began, so the gradients of its weights "
         "are lost. A schedule that computes them separately (zero bubble) needs stages sharded with reshard_after_forward=False"
     )
+
+
+_HOLDS_INPUT = operator.attrgetter("holds_input")
 
 
 def _gradients_of(units: Iterable[Unit]) -> str:
@@ -164,9 +168,9 @@ class Reductions:
 
     def _new_launch(self, unit: Unit, params: Iterable[ShardedParam]) -> Launch:
         """Return a new launch of ``unit``, with its gradients of earlier backwards; the partial sums of ``params`` alone."""
-        earlier, syncs_replicas = unit.earlier, self._syncs_replicas(unit)
+        earlier, syncs_replicas = unit.earlier, self.syncs_replicas
         held, partial = earlier.take(params) if earlier.held or earlier.partial else ({}, {})
-        launch = Launch(unit, syncs_replicas, held, partial)
+        launch = Launch(unit, unit.policy.syncs_replicas if syncs_replicas is None else syncs_replicas, held, partial)
         self._launched.append(launch)
         return launch
 
@@ -236,17 +240,11 @@ class Reductions:
 
     # ---- buckets that several units share ----
 
-    def _syncs_replicas(self, unit: Unit) -> bool:
-        return unit.policy.syncs_replicas if self.syncs_replicas is None else self.syncs_replicas
-
     def _may_share(self, unit: Unit) -> bool:
         """Return True if gradients of ``unit`` take one all-reduce and nothing else."""
-        return (
-            len(unit.groups) == 1
-            and shares(unit.groups[0])
-            and unit.all_reduce_hook is None
-            and self._syncs_replicas(unit)
-        )
+        if len(unit.groups) != 1 or not shares(unit.groups[0]) or unit.all_reduce_hook is not None:
+            return False
+        return unit.policy.syncs_replicas if self.syncs_replicas is None else self.syncs_replicas
 
     def _share(self, launch: Launch, gradients: Gradients) -> None:
         """Reduce large gradients now and add the others to the unit's bucket; without a bucket, reduce them now, too."""
@@ -283,7 +281,7 @@ class Reductions:
         is_full = len(self._in_flight) >= self.max_inputs
         if reduction.has_next:
             return is_full
-        if is_full and sum([each.holds_input for each in self._in_flight]) >= self.max_inputs:
+        if is_full and sum(map(_HOLDS_INPUT, self._in_flight)) >= self.max_inputs:
             return True
         return reduction.is_due
 
@@ -324,7 +322,7 @@ class Reductions:
 
     def defer(self) -> None:
         """Leave all launched reductions to a later backward, which commits them."""
-        if any(each.is_partial for launch in self._launched for each in launch.reductions):
+        if self._partial():
             self._comm_ctx.streams.current_waits_for_reductions()
         self._leave()
 
@@ -368,13 +366,15 @@ class Reductions:
         for unit, gradients in self._fresh_held:
             unit.earlier.hold(gradients)
         self._fresh_held.clear()
-        for launch in self._launched:
-            for each in [each for each in launch.reductions if each.is_partial]:
-                launch.reductions.remove(each)
-                left = {param: value for param, value in each.windows().items() if param not in launch.unused}
-                launch.unit.earlier.keep_partial(left)
+        for launch, each in self._partial():
+            launch.reductions.remove(each)
+            left = {param: value for param, value in each.windows().items() if param not in launch.unused}
+            launch.unit.earlier.keep_partial(left)
         self._deferred += self._launched
         self._launched = []
+
+    def _partial(self) -> list[tuple[Launch, Reduction]]:
+        return [(launch, each) for launch in self._launched for each in launch.reductions if each.is_partial]
 
     # ---- gradients that wait for a later backward ----
 
