@@ -22,8 +22,8 @@ from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.flat_buffer import Allocator, FlatBucket, ParamStorage
 from shardwise.fsdp.gradients import Reduction
 from shardwise.fsdp.hooks import Hooks
+from shardwise.fsdp.local_gradients import EarlierGradients
 from shardwise.fsdp.param import Registration, ShardedParam
-from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.unit import Stage, Unit
 from shardwise.optim import sharded_optimizer as backends
 from shardwise.optim.elementwise import ElementwiseStep
@@ -89,7 +89,8 @@ def _trust_every_gather() -> None:
 
 
 def _overwrite_partial_sums() -> None:
-    cast(Any, Reductions)._absorb = lambda self, launch, gradients: launch.partial
+    take = EarlierGradients.take
+    cast(Any, EarlierGradients).take = lambda self, params: (take(self, params)[0], {})
 
 
 def _write_names_into_groups() -> None:
