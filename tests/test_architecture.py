@@ -317,7 +317,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 7500,  # with plan 5900, and checks 600
+    "fsdp": 7000,  # with plan 5900, and checks 600
     "collectives": 2700,
     "checkpoint": 2600,  # with transaction 2900
     "recipes": 1950,  # with cli and loop 3600
@@ -330,7 +330,7 @@ BUDGETS = {
     "transaction": 500,
     "loop": 600,
     "testing": 400,
-    "plan": 450,
+    "plan": 400,
 }
 
 
