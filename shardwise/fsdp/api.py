@@ -164,18 +164,18 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else torch_private.flatten_mesh(mesh[names], "_".join(names))
 
 
-def _resolve_reshard(value: Any, num_shards: int) -> bool | int:
-    """Return ``reshard_after_forward`` as True, False or a true divisor of ``num_shards``.
+def _resolve_reshard(value: Any, num_shards: int) -> bool | int | None:
+    """Return ``reshard_after_forward`` as None, True, False or a true divisor of ``num_shards``.
 
     Raises: ConfigError for another type or a number that does not divide.
     """
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
         raise ConfigError(
             f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
         )
-    if value < 1 or value > num_shards or num_shards % value != 0:
+    if not 1 <= value <= num_shards or num_shards % value:
         raise ConfigError(
             f"If passing reshard_after_forward as an int, it should be a factor of {num_shards}, not {value}"
         )
@@ -301,10 +301,7 @@ def fully_shard(
     is_asked = reshard_after_forward is not None
     if placements is not None:
         axes, reshard_after_forward = _place_axes(placements, axes, reshard_after_forward)
-    if axes.shard_mesh_dim is None:
-        reshard: bool | int | None = False
-    else:
-        reshard = None if reshard_after_forward is None else _resolve_reshard(reshard_after_forward, axes.num_shards)
+    reshard = False if axes.shard_mesh_dim is None else _resolve_reshard(reshard_after_forward, axes.num_shards)
     ignored = ids_of_ignored(ignored_params, "fully_shard")
     precision, offload = precision_from(mp_policy), offload_from(offload_policy)
     preset = Preset(
@@ -359,10 +356,10 @@ def _build(modules: list[nn.Module], preset: Preset, kind: type[FSDPModule]) -> 
             f"CompressionPolicy(gather={policy.gather!r}) on a mesh with replicas, between which parameters are not gathered; "
             "leave gather=None: reduce compresses the gradients between replicas"
         )
-    unit = build_unit(modules, preset)
-    for each in unit.modules:
-        mix_in(each, kind)
-    return unit
+    attachment = build_unit(modules, preset)
+    for each in attachment.unit.modules:
+        mix_in(each, kind, attachment)
+    return attachment.unit
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -370,12 +367,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     It does nothing if ``module`` is not sharded.  Raises: ValueError if it has no such method.
     """
-    if not isinstance(module, FSDPModule):
+    attachment = attachment_of(module)
+    if attachment is None:
         return
     if not hasattr(module, method_name):
         raise ConfigError(f"{type(module)} does not have a method {method_name}")
-    attachment = attachment_of(module)
-    assert attachment is not None
     wrap_forward_method(module, attachment, method_name)
 
 

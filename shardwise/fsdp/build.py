@@ -54,14 +54,13 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     The module is resharded first.  Gradients are not copied, since ``nn.Parameter`` does not copy them either; this includes
     unsynced gradients.  The user's settings (sync, prefetching, ends of steps) are copied.
     """
-    for member in (attachment.unit, *attachment.unit.tied_units):
-        member.reshard()
+    owners = (attachment.unit, *attachment.unit.tied_units)
+    for owner in owners:
+        owner.reshard()
     is_outermost = PENDING not in memo
     pending: list[tuple[Attachment, Attachment]] = memo.setdefault(PENDING, [])
-    result = object.__new__(type(module))
-    memo[id(module)] = result
+    result = memo[id(module)] = object.__new__(type(module))
     # torch copies the gradients of DTensors, unlike those of other parameters, so remove them meanwhile.
-    owners = (attachment.unit, *attachment.unit.tied_units)
     apart = [(each.sharded, each.sharded.grad) for owner in owners for each in owner.params]
     for sharded, _ in apart:
         sharded.grad = None
@@ -75,22 +74,25 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
         # Only now all modules that may share a parameter are copied.
         del memo[PENDING]
         units = {old.unit: new.unit for old, new in pending}
+        owner_of = {id(torch_private.parameters_of(each)): each for each in result.modules()}
         for old, new in pending:
-            _complete(old, new, units, memo)
+            _complete(old, new, units, memo, owner_of)
     return result
 
 
 _SETTINGS = ("uses_default_reshard", "max_reductions", "may_diverge", "transport", "ahead_bytes", "all_reduce_hook")
 
 
-def _complete(old: Attachment, new: Attachment, units: dict[Unit, Unit], memo: dict[Any, Any]) -> None:
+def _complete(
+    old: Attachment, new: Attachment, units: dict[Unit, Unit], memo: dict[Any, Any], owner_of: dict[int, nn.Module]
+) -> None:
     source, unit = old.unit, new.unit
     unit.adopt_modules([memo[id(module)] for module in source.modules if id(module) in memo])
     for name in _SETTINGS:
         setattr(unit, name, getattr(source, name))
     if unit.may_diverge:
         roots_to_come[new] = None
-    unit.groups = [_copy_group(group, memo) for group in source.groups]
+    unit.groups = [_copy_group(group, memo, owner_of) for group in source.groups]
     remember(unit)
     Hooks(new).listen()
     unit.forward_prefetch = _copied(source.forward_prefetch, units)
@@ -109,16 +111,11 @@ def _copied(named: list[weakref.ref[Unit]] | None, units: dict[Unit, Unit]) -> l
     return named and [weakref.ref(units[unit]) for ref in named if (unit := ref()) in units]
 
 
-def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
+def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.Module]) -> ParamGroup:
     params: list[ShardedParam] = []
     for param in group.params:
-        registrations: list[Registration] = []
-        for at in param.registrations:
-            if id(at.parameters) in memo:
-                owner = memo.get(id(at.setattr_module())) if at.setattr_module is not None else None
-                registrations.append(
-                    Registration(memo[id(at.parameters)], at.name, None if owner is None else weakref.ref(owner))
-                )
+        owners = [(owner_of.get(id(memo.get(id(at.parameters)))), at.name) for at in param.registrations]
+        registrations = [Registration.of(owner, name) for owner, name in owners if owner is not None]
         sharded = registrations[0].parameters[registrations[0].name]
         assert sharded is not None
         attributes = copy.deepcopy(param.attributes, memo)
@@ -130,8 +127,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
         copied.keeps_dtype, copied.grad_dtype, copied.beginning = param.keeps_dtype, param.grad_dtype, param.beginning
         copied.follow_grad_dtype()
         copied.refuse_gradients()
-        if (module := memo.get(id(param.module()))) is not None:
-            copied.module = weakref.ref(module)
+        copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
         params.append(copied)
     result = ParamGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
     result.sub_axes = group.sub_axes
@@ -198,7 +194,7 @@ class _FoundParam:
     memory: Extent | None = None
 
 
-def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Unit:
+def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     watch_optimizers()
     if torch_private.accelerator_type() == "cpu":
@@ -224,12 +220,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Unit:
     reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
     unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
     unit.uses_default_reshard = preset.reshard_after_forward is None
-    own: list[_FoundParam] = []
-    for item in found:
-        tied = _manager_of(item.param)
-        if tied is None or not _register_tied(tied, item, unit):
-            own.append(item)
-    unit.groups = _make_groups(own, preset, device)
+    unit.groups = _make_groups([item for item in found if not _register_tied(item, unit)], preset, device)
     for param in unit.params:
         if isinstance(param.sharded, DTensor):
             param.made_of = torch_private.storage_id(param.sharded), weakref.ref(param.local)
@@ -242,7 +233,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Unit:
     hooks.install()
     hooks.install_state_dict_hooks()
     hooks.listen()
-    return unit
+    return attachment
 
 
 def _manager_of(param: nn.Parameter) -> ShardedParam | None:
@@ -262,13 +253,11 @@ def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
 def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules below ``roots`` that no inner unit owns, in module order, with their paths."""
     managed: dict[nn.Module, str] = {}
-    for root in roots:
-        todo = [("", root)]
-        while todo:
-            path, module = todo.pop()
-            is_inner = module not in roots and attachment_of(module) is not None
-            if module in managed or is_inner or is_managed_by_torch(module):
-                continue
+    todo = [("", root) for root in reversed(roots)]
+    while todo:
+        path, module = todo.pop()
+        is_inner = module not in roots and attachment_of(module) is not None
+        if not (module in managed or is_inner or is_managed_by_torch(module)):
             managed[module] = path
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
             todo += reversed(children)
@@ -289,23 +278,17 @@ def refuse_wrappers(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset
 def _ignored_in(
     managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]
 ) -> tuple[tuple[dict[str, nn.Parameter | None], str], ...]:
-    if not ignored:
-        return ()
-    tables = [torch_private.parameters_of(module) for _, module in managed]
+    tables = [torch_private.parameters_of(module) for _, module in managed] if ignored else []
     return tuple((table, name) for table in tables for name, param in table.items() if id(param) in ignored)
 
 
 def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozenset[int]) -> list[_FoundParam]:
     found: dict[int, _FoundParam] = {}
     for path, module in managed:
-        parameters = torch_private.parameters_of(module)
-        for name, param in parameters.items():
-            if param is None or id(param) in ignored:
-                continue
-            item = found.get(id(param))
-            if item is None:
-                item = found[id(param)] = _FoundParam(param, f"{path}.{name}" if path else name, module)
-            item.registrations.append(Registration.of(module, name))
+        for name, param in torch_private.parameters_of(module).items():
+            if param is not None and id(param) not in ignored:
+                item = _FoundParam(param, f"{path}.{name}" if path else name, module)
+                found.setdefault(id(param), item).registrations.append(Registration.of(module, name))
     return list(found.values())
 
 
@@ -369,15 +352,14 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
 
 
 def _move_buffers(managed: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
-    for _, module in managed:
-        for buffer in module.buffers(recurse=False):
-            if buffer.device != device and buffer.device.type != "meta":
-                buffer.data = buffer.to(device)
+    for buffer in (buffer for _, module in managed for buffer in module.buffers(recurse=False)):
+        if buffer.device != device and not buffer.is_meta:
+            buffer.data = buffer.to(device)
 
 
 def _move_parameter(item: _FoundParam, device: torch.device) -> None:
     param = item.param
-    if param.device == device or param.device.type == "meta":
+    if param.device == device or param.is_meta:
         return
     if isinstance(param, DTensor):
         raise ConfigError(
@@ -392,34 +374,37 @@ def _move_parameter(item: _FoundParam, device: torch.device) -> None:
         _hand_on(param, item.param)
 
 
-def _register_tied(tied: ShardedParam, item: _FoundParam, unit: Unit) -> bool:
-    """Register the parameter that another unit owns at the places of ``item``; return False if that unit was deleted."""
-    owner = unit_of(tied)
-    if owner is None:
+def _register_tied(item: _FoundParam, unit: Unit) -> bool:
+    """If another unit owns the parameter of ``item``, register that at the places of ``item``; return False if none does."""
+    tied = _manager_of(item.param)
+    owner = None if tied is None else unit_of(tied)
+    if tied is None or owner is None:
         return False
     tied.registrations += item.registrations
     for registration in item.registrations:
         registration.put(tied.sharded)
     for group in owner.groups:
         group.seen = None  # a parameter has been registered at further places: the tables are made again
-    lending = next((each for module in owner.modules if (each := attachment_of(module)) is not None), None)
-    if lending is not None:
+    for lending in {each for module in owner.modules if (each := attachment_of(module)) is not None}:
         Hooks(lending).reshard_for_state_dict(item.module)
     unit.use_tied(owner)
     return True
 
 
 def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device) -> list[ParamGroup]:
-    by_mesh: dict[int, tuple[MeshAxes, list[ShardedParam]]] = {}
+    by_mesh: dict[MeshAxes, list[tuple[_FoundParam, Shard | None]]] = {}
     infos: dict[int, tuple[object, MeshAxes]] = {}
-    resolved = [(item, *_resolve_placement(item, preset, infos)) for item in found]
-    if preset.syncs:
-        _sync_params([(item, axes) for item, axes, _ in resolved])
-    for item, axes, shard in resolved:
-        by_mesh.setdefault(id(axes), (axes, []))[1].append(_shard_parameter(item, axes, shard, preset))
-    _check_shared_groups([axes for axes, _ in by_mesh.values()])
+    for item in found:
+        axes, shard = _resolve_placement(item, preset, infos)
+        by_mesh.setdefault(axes, []).append((item, shard))
+    _check_shared_groups(by_mesh)
     groups: list[ParamGroup] = []
-    for axes, params in by_mesh.values():
+    for axes, items in by_mesh.items():
+        if preset.syncs:
+            values = values_of_first([(item.fqn, torch_private.local_of(item.param)) for item, _ in items], axes)
+            for (item, _), value in zip(items, values, strict=True):
+                item.values = value
+        params = [_shard_parameter(item, axes, shard, preset) for item, shard in items]
         group = ParamGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
         if preset.compression is not None:
             group.compression = Compression(preset.compression)
@@ -430,14 +415,6 @@ def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device)
         group.ensure_packed()
         groups.append(group)
     return groups
-
-
-def _sync_params(found: Sequence[tuple[_FoundParam, MeshAxes]]) -> None:
-    for axes in {id(axes): axes for _, axes in found}.values():
-        items = [item for item, its_axes in found if its_axes is axes]
-        values = values_of_first([(item.fqn, torch_private.local_of(item.param)) for item in items], axes)
-        for item, value in zip(items, values, strict=True):
-            item.values = value
 
 
 def _resolve_placement(
@@ -464,24 +441,22 @@ def _resolve_placement(
     return axes, placement
 
 
-def _check_shared_groups(all_axes: Sequence[MeshAxes]) -> None:
+def _check_shared_groups(all_axes: Iterable[MeshAxes]) -> None:
     seen: dict[tuple[str, ...], MeshAxes] = {}
     for axes in all_axes:
         dims = [dim for dim in (axes.shard_mesh_dim, axes.replicate_mesh_dim) if dim is not None]
         key = tuple(axes.mesh.get_group(dim).group_name for dim in dims)
-        if key in seen:
+        if seen.setdefault(key, axes) is not axes:
             raise ConfigError(
                 "Params sharing the same process group must use the same FSDPMeshInfo object, but got different objects: "
                 f"{seen[key]} vs {axes}"
             )
-        seen[key] = axes
 
 
 def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
     """Copy the user's gradient hooks and attributes from ``source`` to ``target``."""
     torch_private.share_hooks(source, target)
-    attributes = torch_private.attributes_of(source).items()
-    torch_private.give_attributes({k: v for k, v in attributes if not k.startswith("shardwise_")}, target)
+    torch_private.give_attributes(dict(torch_private.attributes_of(source)), target)
 
 
 def _refusal(param: weakref.ref[ShardedParam]) -> Callable[[torch.Tensor], None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -131,16 +131,8 @@ class _Copy:
             object.__setattr__(original, name, own(item))
 
 
-def _not_copied(kind: type, why: str) -> ConfigError:
-    return ConfigError(
-        f"a {kind.__qualname__} among a module's arguments or outputs holds tensors that a precision policy casts or "
-        f"that move to the device, and cannot be copied: {why}. Give the class a __copy__, pass its tensors themselves, or set "
-        "cast_forward_inputs=False in mp_policy and cast them where they are used"
-    )
-
-
 def _copied(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-    """Return a copy of ``value`` with other items and attributes; None if :func:`copy.copy` returns ``value`` itself.
+    """Return a copy of ``value`` with other items and attributes.
 
     Raises: ConfigError if its class does not allow copies.
     """
@@ -153,7 +145,7 @@ def _copied(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> An
         else:
             result: Any = MappingProxyType(items) if kind is MappingProxyType else copy.copy(value)
         if result is value:
-            return None
+            raise TypeError("copy.copy() returns the object itself")
         if isinstance(result, dict):
             for key, item in items.items():
                 dict.__setitem__(cast("dict[Any, Any]", result), key, item)
@@ -167,7 +159,11 @@ def _copied(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> An
         if _is_own_dict(value):
             object.__setattr__(result, "__dict__", result)
     except Exception as error:
-        raise _not_copied(kind, f"{type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"a {kind.__qualname__} among a module's arguments or outputs holds tensors that a precision policy casts or that "
+            f"move to the device, and cannot be copied: {type(error).__name__}: {error}. Give the class a __copy__, pass its "
+            "tensors themselves, or set cast_forward_inputs=False in mp_policy and cast them where they are used"
+        ) from error
     return result
 
 
@@ -216,10 +212,8 @@ class Conversion:
         return self._done[id(value)][1]
 
     def _inside(self, value: Any) -> Any:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # tensors that are made in inference mode do not count writes
-                result = self(value)
-        else:
+        # Tensors that are made in inference mode do not count writes.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             result = self(value)
         if result is value or not isinstance(value, torch.Tensor):
             return result
@@ -233,10 +227,6 @@ class Conversion:
         return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
 
     def _container(self, value: Any) -> Any:
-        if type(value) in _OF_PYTHON:
-            old = [*value.values()] if type(value) is dict else [*value]
-            if not any(map(operator.is_not, map(self._inside, old), old)):
-                return value  # soon known, as of all arguments that need no conversion
         if not (isinstance(value, (*_SEQUENCES, Mapping)) or _is_dataclass(value)):
             return value
         items, attributes = _items(value), _attributes(value)
@@ -244,16 +234,12 @@ class Conversion:
         if isinstance(value, PackedSequence):
             new[1] = items[1]  # batch sizes stay on the CPU
         new_attributes = {name: self._inside(item) for name, item in attributes.items()}
-        pairs = [
-            *zip(new.values(), items.values(), strict=True),
-            *zip(new_attributes.values(), attributes.values(), strict=True),
-        ]
+        pairs = zip((*new.values(), *new_attributes.values()), (*items.values(), *attributes.values()), strict=True)
         own = {id(item): old for item, old in pairs if item is not old}
-        result = _copied(value, new, dict(_changes(new_attributes, attributes))) if own else value
-        if result is None:
-            raise _not_copied(type(value), "copy.copy() returns the object itself")
-        if result is not value:
-            self._copies.append(_Copy(value, result, _items(result), _attributes(result), own))
+        if not own:
+            return value
+        result = _copied(value, new, dict(_changes(new_attributes, attributes)))
+        self._copies.append(_Copy(value, result, _items(result), _attributes(result), own))
         return result
 
     def take_back(self, output: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -61,6 +62,12 @@ class DataParallelMeshInfo:
     replicate_mesh_dim: int | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+    _needed: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in self._needed:
+            if getattr(self, name) is None:
+                raise UsageError(f"Expects non-None {name}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,26 +100,19 @@ class MeshAxes(DataParallelMeshInfo):
 class FSDPMeshInfo(DataParallelMeshInfo):
     """A mesh with an axis that shards.  Raises: AssertionError without ``shard_mesh_dim``."""
 
-    def __post_init__(self) -> None:
-        if self.shard_mesh_dim is None:
-            raise UsageError("Expects non-None shard_mesh_dim")
+    _needed = ("shard_mesh_dim",)
 
 
 class HSDPMeshInfo(FSDPMeshInfo):
     """A mesh with an axis that shards and one that replicates."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.replicate_mesh_dim is None:
-            raise UsageError("Expects non-None replicate_mesh_dim")
+    _needed = ("shard_mesh_dim", "replicate_mesh_dim")
 
 
 class DDPMeshInfo(DataParallelMeshInfo):
     """A mesh with an axis that replicates and none that shards."""
 
-    def __post_init__(self) -> None:
-        if self.replicate_mesh_dim is None:
-            raise UsageError("Expects non-None replicate_mesh_dim")
+    _needed = ("replicate_mesh_dim",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,10 +261,9 @@ def _spmd_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) -> DTensorSpe
                 raise ConfigError(
                     f"Expected Replicate() on DP {role} dim '{name}' (index {index}) but got {placements[index]}"
                 )
-    indices = [names.index(name) for name in names_of(dims.shard)]
-    for index in indices:
-        placements[index] = _spmd_shard(inner, index, dim)
-    if len(indices) <= 1:
+            if role == "shard":
+                placements[index] = _spmd_shard(inner, index, dim)
+    if len(names_of(dims.shard)) <= 1:
         return torch_private.make_spec(inner.mesh, placements, param.shape, param.stride(), param.dtype)
     return _flattened_spec(param, axes, names, placements)
 
@@ -283,14 +282,12 @@ def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], plac
     assert dims is not None
     meshes: list[DeviceMesh] = []
     flat: list[Placement] = []
-    done = False
+    first = min(map(names.index, names_of(dims.shard)))
     for index, name in enumerate(names):
-        if name in names_of(dims.shard):
-            if not done:
-                meshes.append(axes.mesh)
-                flat += _data_parallel_placements(axes, placements[index])
-            done = True
-        elif name not in names_of(dims.replicate):
+        if index == first:
+            meshes.append(axes.mesh)
+            flat += _data_parallel_placements(axes, placements[index])
+        elif name not in (*names_of(dims.shard), *names_of(dims.replicate)):
             meshes.append(mesh[name])
             flat.append(placements[index])
     joined = torch_private.join_meshes(meshes)

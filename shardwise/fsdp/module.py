@@ -200,7 +200,7 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
     return {original: mixed for (original, mixin), mixed in _mixed_classes.items() if mixin is FSDPModule}
 
 
-def mix_in(module: nn.Module, mixin: type) -> None:
+def mix_in(module: nn.Module, mixin: type, attachment: Attachment) -> None:
     """Put ``mixin`` first in the method resolution order of ``module``, and show the module to torch's tools."""
     original = type(module)
     mixed = _mixed_classes.get((original, mixin))
@@ -213,8 +213,6 @@ def mix_in(module: nn.Module, mixin: type) -> None:
         mixed = type(f"{mixin.__name__.removesuffix('Module')}{original.__name__}", (mixin, original, *tools), body)
         _mixed_classes[original, mixin] = mixed
     module.__class__ = mixed
-    attachment = attachment_of(module)
-    assert attachment is not None
     # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
     for name in ("fully_shard", "replicate"):
         torch_private.enter_composable_api(module, name)

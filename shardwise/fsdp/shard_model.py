@@ -181,10 +181,8 @@ def shard_model(
         options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression, **older}
         return replicate(model, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, **options)
     mesh = mesh if mesh is not None else default_mesh()
-    name = type(model).__name__
-
     mp_policy = precision_from(mp_policy)
-    within = replace(mp_policy, output_dtype=None) if mp_policy.output_dtype is not None else mp_policy
+    within = replace(mp_policy, output_dtype=None)
     ignored_params = set(ignored_params or ())  # read more than once below
     ignored = ids_of_ignored(ignored_params, "shard_model")
     refuse_wrappers(model.named_modules(), ignored)
@@ -206,7 +204,7 @@ def shard_model(
             shard(modules[0] if len(modules) == 1 else modules, mp_policy=within)
     shard(model, mp_policy=mp_policy)
     if dist.get_rank() == 0:
-        say(f"shard_model(min_unit_bytes={min_unit_bytes:,}) made of {name}:\n{describe_units(model)}")
+        say(f"shard_model(min_unit_bytes={min_unit_bytes:,}) made of {type(model).__name__}:\n{describe_units(model)}")
     return cast("FSDPModule", model)
 
 
