@@ -145,7 +145,7 @@ def _copied(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> An
         else:
             result: Any = MappingProxyType(items) if kind is MappingProxyType else copy.copy(value)
         if result is value:
-            raise TypeError("copy.copy() returns the object itself")
+            raise ConfigError("copy.copy() returns the object itself")
         if isinstance(result, dict):
             for key, item in items.items():
                 dict.__setitem__(cast("dict[Any, Any]", result), key, item)
