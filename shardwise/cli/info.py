@@ -26,7 +26,7 @@ from shardwise.one_host import UNKNOWN, cpu_model, find_version, host_memory_byt
 # ---- What this host and this installation offer to shardwise, and why not more: checked, never guessed.
 
 PACKAGES = (
-    "numpy", "safetensors", "xxhash", "rich", "tensorboard", "matplotlib", "tokenizers", "datasets", "pyarrow",
+    "numpy", "safetensors", "xxhash", "rich", "tensorboard", "tokenizers", "datasets", "pyarrow",
     "transformers", "accelerate", "lightning",
 )  # fmt: skip
 VARIABLES = (

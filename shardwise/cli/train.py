@@ -536,7 +536,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         nproc = request.nproc or request.launched_ranks or default_nproc(device_type)
         print(config_to_toml(request.config, nproc, device_type), end="")
         return 0
-    check_extras(("rich", "tensorboard", "matplotlib"))
+    check_extras(("rich", "tensorboard"))
     if request.launched_ranks is not None:
         if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))

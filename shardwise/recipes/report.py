@@ -1,24 +1,16 @@
-"""report.png: the run in one picture, for someone who has not seen the code."""
+"""What a run shows on its terminal, and the figures that it writes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
@@ -26,10 +18,9 @@ from rich.table import Table
 
 from shardwise.formatting import drop_output, format_bytes, plain
 from shardwise.loop.meter import summary
-from shardwise.recipes.data import TextFacts
 from shardwise.recipes.memory import HeldBytes, fold_held
 from shardwise.recipes.run_folder import TrainRun, drop_later_metrics
-from shardwise.safe_files import open_append, replace_file
+from shardwise.safe_files import open_append
 
 # ---- A console of rich that prints no command of a terminal that is in a text, and goes on where nobody reads any
 # more.
@@ -232,126 +223,3 @@ def open_lines(run: TrainRun) -> IO[str]:
 
 
 _SPEED_FIGURES = ("step_s", "data_s", "mfu", "exposed_wait_s")  # of StepMeter; None of them is written if not measured
-_TRAIN, _VALIDATION, _REFERENCE = "#9ecae1", "#d62728", "#555555"
-_RESTART, _SPEED = "#9467bd", "#17becf"
-_KINDS = (
-    ("parameters", "parameter_bytes", "#1f77b4"),
-    ("gradients", "gradient_bytes", "#ff7f0e"),
-    ("optimizer state", "optimizer_bytes", "#2ca02c"),
-)
-
-
-def draw_report(
-    path: Path,
-    title: str,
-    metrics: Sequence[Mapping[str, float | str]],
-    facts: TextFacts,
-    memory: tuple[Sequence[HeldBytes], HeldBytes],
-) -> None:
-    """Draw loss curves over tokens per second, both by steps, beside what each rank held, and an unsharded run would hold.
-
-    Written as PNG at ``path``.
-    """
-    figure = Figure(figsize=(13.5, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    cells = figure.add_gridspec(1, 2, width_ratios=(1.3, 1.0))
-    left, right = (figure.add_subfigure(cells[0, column]) for column in range(2))
-    upper, lower = left.add_gridspec(2, 1, height_ratios=(2.6, 1.0))
-    loss = left.add_subplot(upper)
-    speed = left.add_subplot(lower, sharex=loss)
-    loss.tick_params(labelbottom=False)
-    figure.suptitle(title, fontsize=12)
-    _draw_loss(loss, metrics, facts)
-    _draw_speed(speed, metrics)
-    _draw_memory(right.add_subplot(1, 1, 1), *memory)
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=110)
-    replace_file(path.parent, path.name, drawn.getvalue())
-
-
-def _draw_loss(axes: Axes, metrics: Sequence[Mapping[str, float | str]], facts: TextFacts) -> None:
-    unigram_nats, unit = facts.unigram_nats, facts.unit
-    train = [(float(m["step"]), float(m["loss"])) for m in metrics if m["kind"] == "train"]
-    validation = [(float(m["step"]), float(m["loss"])) for m in metrics if m["kind"] == "validation"]
-    axes.plot(*_columns(train), color=_TRAIN, linewidth=1.2, label="training batches")
-    axes.plot(
-        *_columns(validation), color=_VALIDATION, marker="o", linewidth=1.8, label="validation text (never trained on)"
-    )
-    axes.axhline(unigram_nats, color=_REFERENCE, linestyle="--", linewidth=1.2)
-    axes.annotate(
-        f"knowing only how often each {unit} occurs: {unigram_nats:.2f}",
-        xy=(1.0, unigram_nats),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 4),
-        textcoords="offset points",
-        ha="right",
-        color=_REFERENCE,
-        fontsize=9,
-    )
-    restarts = [(float(m["step"]), int(m["ranks"])) for m in metrics if m["kind"] == "restart"]
-    for index, (step, num_ranks) in enumerate(restarts):
-        axes.axvline(step, color=_RESTART, linestyle=":", linewidth=1.2, label=None if index else "restarts")
-        axes.annotate(
-            f"{num_ranks} rank(s)", xy=(step, 0), xycoords=("data", "axes fraction"), xytext=(3, 4 + 11 * (index % 4)),
-            textcoords="offset points", color=_RESTART, fontsize=8,
-        )  # fmt: skip
-    if validation:
-        step, loss = validation[-1]
-        axes.annotate(
-            f"{loss:.2f}", xy=(step, loss), xytext=(0, -14), textcoords="offset points", ha="center",
-            color=_VALIDATION, fontsize=10,
-        )  # fmt: skip
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel(f"loss: nats per {unit} (lower is better)")
-    axes.set_title(f"How well the model predicts the next {unit}")
-    bits = axes.secondary_yaxis(
-        "right", functions=(lambda nats: np.asarray(nats) / math.log(2), lambda bits: np.asarray(bits) * math.log(2))
-    )
-    bits.set_ylabel(f"bits per {unit}")
-    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.97), frameon=False)
-    axes.grid(alpha=0.25)
-
-
-def _draw_speed(axes: Axes, metrics: Sequence[Mapping[str, float | str]]) -> None:
-    """Draw tokens per second of every step, and their median, which no single slow step moves."""
-    points = [(float(m["step"]), float(m["tokens_per_s"])) for m in metrics if "tokens_per_s" in m]
-    axes.plot(*_columns(points), color=_SPEED, linewidth=1.0)
-    title = "How fast it trains, all ranks together"
-    if points:
-        middle = float(np.median([speed for _, speed in points]))
-        axes.axhline(middle, color=_REFERENCE, linestyle="--", linewidth=1.0)
-        title += f" (median: {middle:,.0f})"
-        middles = {name: [float(m[name]) for m in metrics if name in m] for name in _SPEED_FIGURES}
-        title += f"\n{summary({name: float(np.median(found)) for name, found in middles.items() if found})}"
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("tokens per second")
-    axes.set_title(title)
-    axes.grid(alpha=0.25)
-
-
-def _draw_memory(axes: Axes, held: Sequence[HeldBytes], unsharded: HeldBytes) -> None:
-    if len(held) <= 8:
-        bars = [(f"rank {i}", item) for i, item in enumerate(held)]
-    else:
-        bars = [(f"largest of\n{len(held)} ranks", max(held, key=lambda item: item.state_bytes))]
-    bars.append(("any rank,\nunsharded", unsharded))
-    bottoms = [0.0] * len(bars)
-    for label, field, color in _KINDS:
-        heights = [int(getattr(item, field)) / 1e6 for _, item in bars]
-        axes.bar([name for name, _ in bars], heights, bottom=bottoms, color=color, label=label, width=0.6)
-        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
-    for index, total in enumerate(bottoms):
-        axes.text(index, total, f"{total:.1f} MB", ha="center", va="bottom", fontsize=9)
-    axes.set_ylim(top=max(bottoms) * 1.32)
-    axes.set_ylabel("megabytes held per rank")
-    axes.set_title("What each rank holds between passes (no activations)")
-    axes.legend(loc="upper left", frameon=False)
-    axes.grid(axis="y", alpha=0.25)
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

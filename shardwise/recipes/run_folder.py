@@ -1,7 +1,7 @@
 """The run folder: its contents, and how a run starts, resumes and stays consistent.
 
 config.json, config.toml, metrics.jsonl, text/ (the cached text), tokenizer.json, checkpoints/, tensorboard/,
-report.png. Only rank 0 writes here (except checkpoints).  Everything that can be refused is refused before the first
+Only rank 0 writes here (except checkpoints).  Everything that can be refused is refused before the first
 byte is written.
 """
 
@@ -71,14 +71,6 @@ def note_restart(folder: Path, restart: Restart, step: int, num_ranks: int) -> N
     line = {"kind": "restart", "step": step, "ranks": num_ranks, "number": restart.number, "cause": restart.cause}
     with open_append(folder, RESTARTS) as file:
         file.write(json.dumps(line | {"time": round(time.time(), 3)}) + "\n")
-
-
-def read_restarts(folder: Path) -> list[dict[str, float | str]]:
-    """Return the recorded restarts, oldest first."""
-    try:
-        return [parse_object(line, str(folder / RESTARTS)) for line in whole_lines(folder, RESTARTS)]
-    except FileNotFoundError:
-        return []
 
 
 def whole_lines(folder: Path, name: str) -> list[str]:

@@ -53,8 +53,6 @@ from shardwise.recipes.run_folder import (
     lock_run,
     note_restart,
     prepare_run,
-    read_metrics,
-    read_restarts,
     run_from_json,
     run_to_json,
     start_saving,
@@ -491,28 +489,14 @@ def _sample(trainer: Trainer) -> str:
 
 
 def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
-    from shardwise.recipes.report import draw_report  # matplotlib: only rank 0, only after training
-
     run, config = trainer.run, trainer.config
-    unsharded = trainer.unsharded
-    on_gpu = trainer.ranks.device.type == "cuda"
-    title = (
-        f"shardwise train: {trainer.num_parameters / 1e6:.1f} million parameters on {trainer.ranks.num_ranks} rank(s), "
-        f"{STRATEGIES[config.shard].summary}"
-    )
-    path = run.folder / "report.png"
-    draw_report(
-        path,
-        title,
-        [*read_metrics(run.metrics), *read_restarts(run.folder)],
-        run.facts,
-        (finished.held, unsharded),
-    )
     display = ProgressDisplay(config.steps, config.steps, is_shown=True)
     if sample:
         display.say("\nA sample from the trained model:\n")
         display.say(sample + "\n")
-    peak_name = "peak GPU memory" if on_gpu else "peak of the process (all)"
-    display.show(memory_table(finished.held, unsharded, peak_name))
-    display.say(f"{finished.tokens_per_s:,.0f} tokens/s; report: {path}; figures: {run.metrics}")
+    peak_name = "peak GPU memory" if trainer.ranks.device.type == "cuda" else "peak of the process (all)"
+    display.show(memory_table(finished.held, trainer.unsharded, peak_name))
+    display.say(
+        f"{finished.tokens_per_s:,.0f} tokens/s; figures: {run.metrics}; curves: tensorboard --logdir {run.folder}"
+    )
     display.say(f"continue with: {run.resume_command} --steps {2 * config.steps}")

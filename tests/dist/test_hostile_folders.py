@@ -57,9 +57,7 @@ FILES = (
     ".lock",
     ".config.json.writing",
     ".metrics.jsonl.writing",
-    "report.png",
     "checkpoints/.lock",
-    ".report.png.writing",
 )
 
 

@@ -39,7 +39,7 @@ def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended])
     assert ended.code == 0, ended.err
     assert ended.err == ""
     names = {path.name for path in run.iterdir()}
-    assert names >= {"config.json", "config.toml", "metrics.jsonl", "report.png", "checkpoints", "tensorboard", "text"}
+    assert names >= {"config.json", "config.toml", "metrics.jsonl", "checkpoints", "tensorboard", "text"}
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [f"step-000000{n}" for n in (10, 15, 20)]
     assert list((run / "tensorboard").glob("events.*"))
     config = json.loads((run / "config.json").read_text())

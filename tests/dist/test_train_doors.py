@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from helpers.runs import copy_cut_back, metrics_of, write_text
 
-from shardwise.recipes import report
 from shardwise.recipes.config import ModelShape, TrainConfig, config_from_json
 from shardwise.recipes.run_folder import Start, with_overrides
 from shardwise.recipes.sharding import RunRanks
@@ -42,11 +41,10 @@ class Job:
 
 
 def run_jobs(jobs: list[Job]) -> list[str]:
-    """Do all jobs on this rank, one after the other, without their pictures; return what each printed."""
+    """Do all jobs on this rank, one after the other; return what each printed."""
     printed: list[str] = []
     for job in jobs:
-        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(report, "draw_report", lambda *_: None)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
             train(job.start, job.config, RunRanks(dist.get_rank(), dist.get_world_size(), torch.device("cpu")))
         printed.append(out.getvalue())
     return printed

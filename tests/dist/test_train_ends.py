@@ -20,7 +20,6 @@ from helpers.runs import metrics_of, write_text
 
 from shardwise import ConfigError
 from shardwise.cli.train import stop_on_signals
-from shardwise.recipes import report
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.run_folder import Start
 from shardwise.recipes.sharding import RunRanks
@@ -34,8 +33,7 @@ BASE = TrainConfig(
 
 def _train(start: Start, config: TrainConfig, listening: Listening = listen_to_nobody) -> tuple[int, str]:
     """Return what training returned, and what was printed on this rank."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw_report", lambda *_: None)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         number = train(start, config, RunRanks(dist.get_rank(), dist.get_world_size(), torch.device("cpu")), listening)
     return number, out.getvalue()
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from shardwise import CheckpointError, ConfigError
 from shardwise.checkpoint.convert import export_model
-from shardwise.recipes import report
 from shardwise.recipes import train as main_job
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.run_folder import Start
@@ -34,8 +33,7 @@ CONFIG = TrainConfig(
 
 def _train(start: Start, config: TrainConfig) -> str:
     """Train as this rank; return what was printed, or the error's words."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw_report", lambda *_: None)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             train(start, config, RunRanks(dist.get_rank(), dist.get_world_size(), torch.device("cpu")))
         except ConfigError as error:

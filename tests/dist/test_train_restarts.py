@@ -15,13 +15,12 @@ import pytest
 from helpers.commands import clean_environment, options
 from helpers.commands import run as run_command
 from helpers.forked_ranks import ForkedRank, alive, fork_ranks
-from helpers.runs import metrics_of, write_text
+from helpers.runs import metrics_of, restarts_of, write_text
 
 from shardwise.checkpoint.convert import CheckpointSource, compare_tensors
 from shardwise.checkpoint.files import Files, list_checkpoints
 from shardwise.cli.main import main
 from shardwise.loop import launch
-from shardwise.recipes.run_folder import read_restarts
 
 FAST = {"steps": 12, "eval_every": 12, "log_every": 4, "save_every": 2, "sample_bytes": 0, "keep": 2}
 
@@ -96,7 +95,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_parameters_of_an_undisturbed
     assert not alive()
     assert _differing(run, whole) == []
     assert _figures(run) == _figures(whole)
-    restarts = read_restarts(run)
+    restarts = restarts_of(run)
     assert [each["number"] for each in restarts] == list(range(1, len(steps) + 1))
     assert [each["ranks"] for each in restarts] == [num_ranks] * len(steps)
     assert all(
@@ -120,7 +119,7 @@ def test_a_run_goes_on_with_the_ranks_that_are_left(
     run = tmp_path / "run"
     Killer(lambda: _newest(run) >= 3, ranks=[1]).start()
     assert main(_words(text, run, 3, "--max-restarts", "1", "--min-nproc", "2", batch=6)) == 0
-    assert [(each["ranks"], each["number"]) for each in read_restarts(run)] == [(2, 1)]
+    assert [(each["ranks"], each["number"]) for each in restarts_of(run)] == [(2, 1)]
     assert [line["step"] for line in metrics_of(run) if line["kind"] == "train"] == list(range(1, 13))
     assert "restart 1 of 1, on 2 rank(s)" in capfd.readouterr().err
     assert not alive()
@@ -184,6 +183,6 @@ def test_torchruns_restarts_resume_the_run_that_they_have_begun(text: Path, tmp_
     ended = run_command([sys.executable, *torchrun, "--monitor-interval", "0.1", str(script), *words])
     assert ended.code == 0, ended.err
     assert marker.exists()
-    assert [each["number"] for each in read_restarts(run)] == [1], ended.err
+    assert [each["number"] for each in restarts_of(run)] == [1], ended.err
     assert "restart 1: torchrun has started all ranks again; going on after step" in ended.out
     assert [line["step"] for line in metrics_of(run) if line["kind"] == "train"] == list(range(1, 13))

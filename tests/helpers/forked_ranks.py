@@ -45,7 +45,6 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of the whole process
     sys.modules["torch.utils.tensorboard"] = cast(ModuleType, SimpleNamespace(SummaryWriter=MagicMock()))
-    sys.modules["shardwise.recipes.report"] = cast(ModuleType, SimpleNamespace(draw_report=lambda *_: None))
     os.environ.update(environment)
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())  # the server
     os._exit(main(words))

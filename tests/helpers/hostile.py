@@ -29,7 +29,7 @@ from shardwise.consistency.diagnosis import diagnose, in_words
 from shardwise.consistency.recorder import read_record
 from shardwise.errors import ShardwiseError
 from shardwise.recipes.data import read_facts
-from shardwise.recipes.run_folder import Start, check_start, read_metrics, read_progress, read_restarts, read_run_config
+from shardwise.recipes.run_folder import Start, check_start, read_metrics, read_progress, read_run_config
 
 _SPARE_BYTES = 2**30
 _DEEP: list[Any] = []
@@ -159,7 +159,6 @@ def cases(
         (saved / "manifest.json", change_manifest, _exported, saved),
         (run / "config.json", change_json, _resumed, run),
         (run / "metrics.jsonl", change_lines, lambda at: read_metrics(at / "metrics.jsonl"), run),
-        (run / "restarts.jsonl", change_lines, read_restarts, run),
         (run / "text" / "facts.json", change_json, read_facts, run / "text"),
         (run / "black_box" / "rank-00000.jsonl", change_lines, _told, run),
         (dcp / ".metadata", change_bytes, _converted, dcp),

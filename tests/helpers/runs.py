@@ -22,9 +22,13 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def restarts_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "restarts.jsonl").read_text().splitlines()]
+
+
 def copy_cut_back(run: Path, to: Path, step: int) -> Path:
     """Copy a run as if it had been killed while it wrote the checkpoint after that of ``step``."""
-    shutil.copytree(run, to, ignore=shutil.ignore_patterns("tensorboard", "report.png"))
+    shutil.copytree(run, to, ignore=shutil.ignore_patterns("tensorboard"))
     for checkpoint in (to / "checkpoints").glob("step-*"):
         if checkpoint.name > f"step-{step:08d}":
             shutil.rmtree(checkpoint)

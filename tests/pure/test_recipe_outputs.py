@@ -1,4 +1,4 @@
-"""The GPT, the byte counts and the picture."""
+"""The GPT, the byte counts and the figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -27,14 +26,12 @@ from shardwise.recipes.memory import (
     measure_held,
     unsharded_of,
 )
-from shardwise.recipes.report import FileRunLog, ProgressDisplay, TrainedStep, draw_report, memory_table
+from shardwise.recipes.report import FileRunLog, ProgressDisplay, TrainedStep, memory_table
 from shardwise.recipes.run_folder import TrainRun
 from shardwise.recipes.sharding import STRATEGIES, RunRanks, build_adamw
 from shardwise.recipes.train import Trainer, _train_step
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
-FACTS = TextFacts("", 1, 100, 10, 2.9, "")
-HELD = ([HeldBytes(1, 1, 2)] * 2, HeldBytes(2, 2, 4))
 
 
 def test_the_model_is_a_function_of_its_seed_and_starts_at_the_uniform_loss() -> None:
@@ -133,42 +130,6 @@ def test_the_table_sets_ranks_beside_unsharded(num_ranks: int) -> None:
     assert "32 kB" in text
     assert "50%" in text
     assert "300 MB" in text
-
-
-def test_the_picture_shows_both_curves_and_the_bars(tmp_path: Path) -> None:
-    metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
-    metrics += [{"kind": "validation", "step": n, "loss": 5.0 - n / 10} for n in (0, 10, 20)]
-    draw_report(tmp_path / "r.png", "title", metrics, FACTS, HELD)
-    pixels = np.round(matplotlib.image.imread(tmp_path / "r.png")[..., :3] * 255).astype(int).reshape(-1, 3)
-    colors = {tuple(color) for color in np.unique(pixels, axis=0)}
-    for name, color in {"validation": (214, 39, 40), "parameters": (31, 119, 180), "state": (44, 160, 44)}.items():
-        assert color in colors, name
-
-
-def test_the_picture_shows_where_a_run_was_started_again(tmp_path: Path) -> None:
-    metrics: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
-    restarts: list[dict[str, float | str]] = [{"kind": "restart", "step": n, "ranks": 2} for n in (5, 14)]
-    for name, lines in (("with", restarts), ("without", [])):
-        draw_report(
-            tmp_path / f"{name}.png",
-            "title",
-            [*metrics, *lines],
-            FACTS,
-            HELD,
-        )
-    left, right = (matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("with", "without"))
-    columns = np.flatnonzero((left != right).any(-1).sum(0) > 100)  # from top to bottom, dotted
-    assert 2 <= len(columns) <= 8
-    assert columns[-1] - columns[0] > 100
-
-
-def test_the_picture_shows_the_speed_of_every_step_that_tells_it(tmp_path: Path) -> None:
-    old: list[dict[str, float | str]] = [{"kind": "train", "step": n, "loss": 5.0 - n / 10} for n in range(1, 21)]
-    new = [{**line, "tokens_per_s": 1000.0 + 10 * n} for n, line in enumerate(old)]
-    for name, lines in (("old", old), ("new", new)):
-        draw_report(tmp_path / f"{name}.png", "title", lines, FACTS, HELD)
-        pixels = np.round(matplotlib.image.imread(tmp_path / f"{name}.png")[..., :3] * 255).astype(int)
-        assert bool((pixels == (23, 190, 207)).all(-1).any()) == (name == "new")
 
 
 class _Scalars:
