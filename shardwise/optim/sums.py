@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -105,59 +104,6 @@ def per_element_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [*params, *gradients, *states]
 
 
-class _Turns:
-    """Sum numbers of two threads, one number at a time."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=60.0)
-        self._numbers = [torch.zeros((), device="cpu"), torch.zeros((), device="cpu")]
-
-    def add_up(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        self._numbers[number] = value
-        self._barrier.wait()
-        total = self._numbers[0] + self._numbers[1]
-        self._barrier.wait()
-        return total
-
-    def abort(self) -> None:
-        self._barrier.abort()
-
-
-def stepped_by_halves(
-    make: MakeOptimizer,
-    options: Mapping[str, Any],
-    start: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Return two tensors, stepped once for each of ``gradients`` by two optimizers that share their sums.
-
-    Raises: what an optimizer raises.
-    """
-    turns, errors = _Turns(), list[BaseException]()
-    halves = [tensor.clone() for tensor in start]
-
-    def run(number: int) -> None:
-        try:
-            with torch.no_grad():
-                optimizer = make([{**options, "params": [halves[number]]}])
-                for row in gradients:
-                    halves[number].grad = row[number].clone()
-                    with SumsOverRanks(per_element_of(optimizer), partial(turns.add_up, number)):
-                        torch_private.step_inside(optimizer)
-        except BaseException as error:  # wake the other half, which waits
-            turns.abort()
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((each for each in errors if not isinstance(each, threading.BrokenBarrierError)), errors[0])
-    return halves
-
-
 # ---- Probes of optimizers on tensors of their own: the state that they create, and whether they treat every element
 # alone. A list of names could not cover user classes, and a wrong guess would silently train another optimizer.
 
@@ -194,13 +140,35 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
         if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
             return "updates a tensor that is cut in two in another way than the whole"
         if takes_sums(make, options, device):
-            there = [part.to(device) for part in start.flatten().split(sizes)]
-            cut_there = [[part.to(device) for part in parts] for parts in cut]
-            halves = stepped_by_halves(partial(_made, make), options, there, cut_there)
+            halves = _stepped_by_halves(make, options, device, start, gradients, sizes)
             error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in halves])).abs().max()
             if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
                 return "takes sums over all elements of a tensor, and more than those"
     return None
+
+
+def _stepped_by_halves(
+    make: MakeOptimizer,
+    options: Mapping[str, Any],
+    device: torch.device,
+    start: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+) -> list[torch.Tensor]:
+    """Return two parts of ``start``, each stepped by an optimizer of its own that gets the sums of the whole."""
+    sums: list[torch.Tensor] = []
+
+    def note(number: torch.Tensor) -> torch.Tensor:
+        sums.append(number.clone())
+        return number
+
+    _stepped(make, options, device, [start], [[gradient] for gradient in gradients], note)
+    halves: list[torch.Tensor] = []
+    for number, part in enumerate(start.flatten().split(sizes)):
+        rows = [[gradient.flatten().split(sizes)[number]] for gradient in gradients]
+        of_whole = iter(sums)
+        halves += _stepped(make, options, device, [part], rows, lambda _, left=of_whole: next(left))[0]
+    return halves
 
 
 def _kind_of(value: object) -> tuple[type, object]:
@@ -273,11 +241,13 @@ def _stepped(
     device: torch.device,
     start: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
+    add_up: AddUp | None = None,
 ) -> tuple[list[torch.Tensor], list[Mapping[str, Any]]]:
     tensors = [tensor.to(device, copy=True) for tensor in start]
     optimizer = _made(make, [{**options, "params": tensors}])
     for row in gradients:
         for tensor, gradient in zip(tensors, row, strict=True):
             tensor.grad = gradient.to(device, copy=True)
-        optimizer.step()
+        with nullcontext() if add_up is None else SumsOverRanks(per_element_of(optimizer), add_up):
+            optimizer.step()
     return tensors, [optimizer.state.get(tensor, {}) for tensor in tensors]
