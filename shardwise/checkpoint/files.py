@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -42,76 +44,51 @@ from shardwise.checkpoint.format import (
 )
 from shardwise.consistency.liveness import host_id
 from shardwise.errors import CheckpointError, DamagedCheckpointError, UnsafeFileError
-from shardwise.safe_files import create_file, opened, parse_object, read_text
+from shardwise.safe_files import open_append, opened, read_text
 
-# ---- One job per folder: a lock file names the job, and can be taken over once its process has ended.
+# ---- One job per folder: a locked file that names the job; the kernel releases the lock when the process has ended, on
+# whatever host, and with it those that it forked.
+
+_locks: dict[Path, tuple[int, IO[str]]] = {}  # those of a process, by path
 
 
 def take(folder: Path) -> None:
     """Acquire the lock of ``folder`` for this process, which may have it already.
 
-    Raises: CheckpointError with the job that has it.  The lock of an ended process of this host is stale; whether a
-    process on another host has ended is unknown.
+    Raises: CheckpointError with the job that has it.
     """
-    path = folder / LOCK
-    mine = note_of(os.getpid())
-    fresh = folder / f"{LOCK}-{uuid.uuid4().hex}"
-    note = {**mine, "name": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with create_file(folder, fresh.name) as file:
-        file.write(json.dumps(note).encode())
-    try:
-        for _ in range(8):
+    path = folder.resolve() / LOCK
+    if path in _locks and _locks[path][0] == os.getpid():
+        return
+    while True:
+        with suppress(FileNotFoundError), ExitStack() as stack:  # not found: its owner has just removed it
+            file = stack.enter_context(open_append(folder, LOCK))
             try:
-                os.link(fresh, path)  # a link is atomic: no process reads half a note
-                return
-            except FileExistsError:
-                pass
-            text, found = _read(path)
-            if found.get("host") == mine["host"] and found.get("pid") == mine["pid"] and found == {**found, **mine}:
-                return
-            pid = found.get("pid")
-            is_stale = (
-                found.get("host") == mine["host"] and isinstance(pid, int) and _start_of(pid) != found.get("started")
-            )
-            if found and not is_stale:
-                raise CheckpointError(
-                    f"{folder} is being written by another job: process {found.get('pid')} on {found.get('name')}, since "
-                    f"{found.get('since')}. Save into another folder, or end that job; if it has ended on another host, "
-                    f"remove {path}"
-                )
-            _set_aside(path, text)
-    finally:
-        fresh.unlink(missing_ok=True)
-    raise CheckpointError(f"{path}: other jobs take the lock again and again")
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno == errno.EWOULDBLOCK:  # else the file system has no locks
+                    owner = read_text(folder, LOCK, 4096)
+                    raise CheckpointError(
+                        f"{folder} is being written by another job: {owner}. Save into another folder, or end that job"
+                    ) from error
+            if os.path.samestat(os.fstat(file.fileno()), path.lstat()):
+                stack.pop_all()
+                break
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    _locks[path] = os.getpid(), file
 
 
 def give_back(folder: Path) -> None:
     """Release the lock if this process has it."""
-    _, found = _read(folder / LOCK)
-    if found and found == {**found, **note_of(os.getpid())}:
+    path = folder.resolve() / LOCK
+    pid, file = _locks.pop(path, (0, None))
+    if file is not None and pid == os.getpid():
+        path.unlink(missing_ok=True)
         with suppress(OSError):
-            (folder / LOCK).unlink(missing_ok=True)
-
-
-def _read(path: Path) -> tuple[str, dict[str, object]]:
-    text = ""
-    try:
-        text = read_text(path.parent, path.name, 4096)
-        return text, parse_object(text, str(path))
-    except OSError:  # it is gone, or is not a note of a job
-        return text, {}
-
-
-def _set_aside(path: Path, text: str) -> None:
-    """Remove a stale lock, unless another process has replaced it meanwhile."""
-    aside = path.with_name(f"{LOCK}-{uuid.uuid4().hex}")
-    with suppress(OSError):
-        os.rename(path, aside)
-        try:
-            if _read(aside)[0] != text:
-                os.link(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may have it open
+        file.close()
 
 
 def note_of(pid: int) -> dict[str, object]:

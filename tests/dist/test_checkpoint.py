@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise import ShardedOptimizer, fully_shard
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
-from shardwise.checkpoint.files import Files, note_of, read_manifest
+from shardwise.checkpoint.files import Files, read_manifest
 from shardwise.checkpoint.save import HostCopy
 
 
@@ -398,22 +398,27 @@ def test_entries_that_were_not_saved_are_told_from_misspelt_ones(tmp_path: Path)
 def test_a_second_job_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     state = {"a": {"b": 1}}
     save(tmp_path, state, step=0)
-    own = json.loads((tmp_path / ".lock").read_text()) if dist.get_rank() == 0 else {"pid": os.getpid()}
-    assert own["pid"] == os.getpid()
+    if dist.get_rank() == 0:
+        assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
     dist.barrier()
     finish(tmp_path)
     first = [0]
     if dist.get_rank() == 0:
         assert not (tmp_path / ".lock").exists()
-        child = subprocess.Popen(["sleep", "100"])
-        (tmp_path / ".lock").write_text(json.dumps({"name": "here", "since": "then", **note_of(child.pid)}))
+        takes = (
+            "import sys, pathlib, shardwise.checkpoint.files as f; f.take(pathlib.Path(sys.argv[1])); print(); input()"
+        )
+        pipe = subprocess.PIPE
+        child = subprocess.Popen([sys.executable, "-u", "-c", takes, str(tmp_path)], stdin=pipe, stdout=pipe)
+        assert child.stdout is not None
+        child.stdout.readline()
         first = [child.pid]
     dist.broadcast_object_list(first)
-    with pytest.raises(CheckpointError, match=f"another job: process {first[0]} on here, since then"):
+    with pytest.raises(CheckpointError, match=f"another job: process {first[0]} on .*, since "):
         save(tmp_path, state, step=1)
     if dist.get_rank() == 0:
         child.kill()
-        child.wait()
+        child.communicate()
     dist.barrier()
     save(tmp_path, state, step=2)  # that process has ended
     finish(tmp_path)

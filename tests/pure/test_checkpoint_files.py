@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.files import Files, give_back, note_of, read_all, take, write_all
+from shardwise.checkpoint.files import Files, give_back, read_all, take, write_all
 from shardwise.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -39,24 +40,35 @@ def test_a_file_that_ends_early_or_is_too_long_is_an_error(tmp_path: Path) -> No
         write_all(files, path, b"")
 
 
-def test_a_lock_is_taken_over_from_processes_that_have_ended_alone(tmp_path: Path) -> None:
-    path = tmp_path / ".lock"
+TAKES = """
+import pathlib, sys, shardwise.checkpoint.files
+shardwise.checkpoint.files.take(pathlib.Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_of_one_process_until_that_ends(tmp_path: Path) -> None:
     take(tmp_path)
     take(tmp_path)  # it is ours
-    mine = json.loads(path.read_text())
-    for change in ({"started": "1"}, {"pid": 2**22 + 1, "started": "5"}):
-        path.write_text(
-            json.dumps({**mine, **change})
-        )  # a number that another process had before, and one that none has
-        take(tmp_path)
-        assert json.loads(path.read_text())["pid"] == os.getpid()
-    for change in ({"host": "another", "name": "far"}, {**note_of(os.getppid()), "name": "near"}):
-        path.write_text(json.dumps({**mine, **change}))
-        with pytest.raises(CheckpointError, match=f"process .* on {change['name']}"):
+    assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
+    child = os.fork()
+    if not child:  # a fork does not own it
+        with pytest.raises(CheckpointError, match=f"process {os.getppid()} on "):
+            take(tmp_path)
+        give_back(tmp_path)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    give_back(tmp_path)
+    assert os.listdir(tmp_path) == []
+    words = [sys.executable, "-c", TAKES, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(CheckpointError, match=f"another job: process {other.pid} on "):
             take(tmp_path)
         give_back(tmp_path)  # not ours
-        assert path.exists()
-    path.write_text("")  # torn by a crash of the machine
+        other.kill()
     take(tmp_path)
     give_back(tmp_path)
     assert os.listdir(tmp_path) == []
