@@ -162,7 +162,7 @@ def _began_s(record: Record) -> float:
     return began_s
 
 
-# ---- A diagnosis in words: what happened, where, since when, and what to look at next. Pure.
+# ---- A diagnosis in words: what happened, where, and since when. Pure.
 
 _MOST_LISTED, _MOST_PLACES = 8, 16
 
@@ -177,9 +177,6 @@ def in_words(diagnosis: Diagnosis) -> Iterator[str]:
     yield "where the program was"
     stacks = list(diagnosis.stacks.items())[:_MOST_PLACES]
     yield from (f"  rank {rank}: {own_line(stack.frames)}" for rank, stack in stacks)
-    yield ""
-    yield "what to look at next"
-    yield from (f"  {line}" for line in advice(diagnosis))
 
 
 def _happened(diagnosis: Diagnosis) -> Iterator[str]:
@@ -210,32 +207,6 @@ def _parting(parting: Parting) -> Iterator[str]:
 def _describe_failure(failure: Failure, is_first: bool) -> str:
     first_line = failure.text.split("\n")[0][:240]
     return f"rank {failure.rank}{' first' if is_first else ''}, {_clock(failure.time_s)}: {first_line}"
-
-
-def advice(diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield what to look at next, the most likely cause first."""
-    if diagnosis.missing:
-        who = format_ranks(diagnosis.missing)
-        yield f"why {who} ended: the kernel's log (dmesg) for 'out of memory', the launcher's output, the host itself"
-    raised = [each for each in diagnosis.failures if not each.text.startswith(("DesyncError", "TransportError"))]
-    for parting in diagnosis.partings[:1]:
-        odd = _odd(parting.found)
-        if raised and raised[0].rank in odd:  # it diverged because it was exiting
-            break
-        yield (
-            f"what {format_ranks(odd)} did otherwise before event {parting.count} of {parting.track}: code that depends on "
-            "the rank or its data, another number of microbatches, a layer that is skipped or frozen, another version or config"
-        )
-    if raised:
-        yield f"the error of rank {raised[0].rank}: {raised[0].text.split(chr(10))[0][:160]}"
-    if not (diagnosis.missing or diagnosis.partings or raised):
-        waits = any(NOTHING_MOVES in reason.text for reasons in diagnosis.reasons.values() for reason in reasons)
-        yield "the first error above" if diagnosis.failures else "who waits, above" if waits else "nothing failed"
-
-
-def _odd(found: Mapping[int, str]) -> tuple[int, ...]:
-    """Return the smallest set of ranks that did the same."""
-    return tuple(min(ranks_by_text(sorted(found.items())).values(), key=lambda ranks: (len(ranks), -ranks[0])))
 
 
 def _clock(time_s: float) -> str:

@@ -158,21 +158,6 @@ def all_boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, W
 State = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """State of the parameter's shape; it is sent in the shards of the parameter."""
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """State of another shape; it is sent whole."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.device) -> dict[str, dict[str, Any]]:
     """Return the state of the meeting's matrices by name, sent by their owners.
 
@@ -180,26 +165,25 @@ def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.dev
     others whole. One exchange of descriptions, one of tensors.
     """
     ranks = meeting.ranks
-    described = [(m.name, [(key, _describe(value, m)) for key, value in source[id(m)].items()]) for m in meeting.mine]
+    told: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks.size)]
     sends: list[list[torch.Tensor]] = [[] for _ in range(ranks.size)]
     for matrix in meeting.mine:
-        for value in source[id(matrix)].values():
-            if _is_sent(value):
-                for rank in range(ranks.size):
-                    sends[rank] += [b.cut(value) for b in boxes_of(matrix, rank)] if is_cut(value, matrix) else [value]
-    by_name = {matrix.name: matrix for matrix in meeting.matrices}
-    arrived = exchange_objects([described] * ranks.size, ranks, device)
-    expected = [
-        [e for name, items in described for _, item in items for e in _expected_state(item, by_name[name])]
-        for described in arrived
-    ]
-    windows = exchange(sends, expected, ranks, device)
+        for key, value in source[id(matrix)].items():
+            is_sliced, is_tensor = is_cut(value, matrix), _is_sent(value)
+            rest = value.detach().cpu().clone() if type(value) is torch.Tensor and not is_tensor else value
+            for rank in range(ranks.size):
+                parts = [box.cut(value) for box in boxes_of(matrix, rank)] if is_sliced else [value] * is_tensor
+                sends[rank] += parts
+                expected = [Expected(tuple(part.shape), part.dtype) for part in parts]
+                told[rank].append((matrix.name, key, is_sliced, expected, None if is_tensor else rest))
+    arrived = exchange_objects(told, ranks, device)
+    windows = exchange(sends, [[each for row in rows for each in row[3]] for rows in arrived], ranks, device)
     found: dict[str, dict[str, Any]] = {}
-    for described, received in zip(arrived, windows, strict=True):
-        tensors = iter(received)
-        for name, items in described:
-            if items:
-                found[name] = {key: _taken(item, by_name[name], tensors) for key, item in items}
+    for rows, tensors in zip(arrived, windows, strict=True):
+        rest_of = iter(tensors)
+        for name, key, is_sliced, expected, value in rows:
+            parts = [next(rest_of).clone() for _ in expected]
+            found.setdefault(name, {})[key] = PerSlice(parts) if is_sliced else parts[0] if parts else value
     return found
 
 
@@ -263,26 +247,6 @@ def is_cut(value: object, matrix: Matrix) -> bool:
 def _is_sent(value: object) -> TypeGuard[torch.Tensor]:
     """Return True for plain tensors; tensor subclasses (quantized state) are sent as objects, and whole."""
     return type(value) is torch.Tensor and value.dim() > 0
-
-
-def _describe(value: Any, matrix: Matrix) -> Any:
-    if is_cut(value, matrix):
-        return _Cut(value.dtype)
-    if _is_sent(value):
-        return _Whole(tuple(value.shape), value.dtype)
-    return value.detach().cpu().clone() if type(value) is torch.Tensor else value
-
-
-def _expected_state(item: Any, matrix: Matrix) -> list[Expected]:
-    if isinstance(item, _Cut):
-        return [Expected(param_slice.box.sizes, item.dtype) for param_slice in matrix.slices]
-    return [Expected(item.shape, item.dtype)] if isinstance(item, _Whole) else []
-
-
-def _taken(item: Any, matrix: Matrix, tensors: Iterator[torch.Tensor]) -> Any:
-    if isinstance(item, _Cut):
-        return PerSlice(next(tensors).clone() for _ in matrix.slices)
-    return next(tensors).clone() if isinstance(item, _Whole) else item
 
 
 _FINE, _FAILED, _PARTIAL = 0, 1, 2

@@ -6,7 +6,6 @@ table.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -209,29 +208,6 @@ def try_own(model: nn.Module, model_from: str, vocabulary: int, window: Tensor) 
         raise ConfigError(
             f"--model-from {model_from}: the model has logits for {size} tokens, the text has {vocabulary}."
         )
-
-
-def check_alike(model: nn.Module, ranks: RunRanks, model_from: str) -> None:
-    """Refuse ranks that built models with different weights: each would train its shards of another model.  Collective.
-
-    Raises: ConfigError on every rank.
-    """
-    found = ranks.gather(_fingerprint(model))
-    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-    if other is not None:
-        raise ConfigError(
-            f"--model-from {model_from}: rank {other} built other parameters than rank 0. Draw them from torch's generator, "
-            "which is seeded with --seed, or load them from a file."
-        )
-
-
-def _fingerprint(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            facts = (name, str(tensor.dtype), tuple(tensor.shape))
-            digest.update(repr((*facts, tensor.double().sum().item(), tensor.double().abs().sum().item())).encode())
-    return digest.hexdigest()
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:

@@ -64,7 +64,6 @@ from shardwise.recipes.sharding import (
     ShardingStrategy,
     build_meshes,
     build_own,
-    check_alike,
     compile_blocks,
     load_init,
     local_optimizer,
@@ -163,7 +162,6 @@ def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
     if config.model_from is None:
         return build_gpt(config.model, config.seed, recompute=config.recompute, vocabulary=vocabulary).to(ranks.device)
     model = build_own(config.model_from, config.seed, vocabulary, config.model.context)
-    check_alike(model, ranks, config.model_from)
     model.to(ranks.device)
     window = torch.zeros(1, config.model.context, dtype=torch.long, device=ranks.device)
     try_own(model, config.model_from, vocabulary, window)
