@@ -297,11 +297,8 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     nproc = given.get("nproc")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
-    return TrainRequest(config, start, nproc, given.get("device", "auto"), launched_ranks, terms, _only(given))
-
-
-def _only(given: Mapping[str, Any]) -> str:
-    return "print_config" if given.get("print_config") else "plan" if given.get("plan") else ""
+    only = "print_config" if given.get("print_config") else "plan" if given.get("plan") else ""
+    return TrainRequest(config, start, nproc, given.get("device", "auto"), launched_ranks, terms, only)
 
 
 def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> RestartPolicy:

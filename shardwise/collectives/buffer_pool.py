@@ -217,11 +217,6 @@ class BufferPool:
         self.peak_used_bytes = 0
         self.num_allocations = 0
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of idle storages."""
-        return sum(size * len(slabs) for size, slabs in self.free.items()) if self.keeps else 0
-
     def acquire(self, num_bytes: int) -> PooledBuffer:
         """Return a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
         self.used_bytes += num_bytes

@@ -472,11 +472,6 @@ class ElementwiseStep:
 
         return restore
 
-    @property
-    def num_runs(self) -> int:
-        """Number of tensors that the optimizer sees."""
-        return sum(len(group.runs) for group in self._groups)
-
     def states(self, blank: bool = False) -> Values:
         """Return the state of every parameter that has state; its tensors are aliases of the live state."""
         by_slice = self._blank_states() if blank else self._live_states()

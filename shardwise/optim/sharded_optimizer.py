@@ -478,7 +478,7 @@ class ShardedOptimizer(Optimizer):
         """
         found = self.state_dict()
         state = {
-            name: {key: _moved(full_value(value), cpu_offload) for key, value in values.items()}
+            name: {key: full_value(value, cpu_offload) for key, value in values.items()}
             for name, values in found["state"].items()
         }
         return in_form("indexed" if by_index else "named", state, found["param_groups"])
@@ -593,10 +593,6 @@ class ShardedOptimizer(Optimizer):
             self.named_params[name]: HeldState({key: wrap(self._slices[name], value) for key, value in entry.items()})
             for name, entry in self._backend.local_states().items()
         }
-
-
-def _moved(value: Any, to_cpu: bool) -> Any:
-    return value.cpu() if to_cpu and isinstance(value, torch.Tensor) else value
 
 
 def optimizer_backend(optimizer: ShardedOptimizer) -> OptimizerBackend:

@@ -83,11 +83,6 @@ _REFUSED: tuple[tuple[type[Optimizer], str], ...] = (
 )
 
 
-def known_classes() -> tuple[type[Optimizer], ...]:
-    """Return the classes of torch.optim that have a rule or a reason for refusal."""
-    return (*_ELEMENTWISE, *_WHOLE_MATRIX, *(refused for refused, _ in _REFUSED))
-
-
 def update_rule(optimizer_class: type[Optimizer], declared: UpdateRule | None = None) -> UpdateRule:
     """Return how ``optimizer_class`` may run over shards.
 
@@ -107,7 +102,7 @@ def update_rule(optimizer_class: type[Optimizer], declared: UpdateRule | None = 
     reason = reason_for_refusal(optimizer_class)
     if reason is not None:
         raise ConfigError(f"{name} cannot be run over sharded parameters: {reason}")
-    rule = declared if declared is not None else _declaration(optimizer_class)
+    rule = declared if declared is not None else getattr(optimizer_class, "sharded_update", None)
     if rule is not None and rule not in RULES:
         raise ConfigError(f"{name}: the update rule is {rule!r}, expected one of {RULES}")
     known = _known_rule(optimizer_class)
@@ -144,10 +139,6 @@ def step_cost(optimizer_class: type[Optimizer], shape: tuple[int, ...]) -> int:
     for size in shape:
         numel *= size
     return numel * min(shape) if issubclass(optimizer_class, torch.optim.Muon) and shape else numel
-
-
-def _declaration(optimizer_class: type[Optimizer]) -> UpdateRule | None:
-    return getattr(optimizer_class, "sharded_update", None)
 
 
 def known_base(optimizer_class: type[Optimizer]) -> type[Optimizer] | None:

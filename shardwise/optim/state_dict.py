@@ -184,7 +184,8 @@ def unwrap(
         held = [] if slices[0].stand_in is not None else list(slices)
         if local_boxes(value) == [param_slice.box for param_slice in held]:
             return PerSlice(
-                [s.tensor if adopt else s.tensor.clone() for s in shards] or [_like_stand_in(slices[0], value.dtype)]
+                [s.tensor if adopt else s.tensor.clone() for s in shards]
+                or [torch.empty_like(local_of(slices[0]), dtype=value.dtype)]  # its stand-in's
             )
         value = gather_sharded(value)
     if not isinstance(value, torch.Tensor):
@@ -205,15 +206,14 @@ def unwrap(
     return copied(value)
 
 
-def full_value(value: Any) -> Any:
+def full_value(value: Any, to_cpu: bool) -> Any:
     """Return a state value as a full plain tensor with its own memory, or unchanged.  Collective for sharded values."""
     if isinstance(value, DTensor):
-        if all(isinstance(placement, Replicate) for placement in value.placements):
-            return torch_private.local_of(value).detach().clone()
-        return full_tensor_of(value).clone()
-    if isinstance(value, ShardedTensor):
-        return gather_sharded(value)
-    return copied(value)
+        is_full = all(isinstance(placement, Replicate) for placement in value.placements)
+        full = (torch_private.local_of(value).detach() if is_full else full_tensor_of(value)).clone()
+    else:
+        full = gather_sharded(value) if isinstance(value, ShardedTensor) else copied(value)
+    return full.cpu() if to_cpu and isinstance(full, torch.Tensor) else full
 
 
 def gather_sharded(value: ShardedTensor) -> torch.Tensor:
@@ -226,11 +226,6 @@ def gather_sharded(value: ShardedTensor) -> torch.Tensor:
         box.cut(whole).copy_(shard.tensor.detach())
     sum_bytes(whole, group)
     return whole
-
-
-def _like_stand_in(param_slice: ParamSlice, dtype: torch.dtype) -> torch.Tensor:
-    assert param_slice.stand_in is not None
-    return torch.empty_like(param_slice.stand_in, dtype=dtype)
 
 
 def _misfit(name: str, key: str, value: torch.Tensor, param: torch.Tensor) -> str:

@@ -130,7 +130,7 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
             reason = why_not_elementwise(state, start.shape)
             if reason is not None:
                 return reason
-        kinds.append([{key: _kind_of(value) for key, value in state.items()} for state in states])
+        kinds.append([{k: (type(v), getattr(v, "dtype", None)) for k, v in state.items()} for state in states])
         if kinds[0] != kinds[-1]:  # a shard may be on the other side of the limit than the whole
             return "keeps the state of large tensors in another form than that of small ones"
         cut = [list(gradient.flatten().split(sizes)) for gradient in gradients]
@@ -169,10 +169,6 @@ def _stepped_by_halves(
         of_whole = iter(sums)
         halves += _stepped(make, options, device, [part], rows, lambda _, left=of_whole: next(left))[0]
     return halves
-
-
-def _kind_of(value: object) -> tuple[type, object]:
-    return type(value), getattr(value, "dtype", None)
 
 
 def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> bool:

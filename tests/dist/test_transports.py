@@ -227,9 +227,9 @@ def test_idle_memory_is_given_back_on_request() -> None:
     for _ in range(2):
         model(batch).sum().backward()
     engine = engine_of(model)
-    assert engine.comm_ctx.pool.idle_bytes > 0
+    assert any(engine.comm_ctx.pool.free.values())
     model.release_memory()
-    assert engine.comm_ctx.pool.idle_bytes == 0
+    assert not any(engine.comm_ctx.pool.free.values())
     model(batch).sum().backward()
 
 

@@ -526,7 +526,8 @@ class LocalPeers:
     def _check_epoch(self, place: int, what: str) -> None:
         if self._words[place][_EPOCH] <= self._epoch:
             return
-        gone = [each for each in self.others if self._has_stayed(each) and not self._alive[each].is_alive()]
+        stayed = [each for each in self.others if self._words[each][_EPOCH] <= self._epoch]
+        gone = [each for each in stayed if not self._alive[each].is_alive()]
         if gone:  # its end is why the other one has left
             raise self._lost(gone[0], f"rank {self._name} was at {what}")
         its = self.name_of(place)
@@ -545,9 +546,6 @@ class LocalPeers:
         if store is not None:
             is_gone(store, name)  # records it, so that other hosts are notified
         return TransportError(f"{gone_in_words(store, [name])}; {where}. {look_next()}")
-
-    def _has_stayed(self, place: int) -> bool:
-        return self._words[place][_EPOCH] <= self._epoch
 
 
 def _abort_all() -> None:

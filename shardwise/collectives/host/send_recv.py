@@ -60,12 +60,6 @@ def drop(group: dist.ProcessGroup) -> None:
         kept.drop()
 
 
-def num_kept(group: dist.ProcessGroup) -> int:
-    """Return how many messages of ``group`` are kept."""
-    kept = _kept.get(group)
-    return 0 if kept is None else len(kept.works)
-
-
 def wait_without_error(works: list[dist.Work], group: dist.ProcessGroup) -> bool:
     """Wait for messages of ``group`` as :func:`wait_all` does; return False if one fails, because its rank may be gone."""
     try:
