@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 from shardwise.errors import ConfigError, LayoutError
@@ -99,6 +99,22 @@ class Box:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.sizes)
+
+
+def batches(sizes: Sequence[int], most: int) -> list[range]:
+    """Return consecutive ranges of indices; their ``sizes`` sum to ``most`` or less, except where one alone is larger.
+
+    Example:
+        >>> batches([3, 4, 9, 1], 8)
+        [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    starts, total = [0] if sizes else list[int](), 0
+    for index, size in enumerate(sizes):
+        total += size
+        if total > most and index > starts[-1]:
+            starts.append(index)
+            total = size
+    return [range(start, stop) for start, stop in pairwise([*starts, len(sizes)])]
 
 
 def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads: Sequence[int] = ()) -> list[range]:

@@ -37,6 +37,7 @@ from shardwise.checkpoint.format import (
 from shardwise.checkpoint.load import INDEX, SINGLE
 from shardwise.checkpoint.save import SaveId, make_manifest, write_manifest, write_part
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.layout import batches
 from shardwise.safe_files import replace_file
 
 
@@ -186,32 +187,21 @@ def export_model(
         there = sorted({split(name)[0] for name in source.manifest.tensors})
         raise ConfigError(f"{source.path} has no tensors of {key!r}; it has those of {', '.join(there) or 'nothing'}")
     Files().make_folder(target)
-    batches = _batches({plain: record.num_bytes for plain, (_, record) in tensors.items()}, most_bytes)
+    parts = batches([record.num_bytes for _, record in tensors.values()], most_bytes)
     paths: list[Path] = []
     where: dict[str, str] = {}
-    for number, batch in enumerate(batches, 1):
-        one = SINGLE if len(batches) == 1 else f"model-{number:05d}-of-{len(batches):05d}.safetensors"
+    for number, part in enumerate(parts, 1):
+        one = SINGLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        batch = list(tensors)[part.start : part.stop]
         _write_file(source, target / one, {plain: tensors[plain][0] for plain in batch})
         where |= dict.fromkeys(batch, one)
         paths.append(target / one)
-    if len(batches) > 1:
+    if len(parts) > 1:
         total = sum(record.num_bytes for _, record in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         replace_file(target, INDEX, json.dumps(index, indent=2) + "\n")
         paths.append(target / INDEX)
     return paths
-
-
-def _batches(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
-    batches: list[list[str]] = []
-    remaining = -1
-    for name, num_bytes in sizes.items():
-        if num_bytes > remaining or not batches:
-            batches.append([])
-            remaining = most_bytes
-        batches[-1].append(name)
-        remaining -= num_bytes
-    return batches
 
 
 def _write_file(source: CheckpointSource, path: Path, names: Mapping[str, str]) -> None:

@@ -135,13 +135,9 @@ def _failure(rank: int, record: Record) -> Failure | None:
     reported = [
         Failure(rank, each.time_s, each.text)
         for each in record.reasons
-        if each.time_s >= since_s and not _is_question(each.text)
+        if each.time_s >= since_s and not each.text.startswith(("asked by", NOTHING_MOVES))
     ]
     return min([*errors, *reported], key=lambda each: each.time_s, default=None)
-
-
-def _is_question(text: str) -> bool:
-    return text.startswith(("asked by", NOTHING_MOVES))
 
 
 def _main_stack(record: Record) -> Stack | None:

@@ -21,6 +21,7 @@ from shardwise import torch_private
 from shardwise.consistency.store import refuse_deadlock
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.formatting import format_ranks
+from shardwise.layout import batches
 from shardwise.observe import EVERYBODY, note
 from shardwise.torch_private import is_gloo, set_timeout, timeout_s_of
 
@@ -304,7 +305,12 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
         if tensor.numel():
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
-        for batch in (batch for kind in by_kind.values() for batch in _batches(kind)):
+        parts = [
+            kind[at.start : at.stop]
+            for kind in by_kind.values()
+            for at in batches([tensor.nbytes for tensor in kind], _MAX_BYTES)
+        ]
+        for batch in parts:
             flat = torch.cat([tensor.reshape(-1) for tensor in batch])
             await_collective(dist.broadcast(flat, source, group=group, async_op=True), group)
             for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
@@ -322,19 +328,6 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
         )
     names, _ = cast(Any, tensor).__tensor_flatten__()
     return [part for name in names for part in _plain(getattr(tensor, name))]
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    batches: list[list[torch.Tensor]] = []
-    remaining = 0
-    for tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if not batches or num_bytes > remaining:
-            batches.append([])
-            remaining = _MAX_BYTES
-        batches[-1].append(tensor)
-        remaining -= num_bytes
-    return batches
 
 
 def all_have_come(group: dist.ProcessGroup) -> None:

@@ -341,10 +341,6 @@ class Recorder:
         """Stop writing, and restore signals and hooks."""
         self._stack.close()
 
-    def write(self, reason: str) -> Path | None:
-        """Write the last events, and where every thread is now; return the file, None if that failed."""
-        return self._write(reason, ())
-
     @property
     def is_silent(self) -> bool:
         """True if this recorder writes nothing: it is closed, another one writes, or this process is a fork."""
@@ -355,9 +351,13 @@ class Recorder:
             return
         frames = lines_of_trace(trace)
         known = observe.explain_end(error)
-        self._write("; ".join(part for part in (_describe(error, frames), known) if part), frames)
+        self.write("; ".join(part for part in (_describe(error, frames), known) if part), frames)
 
-    def _write(self, reason: str, raised: tuple[str, ...]) -> Path | None:
+    def write(self, reason: str, raised: tuple[str, ...] = ()) -> Path | None:
+        """Write the last events, and where every thread is now; return the file, None if that failed.
+
+        ``raised``: where the calling thread was instead.
+        """
         if self.is_silent or not self._lock.acquire(timeout=1.0):  # a signal handler may run while it writes
             return None
         try:

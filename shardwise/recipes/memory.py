@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -13,36 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise import Trace, trace
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks
-
-# ---- Traces of some steps of a run.
-
-StepWatch = Callable[[int], AbstractContextManager[None]]
-
-
-def traced_steps(model: nn.Module | None, steps: int, write: Callable[[Trace], None]) -> StepWatch:
-    """Return a callback that traces steps 1 to ``steps`` (0-based; the first one warms up) and then calls ``write``."""
-    stack = ExitStack()
-    traces: list[Trace] = []
-
-    @contextmanager
-    def watch(number: int) -> Generator[None, None, None]:
-        if number == 1:
-            traces.append(stack.enter_context(trace(model)))
-        try:
-            yield
-        except BaseException:
-            stack.close()
-            raise
-        if number == steps and traces:
-            stack.close()
-            write(traces.pop())
-
-    return watch
-
 
 # ---- What a rank holds between passes.
 

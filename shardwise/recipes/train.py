@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise import StepMeter, Trace, __version__, describe_units, record
+from shardwise import StepMeter, Trace, __version__, describe_units, record, trace
 from shardwise.checkpoint import finish
 from shardwise.consistency.recorder import BLACK_BOX
 from shardwise.errors import ConfigError, ShardwiseError
@@ -29,10 +29,8 @@ from shardwise.recipes.data import (
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
 from shardwise.recipes.memory import (
     HeldBytes,
-    StepWatch,
     measure_held,
     peak_bytes,
-    traced_steps,
     unsharded_of,
 )
 from shardwise.recipes.report import (
@@ -75,6 +73,7 @@ from shardwise.safe_files import opened_folder, replace_file
 # ---- Ends of a run before its last step: on request, or because training diverged.
 
 Asked = Callable[[], int]  # the number of the signal that asks this rank to stop, 0 if there is none
+StepWatch = Callable[[int], AbstractContextManager[None]]
 Listening = Callable[[], AbstractContextManager[Asked]]  # entered while steps remain between which to stop
 
 
@@ -429,11 +428,23 @@ def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> StepWatch | None:
     path = trainer.run.folder / f"trace-rank{trainer.ranks.rank}.json"
     model = trainer.model if trainer.config.shard in ENGINE_SHARDS else None
 
-    def write(recorded: Trace) -> None:
-        replace_file(path.parent, path.name, recorded.to_json())
-        run_log.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{recorded.table()}")
+    stack, traces = ExitStack(), list[Trace]()
 
-    return traced_steps(model, steps, write)
+    @contextmanager
+    def watch(number: int) -> Generator[None, None, None]:
+        if number == 1:  # 0-based: the first step warms up
+            traces.append(stack.enter_context(trace(model)))
+        try:
+            yield
+        except BaseException:
+            stack.close()
+            raise
+        if number == steps and traces:
+            stack.close()
+            replace_file(path.parent, path.name, traces[0].to_json())
+            run_log.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{traces.pop().table()}")
+
+    return watch
 
 
 def _say_restart(restart: Restart, trainer: Trainer, run_log: RunLog) -> None:

@@ -68,15 +68,6 @@ class Report:
     place: str
     choice: Choice
 
-    def to_text(self) -> str:
-        """Return the report as one JSON object."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Report:
-        """Return what :meth:`to_text` wrote."""
-        return cls(**json.loads(text))
-
 
 def make_report(error: BaseException, rank: int, order: int, choice: Choice) -> Report:
     """Return the report of ``error`` on ``rank``."""
@@ -174,7 +165,7 @@ class Agreement:
         def is_enough(_: Mapping[int, str]) -> bool:
             return mine.follows and self.was_committed(number)
 
-        found = exchange.gather(f"{number}/report", mine.to_text(), is_enough)
+        found = exchange.gather(f"{number}/report", json.dumps(asdict(mine)), is_enough)
         if absent := exchange.absent(found):
             if mine.follows and self.was_committed(number):
                 return None
@@ -183,7 +174,7 @@ class Agreement:
                 f"{mine.rank}, which failed: {mine.kind}: {mine.text}"
             )
             raise self._named(absent, late)
-        return first_cause(Report.from_text(text) for text in found.values())
+        return first_cause(Report(**json.loads(text)) for text in found.values())
 
     def wait_restored(self, number: int, problem: str) -> None:
         """Wait until all ranks have restored the state before step ``number``.
