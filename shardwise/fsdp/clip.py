@@ -181,27 +181,20 @@ def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGr
     if not places:
         return []
     world = dist.group.WORLD
-    ranks = {rank for place in places for rank in _ranks(place)}
+    ranks = {
+        place: place.mesh.flatten().tolist() if isinstance(place, DeviceMesh) else dist.get_process_group_ranks(place)
+        for place in places
+    }
+    together = set[int]().union(*ranks.values())
     assert world is not None
-    if len(ranks) == world.size():
+    if len(together) == world.size():
         return [world] if world.size() > 1 else []
-    largest = max(places, key=lambda place: len(_ranks(place)))
-    if not ranks <= set(_ranks(largest)):
+    largest = max(places, key=lambda place: len(ranks[place]))
+    if not together <= {*ranks[largest]}:
         shapes = [tuple(place.shape) if isinstance(place, DeviceMesh) else (place.size(),) for place in places]
         raise ConfigError(
             f"gradients lie on meshes {shapes} of which none contains the others; clip the parameters of each mesh "
             "separately"
         )
-    return _axes(largest)
-
-
-def _ranks(place: DeviceMesh | dist.ProcessGroup) -> list[int]:
-    if isinstance(place, DeviceMesh):
-        return place.mesh.flatten().tolist()
-    return dist.get_process_group_ranks(place)
-
-
-def _axes(place: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    if not isinstance(place, DeviceMesh):
-        return [place] if place.size() > 1 else []
-    return [place.get_group(axis) for axis in range(place.ndim) if place.size(axis) > 1]
+    groups = largest.get_all_groups() if isinstance(largest, DeviceMesh) else [largest]
+    return [group for group in groups if group.size() > 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from shardwise.fsdp.flat_buffer import as_gradient
 from shardwise.fsdp.mesh import cut_shard
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,8 @@ class UnitCompression:
     reductions: CodedTraffic
 
 
-class _Coded(NamedTuple):
-    """A group with compression, and the path of its unit's first module or the name of one of its parameters."""
-
-    name: str
-    group: ParamGroup
-    compression: Compression
+# The path of a unit's first module or the name of one of its parameters, and a group with compression.
+_Coded = tuple[str, ParamGroup, Compression]
 
 
 def report_of(model: nn.Module) -> tuple[UnitCompression, ...]:
@@ -77,15 +73,12 @@ def _traffic(meter: Meter) -> CodedTraffic:
 
 
 def _compressed(model: nn.Module) -> Iterator[_Coded]:
-    seen: set[int] = set()
+    paths: dict[Unit, str] = {}
     for path, module in model.named_modules():
-        attachment = attachment_of(module)
-        if attachment is None or id(attachment.unit) in seen:
-            continue
-        seen.add(id(attachment.unit))
-        for group in attachment.unit.groups:
-            if group.compression is not None:
-                yield _Coded(path, group, group.compression)
+        if (attachment := attachment_of(module)) is not None:
+            paths.setdefault(attachment.unit, path)
+    for unit, path in paths.items():
+        yield from [(path, group, group.compression) for group in unit.groups if group.compression is not None]
 
 
 class CompressionState:
@@ -148,7 +141,7 @@ class CompressionState:
                 for param in filter(group.is_coded, group.params):
                     at = param.registrations[0]
                     name = f"{paths.get(id(at.parameters), path)}.{at.name}".lstrip(".")
-                    yield param, _Coded(name, group, compression)
+                    yield param, (name, group, compression)
 
 
 def _group_of(group: ParamGroup) -> torch.distributed.ProcessGroup:

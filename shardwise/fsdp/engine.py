@@ -580,7 +580,7 @@ class Engine:
             if self.divergence is not None:
                 self.divergence.end()
             self.watch.end = None
-            is_joint = self.exec_order.gathers or self.reductions.has_launched
+            is_joint = self.exec_order.gathers or bool(self.reductions.launched)
             params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
             posted, self._posted = self._posted, []
             for place, values in posted:  # all ranks have posted theirs: their gradients have been reduced

@@ -12,7 +12,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.mesh import names_of
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.waiting_gradients import WaitingGradient, show, withdraw
+from shardwise.fsdp.waiting_gradients import WaitingGradient
 
 Gradients = dict[ShardedParam, torch.Tensor]
 
@@ -181,13 +181,18 @@ class EarlierGradients:
         self.withdraw()
 
     def show(self, params: Iterable[ShardedParam] = ()) -> None:
-        """Show in ``.grad`` that gradients wait: those held here, and those of ``params``."""
-        show(self.waiting, (*self.held, *self.partial, *params))
+        """Show in ``.grad`` of shards that gradients wait: those held here, and those of ``params``."""
+        for param in (*self.held, *self.partial, *params):
+            if param.full is param.sharded:
+                continue  # a plain parameter that stays registered: its ``.grad`` holds what waits, as with DDP
+            if param not in self.waiting:
+                self.waiting[param] = WaitingGradient.of(param)
+            self.waiting[param].show(param)
 
     def withdraw(self) -> set[ShardedParam]:
         """Undo :meth:`show`; drop the gradients that user code has cleared meanwhile, and return their parameters."""
         waiting, self.waiting = self.waiting, {}
-        cleared = withdraw(waiting)
+        cleared = {param for param, mark in waiting.items() if not mark.withdraw(param)}
         for param in cleared:
             self.held.pop(param, None)
             self.partial.pop(param, None)

@@ -176,7 +176,7 @@ def converting(
             param.sharded.grad = None
     places = [at.setattr_module for unit in units for param in unit.params for at in param.registrations]
     owners = dict.fromkeys(owner for ref in places if ref is not None and (owner := ref()) is not None)
-    waits = withdrawn(unit.earlier for unit in units)
+    waits = withdrawn(unit.earlier.waiting for unit in units)
     try:
         with waits, without_weak_references([*owners], shares_locals(fn)) as convert:
             yield convert
@@ -405,7 +405,7 @@ class FSDPModule(_Base):
         """
         engine = provisional_engine(self._root("set_manual_backward_finalization"))
         refuse_manual(enabled and engine.divergence is not None)
-        engine.manual.set_on(enabled, engine.is_in_backward, engine.reductions.has_deferred)
+        engine.manual.set_on(enabled, engine.is_in_backward, bool(engine.reductions.deferred))
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...

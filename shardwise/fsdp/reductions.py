@@ -71,6 +71,7 @@ class Reductions:
         max_inputs: how many reduce-scatter inputs may be allocated at once.
         syncs_replicas: where ranks may take different ways, whether all reduce over replicas in this backward; None: as the
             policy of each unit says.
+        launched, deferred: reductions of this backward, and pending ones of earlier backwards.
         early: the launch of a unit whose backward still runs.
         is_followed: parameters of the last commit have post-accumulate-grad hooks of users.
         failed_hook: the exception of a user's gradient hook in the last commit.
@@ -82,8 +83,8 @@ class Reductions:
         self.max_inputs = 1
         self.syncs_replicas: bool | None = None
         self._in_flight: list[Reduction] = []
-        self._launched: list[Launch] = []
-        self._deferred: list[Launch] = []
+        self.launched: list[Launch] = []
+        self.deferred: list[Launch] = []
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self.early: Launch | None = None
         self.is_followed = False
@@ -98,19 +99,9 @@ class Reductions:
             (),
         )  # buckets of a single unit, and what they depend on
 
-    @property
-    def has_launched(self) -> bool:
-        """True if this backward has launched reductions."""
-        return bool(self._launched)
-
-    @property
-    def has_deferred(self) -> bool:
-        """True if reductions of earlier backwards are pending."""
-        return bool(self._deferred)
-
     def have_launched(self, unit: Unit, since_commit: bool) -> bool:
         """Return True if reductions of ``unit`` were launched in this backward, or since the last commit."""
-        since = [*self._deferred, *self._launched] if since_commit else self._launched
+        since = [*self.deferred, *self.launched] if since_commit else self.launched
         return any(launch.unit is unit for launch in since)
 
     def hold(self, unit: Unit, gradients: Gradients) -> None:
@@ -171,7 +162,7 @@ class Reductions:
         earlier, syncs_replicas = unit.earlier, self.syncs_replicas
         held, partial = earlier.take(params) if earlier.held or earlier.partial else ({}, {})
         launch = Launch(unit, unit.policy.syncs_replicas if syncs_replicas is None else syncs_replicas, held, partial)
-        self._launched.append(launch)
+        self.launched.append(launch)
         return launch
 
     def _compare(self, unit: Unit, params: frozenset[ShardedParam]) -> None:
@@ -311,7 +302,7 @@ class Reductions:
 
     def note_end(self, unused: set[ShardedParam], factor: float) -> None:
         """Leave ``.grad`` of ``unused`` as it is, since no rank has a gradient; multiply the other gradients by ``factor``."""
-        for launch in self._launched:
+        for launch in self.launched:
             launch.unused, launch.factor = unused, factor
 
     def wait_for_inputs(self) -> None:
@@ -329,7 +320,7 @@ class Reductions:
     def wait(self) -> None:
         """Wait for all reductions, pending ones of earlier backwards included."""
         self.launch_rest()
-        for launch in (*self._deferred, *self._launched):
+        for launch in (*self.deferred, *self.launched):
             for reduction in launch.reductions:
                 if not reduction.is_over:
                     self._advance(reduction, whole=True)
@@ -341,7 +332,7 @@ class Reductions:
     def commit(self) -> list[ShardedParam]:
         """Set the gradients of this backward and of pending ones; return the parameters that received any."""
         self._leave()
-        launched, self._deferred = self._deferred, []
+        launched, self.deferred = self.deferred, []
         params = [
             param
             for launch in launched
@@ -370,11 +361,11 @@ class Reductions:
             launch.reductions.remove(each)
             left = {param: value for param, value in each.windows().items() if param not in launch.unused}
             launch.unit.earlier.keep_partial(left)
-        self._deferred += self._launched
-        self._launched = []
+        self.deferred += self.launched
+        self.launched = []
 
     def _partial(self) -> list[tuple[Launch, Reduction]]:
-        return [(launch, each) for launch in self._launched for each in launch.reductions if each.is_partial]
+        return [(launch, each) for launch in self.launched for each in launch.reductions if each.is_partial]
 
     # ---- gradients that wait for a later backward ----
 
@@ -383,21 +374,21 @@ class Reductions:
         for unit in units:
             if unit.earlier.held or unit.earlier.partial:
                 unit.earlier.show()
-        for launch in self._deferred:
+        for launch in self.deferred:
             launch.unit.earlier.show(launch.params - launch.unused)
 
     def withdraw_waiting(self, units: Sequence[Unit]) -> None:
         """Undo :meth:`show_waiting`, and drop the gradients that user code has cleared since."""
         for unit in (each for each in units if each.earlier.waiting):
             cleared = unit.earlier.withdraw()
-            for launch in (each for each in self._deferred if each.unit is unit):
+            for launch in (each for each in self.deferred if each.unit is unit):
                 launch.unused = launch.unused | cleared
 
     # ---- failure ----
 
     def cancel(self) -> None:
         """Cancel the reductions of a backward that raised, and return to units the earlier gradients that it had taken."""
-        launched, self._launched = self._launched, []
+        launched, self.launched = self.launched, []
         self.early = self._buckets = None
         for each in (self._fresh_held, self._in_flight, self._ended, self._entries):
             each.clear()
@@ -410,6 +401,6 @@ class Reductions:
 
     def forget_deferred(self) -> None:
         """Drop the pending reductions of earlier backwards."""
-        if self._deferred:
+        if self.deferred:
             self._comm_ctx.streams.current_waits_for_results()
-        self._deferred = []
+        self.deferred = []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -43,6 +43,18 @@ class WaitingGradient(torch.Tensor):
         mark = torch_private.tensor_without_memory(cls, param.sharded, param.dtype_of_gradient or local.dtype)
         mark.fqn, mark.param, mark.before = param.fqn, weakref.ref(param), None
         return mark
+
+    def show(self, param: ShardedParam) -> None:
+        """Be ``.grad`` of ``param``."""
+        if param.sharded.grad is not self:
+            self.before, param.sharded.grad = param.sharded.grad, self
+
+    def withdraw(self, param: ShardedParam) -> bool:
+        """Undo :meth:`show`; return False, with nothing done, if user code has cleared ``.grad``."""
+        if param.sharded.grad is not self:
+            return False
+        param.sharded.grad, self.before = self.before, None
+        return True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,46 +109,13 @@ def waits_for_sync(fqn: str) -> str:
     )
 
 
-class _Waits(Protocol):
-    waiting: dict[ShardedParam, WaitingGradient]
-
-
-def show(waiting: dict[ShardedParam, WaitingGradient], params: Iterable[ShardedParam]) -> None:
-    """Put a :class:`WaitingGradient` into ``.grad`` of those of ``params`` that are sharded."""
-    for param in params:
-        if param.full is param.sharded:
-            continue  # a plain parameter that stays registered: its ``.grad`` holds what waits, as with DDP
-        mark = waiting.get(param)
-        if mark is None:
-            mark = waiting[param] = WaitingGradient.of(param)
-        if param.sharded.grad is not mark:
-            mark.before = param.sharded.grad
-            param.sharded.grad = mark
-
-
-def withdraw(waiting: dict[ShardedParam, WaitingGradient]) -> set[ShardedParam]:
-    """Restore ``.grad`` as it was before :func:`show`; return the parameters whose gradient user code has cleared."""
-    cleared: set[ShardedParam] = set()
-    for param, mark in waiting.items():
-        if param.sharded.grad is mark:
-            param.sharded.grad, mark.before = mark.before, None
-        else:
-            cleared.add(param)
-    return cleared
-
-
 @contextmanager
-def withdrawn(units: Iterable[_Waits]) -> Generator[None]:
-    """Have in ``.grad`` what was there before gradients of ``units`` waited, for code that copies or converts gradients."""
-    shown = [
-        (unit.waiting, [param for param, mark in unit.waiting.items() if param.sharded.grad is mark]) for unit in units
-    ]
-    for waiting, params in shown:
-        withdraw({param: waiting[param] for param in params})
+def withdrawn(waiting: Iterable[Mapping[ShardedParam, WaitingGradient]]) -> Generator[None]:
+    """Have in ``.grad`` what was there before gradients waited, for code that copies or converts gradients."""
+    shown = [(param, mark) for each in waiting for param, mark in each.items() if mark.withdraw(param)]
     try:
         yield
     finally:
-        for waiting, params in shown:
-            for param in params:
-                param.adopt_registered()  # torch may have registered new parameters with the converted gradients
-            show(waiting, params)
+        for param, mark in shown:
+            param.adopt_registered()  # torch may have registered new parameters with the converted gradients
+            mark.show(param)

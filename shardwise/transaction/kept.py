@@ -103,7 +103,7 @@ def save_units(saved: Saved, attachments: Sequence[Attachment]) -> None:
     """Save what a step changes in units besides tensors.  Raises: StateError if gradients of a backward are pending."""
     is_last: dict[int, bool] = {}
     for engine in _engines(attachments):
-        if engine.is_in_step or engine.reductions.has_deferred or engine.manual.awaits_completion:
+        if engine.is_in_step or engine.reductions.deferred or engine.manual.awaits_completion:
             raise StateError(
                 "a transaction begins between steps, without pending gradients: found a forward or backward that "
                 "has not ended, one with set_is_last_backward(False), or one that waits for finalize_backward(). Begin "

@@ -268,7 +268,7 @@ class Ledger:
             )
         saved, earlier = self._saved, [each.unit.earlier for each in self._attachments]
         saved.begin()
-        with withdrawn(earlier):
+        with withdrawn(each.waiting for each in earlier):
             save_units(saved, self._attachments)
             save_gradients(saved, list(self._holders()))
         for each in earlier:
