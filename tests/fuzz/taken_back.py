@@ -19,7 +19,7 @@ from shardwise.fsdp import build as copying
 from shardwise.fsdp import checks as unwritten
 from shardwise.fsdp import module as api_module
 from shardwise.fsdp.engine import Engine
-from shardwise.fsdp.flat_buffer import Allocator, FlatBucket, ParamStorage
+from shardwise.fsdp.flat_buffer import FlatBucket, ParamStorage
 from shardwise.fsdp.gradients import Reduction
 from shardwise.fsdp.hooks import Hooks
 from shardwise.fsdp.local_gradients import EarlierGradients
@@ -146,14 +146,16 @@ def _trace_hooks() -> None:
 
 
 def _share_memory_of_meta() -> None:
-    call = Allocator.__call__
+    allocate = ParamStorage.allocate
 
-    def take(self: Allocator, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, object | None]:
-        shares = self.shares and numel and self.device.type == "meta"
+    def take(
+        self: ParamStorage, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, object | None]:
+        shares = self.is_shared and numel and device.type == "meta"
         found = take_shareable(numel * dtype.itemsize) if shares else None
-        return call(self, numel, dtype) if found is None else (found[0].view(dtype), found[1])
+        return allocate(self, numel, dtype, device) if found is None else (found[0].view(dtype), found[1])
 
-    cast(Any, Allocator).__call__ = take
+    cast(Any, ParamStorage).allocate = take
 
 
 def _lose_attributes() -> None:
