@@ -433,28 +433,14 @@ def split_sources(sources: Sequence[TextSource]) -> DataSplit:
     )
 
 
-def check_length(split: DataSplit, context: int) -> None:
-    """Refuse plain text shorter than one window in either part; for other kinds this is known only when they are read.
-
-    Raises: ConfigError.
-    """
-    for name, sources in (("training", split.train), ("validation", split.validation)):
-        if all(source.kind == "text" for source in sources):
-            _check_part(name, sum(source.num_bytes for source in sources), context, "byte")
-
-
 def check_facts(facts: TextFacts, context: int) -> None:
     """Refuse a cached text shorter than one window in either part.  Raises: ConfigError."""
     for name, num_bytes in (("training", facts.train_bytes), ("validation", facts.validation_bytes)):
-        _check_part(name, num_bytes // facts.itemsize, context, facts.unit)
-
-
-def _check_part(name: str, found: int, context: int, unit: str) -> None:
-    if found < context + 1:
-        raise ConfigError(
-            f"the {name} part of the text has {found} {unit}s, but one window needs --context {context} + 1 = "
-            f"{context + 1}. Give more text with --data, or use a smaller --context."
-        )
+        if (found := num_bytes // facts.itemsize) < context + 1:
+            raise ConfigError(
+                f"the {name} part of the text has {found} {facts.unit}s, but one window needs --context {context} + 1 = "
+                f"{context + 1}. Give more text with --data, or use a smaller --context."
+            )
 
 
 _BYTES = Bytes()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import shutil
@@ -43,7 +42,6 @@ from shardwise.recipes.data import (
     TOKENIZER,
     TextFacts,
     check_facts,
-    check_length,
     digest_of,
     find_sources,
     open_vocabulary,
@@ -230,19 +228,8 @@ def check_new_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file, expected a folder that is new or empty.")
     if out.is_dir() and any(out.iterdir()):
-        if _is_run(out):
-            advice = f"Name another folder, or continue that run with --resume {out}."
-        else:
-            advice = (
-                f"It holds no run of shardwise. Name a folder that is not there yet, such as --out {_free_name(out)}."
-            )
-        raise ConfigError(f"--out {out} exists and is not empty; nothing was changed. {advice}")
-
-
-def _free_name(folder: Path) -> Path:
-    """Return an unused name in ``folder``."""
-    names = (f"run-{number}" if number > 1 else "run" for number in itertools.count(1))
-    return next(folder / name for name in names if not (folder / name).exists())
+        advice = f", or continue that run with --resume {out}" if _is_run(out) else "; it holds no run of shardwise"
+        raise ConfigError(f"--out {out} exists and is not empty; nothing was changed. Name another folder{advice}.")
 
 
 def _is_run(folder: Path) -> bool:
@@ -326,10 +313,8 @@ def check_start(start: Start, config: TrainConfig) -> None:
         return
     if start.out is not None:
         check_new_folder(start.out)
-    vocabulary = open_vocabulary(tokenizer_of(start, config))
-    _, sources = find_sources(config.data, config.text_column)
-    if not vocabulary.digest:
-        check_length(split_sources(sources), config.model.context)
+    open_vocabulary(tokenizer_of(start, config))
+    find_sources(config.data, config.text_column)
     if config.init is not None and not Path(config.init).exists():
         raise ConfigError(f"--init {config.init}: no such file or folder. Name safetensors weights.")
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from shardwise import ConfigError
 from shardwise.recipes.data import (
+    TextFacts,
     TextSource,
     Windows,
-    check_length,
+    check_facts,
     count_windows,
     find_sources,
     microbatch_numbers,
@@ -132,5 +133,5 @@ def test_the_default_text_is_real_and_large_enough() -> None:
 
 def test_a_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="--context 64"):
-        check_length(split_sources(_sources([640])), 64)
-    check_length(split_sources(_sources([651])), 64)
+        check_facts(TextFacts("", 1, 64, 65, 1.0, ""), 64)
+    check_facts(TextFacts("", 1, 65, 65, 1.0, ""), 64)
