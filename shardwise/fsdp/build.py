@@ -474,23 +474,21 @@ def _refusal(param: weakref.ref[ShardedParam]) -> Callable[[torch.Tensor], None]
 
 
 def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
-    placed = place(item.param, item.fqn, axes, shard)
-    if item.values is not None:
-        placed = replace(placed, local=item.values)
-    cut = ChunkShard(tuple(placed.local.shape), placed.dim, axes.num_shards)
+    dim, spec = place(item.param, item.fqn, axes, shard)
+    inner_spec = torch_private.spec_of(item.param) if isinstance(item.param, DTensor) else None
+    whole = torch_private.local_of(item.param).detach() if item.values is None else item.values
+    cut = ChunkShard(tuple(whole.shape), dim, axes.num_shards)
     shape = cut.shard_shape(axes.shard_rank)
     if preset.keeps_plain:
         sharded = item.param
     else:
         with torch.no_grad():
-            local = cut_shard(placed.local, cut, axes.shard_rank)
+            local = cut_shard(whole, cut, axes.shard_rank)
             if isinstance(preset.offload, CPUOffloadPolicy) and local.device.type != "meta":
                 local = local.cpu()
-            sharded = torch_private.parameter_from_local(local, placed.spec, item.param.requires_grad)
+            sharded = torch_private.parameter_from_local(local, spec, item.param.requires_grad)
         _hand_on(item.param, sharded)
-    result = ShardedParam(
-        item.fqn, item.registrations, cut, placed.spec, placed.inner_spec, sharded, shape, preset.keeps_plain
-    )
+    result = ShardedParam(item.fqn, item.registrations, cut, spec, inner_spec, sharded, shape, preset.keeps_plain)
     if item.memory is not None:
         _memory_of[result] = item.memory
     result.module = weakref.ref(item.module)
@@ -508,5 +506,5 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
         result.refuse_gradients()
         _sharded_from[item.param] = weakref.ref(result)
         if axes.num_shards > 1:
-            result.beginning = beginning_of(placed.local, result.local)
+            result.beginning = beginning_of(whole, result.local)
     return result

@@ -150,41 +150,20 @@ def smaller_axes(axes: MeshAxes, size: int) -> MeshAxes:
 # ---- DTensor placements of sharded parameters: without and with replicas, with tensor parallelism, on a full SPMD mesh.
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """The placement of one parameter.
-
-    Attributes:
-        local: the local tensor before sharding, the same on every rank of the data-parallel mesh.
-        dim: the dim of ``local`` to shard.
-        spec: the DTensorSpec of the sharded parameter.
-        inner_spec: the DTensorSpec of the full parameter if that is a DTensor, else None.
-    """
-
-    local: torch.Tensor
-    dim: int
-    spec: DTensorSpec
-    inner_spec: DTensorSpec | None
-
-
-def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) -> Placed:
-    """Return the placement of ``param`` on ``axes``; ``shard`` None means ``Shard(0)``."""
-    local = torch_private.local_of(param) if isinstance(param, DTensor) else param
+def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) -> tuple[int, DTensorSpec]:
+    """Return the dim of ``param`` to shard on ``axes``, and the spec of its sharded form; ``shard`` None means ``Shard(0)``."""
     dim = _checked_dim(fqn, param, 0 if shard is None else shard.dim)
-    if not isinstance(param, DTensor):
-        if axes.dp_mesh_dims is not None:
-            raise ConfigError(
-                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
-                f"distribute_module). Got plain tensor for parameter '{fqn}'."
-            )
-        placements = _data_parallel_placements(axes, Shard(dim) if param.ndim else Replicate())
-        stride = torch.empty(param.shape, device="meta").stride()
-        spec = torch_private.make_spec(axes.mesh, placements, param.shape, stride, param.dtype)
-        return Placed(local.detach(), dim, spec, None)
-    inner = torch_private.spec_of(param)
+    if isinstance(param, DTensor):
+        spec_of = _tensor_parallel_spec if axes.dp_mesh_dims is None else _spmd_spec
+        return dim, spec_of(param, fqn, axes, dim)
     if axes.dp_mesh_dims is not None:
-        return Placed(local.detach(), dim, _spmd_spec(param, fqn, axes, dim), inner)
-    return Placed(local.detach(), dim, _tensor_parallel_spec(param, fqn, axes, dim), inner)
+        raise ConfigError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
+            f"distribute_module). Got plain tensor for parameter '{fqn}'."
+        )
+    placements = _data_parallel_placements(axes, Shard(dim) if param.ndim else Replicate())
+    stride = torch.empty(param.shape, device="meta").stride()
+    return dim, torch_private.make_spec(axes.mesh, placements, param.shape, stride, param.dtype)
 
 
 def cut_shard(whole: torch.Tensor, cut: ChunkShard, rank: int) -> torch.Tensor:
@@ -228,8 +207,7 @@ def _data_parallel_placements(axes: MeshAxes, shard: Placement) -> tuple[Placeme
     return tuple(placements)
 
 
-def _shard_of_inner(spec: DTensorSpec, dim: int) -> Placement:
-    factor = torch_private.num_shards_of_dim(spec, dim)
+def _strided(dim: int, factor: int) -> Placement:
     return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
 
 
@@ -241,7 +219,8 @@ def _tensor_parallel_spec(param: DTensor, fqn: str, axes: MeshAxes, dim: int) ->
             f"DTensor '{fqn}' and {axes.mesh.device_type} for FSDP"
         )
     mesh = torch_private.join_meshes([axes.mesh, inner.mesh])
-    placements = (*_data_parallel_placements(axes, _shard_of_inner(inner, dim)), *inner.placements)
+    shard = _strided(dim, torch_private.num_shards_of_dim(inner, dim))
+    placements = (*_data_parallel_placements(axes, shard), *inner.placements)
     return torch_private.make_spec(mesh, placements, param.shape, param.stride(), param.dtype)
 
 
@@ -273,7 +252,7 @@ def _spmd_shard(inner: DTensorSpec, index: int, dim: int) -> Placement:
     for right in range(index + 1, inner.mesh.ndim):
         if getattr(inner.placements[right], "dim", None) == dim:
             factor *= inner.mesh.size(right)
-    return torch_private.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+    return _strided(dim, factor)
 
 
 def _flattened_spec(param: DTensor, axes: MeshAxes, names: tuple[str, ...], placements: list[Placement]) -> DTensorSpec:

@@ -109,24 +109,19 @@ def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> 
 
     Raises: ConfigError if it returns another dtype than that or ``param_dtype``.
     """
-    if policy.param_dtype_override_fn is None:
-        return False
-    wanted = policy.param_dtype_override_fn(param)
-    if wanted is None or wanted is policy.param_dtype:
-        return False
-    if wanted is not param.dtype:
+    ask = policy.param_dtype_override_fn
+    wanted = None if ask is None else ask(param)
+    if wanted not in (None, policy.param_dtype, param.dtype):
         raise ConfigError(
             f"param_dtype_override_fn returned {wanted} for {fqn}; expected None, param_dtype ({policy.param_dtype}) or "
             f"the parameter's own dtype ({param.dtype})"
         )
-    return True
+    return wanted is param.dtype and wanted is not policy.param_dtype
 
 
 def dtype_of_full(policy: MixedPrecisionPolicy, original: torch.dtype) -> torch.dtype:
     """Return the dtype in which a parameter of dtype ``original`` is all-gathered and used."""
-    if policy.param_dtype is None or not original.is_floating_point:
-        return original
-    return policy.param_dtype
+    return original if policy.param_dtype is None or not original.is_floating_point else policy.param_dtype
 
 
 def dtype_of_reduction(policy: MixedPrecisionPolicy, original: torch.dtype, full: torch.dtype) -> torch.dtype:
