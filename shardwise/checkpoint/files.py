@@ -71,10 +71,12 @@ def take(folder: Path) -> None:
                     raise CheckpointError(
                         f"{folder} is being written by another job: {owner}. Save into another folder, or end that job"
                     ) from error
-            if os.path.samestat(os.fstat(file.fileno()), path.lstat()):
-                stack.pop_all()
-                break
-    file.truncate(0)
+            mine = os.fstat(file.fileno())
+            if os.path.samestat(mine, path.lstat()):
+                if not mine.st_size:
+                    stack.pop_all()
+                    break
+                path.unlink()  # of a process that has ended; or a hard link to what is not ours to write
     file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     file.flush()
     _locks[path] = os.getpid(), file

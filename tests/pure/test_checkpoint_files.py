@@ -72,3 +72,11 @@ def test_a_lock_is_of_one_process_until_that_ends(tmp_path: Path) -> None:
     take(tmp_path)
     give_back(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_writes_to_no_file_of_others(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    os.link(tmp_path / "victim", tmp_path / ".lock")
+    take(tmp_path)
+    give_back(tmp_path)
+    assert (tmp_path / "victim").read_text() == "precious"
