@@ -12,7 +12,8 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.c10d import C10dCommunicator
-from shardwise.collectives.compressed import CompressedCommunicator, Compression
+from shardwise.collectives.codec import Coding
+from shardwise.collectives.compressed import CompressedCommunicator
 from shardwise.collectives.protocol import CustomCollectives
 from shardwise.collectives.routes import (
     LinkProvider,
@@ -112,13 +113,11 @@ def set_limits(engine: Engine) -> None:
 
 def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | None:
     meshes = [group.axes.mesh for unit in units for group in unit.groups]
-    store = torch_private.default_store() if meshes else None
-    if store is None:
+    largest = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    store = None if largest is None or largest.size() == 1 else torch_private.default_store()
+    if largest is None or store is None:
         return None
-    largest = max(meshes, key=lambda mesh: mesh.size())
     ranks = tuple(largest.mesh.flatten().tolist())
-    if len(ranks) == 1:
-        return None
     timeout_s = patience_s(largest.get_group(0), device)
     mismatch_check = MismatchCheck(
         open_numbered_exchange(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s)
@@ -134,26 +133,26 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
     def over(
         process_group: dist.ProcessGroup,
         stream: SideStream,
-        coded: Compression | None = None,
+        coding: Coding | None = None,
         fetch: SideStream | None = None,
         custom: CustomCollectives = group.custom,
     ) -> RoutedCommunicator:
         packed = C10dCommunicator(process_group, stream, comm_ctx.pool, custom, fetch)
-        if coded is not None:
-            return CompressedCommunicator(packed, comm_ctx.pass_tracker, coded)
+        if coding is not None and group.compression is not None:
+            return CompressedCommunicator(packed, comm_ctx.pass_tracker, group.compression)
         return RoutedCommunicator(packed, comm_ctx.pass_tracker)
 
-    reduced = group.compression if group.reduce_coding is not None else None
-    has_replicas = axes.replicate_mesh_dim is not None and axes.num_replicas > 1
+    has_replicas = axes.num_replicas > 1
     shards = reduce = replicas = sub = None
     if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
-        gathered = group.compression if group.gather_coding is not None else None
-        shards = over(process_group, streams.gather, gathered, streams.fetch if group.place.is_offloaded else None)
-        reduce = over(group.custom.reduce_group or process_group, streams.reduce, None if has_replicas else reduced)
-    if axes.replicate_mesh_dim is not None and has_replicas:
-        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, reduced)
-    if group.sub_axes is not None and group.sub_axes.shard_mesh_dim is not None:
+        fetch = streams.fetch if group.place.is_offloaded else None
+        shards = over(process_group, streams.gather, group.gather_coding, fetch)
+        coding = None if has_replicas else group.reduce_coding
+        reduce = over(group.custom.reduce_group or process_group, streams.reduce, coding)
+    if has_replicas:
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, group.reduce_coding)
+    if group.sub_axes is not None:
         process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
         sub = over(process_group, streams.gather, custom=replace(group.custom, all_gather=None))
     return GroupComm(shards, reduce, replicas, comm_ctx.pool, streams, sub)

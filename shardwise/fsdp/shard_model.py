@@ -168,7 +168,13 @@ def shard_model(
         >>> shard_model(model)  # doctest: +SKIP
         >>> print(describe_units(model))  # doctest: +SKIP
     """
-    _check(model, min_unit_bytes)
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  from user code
+        raise ConfigError(
+            f"shard_model takes the root module, found {type(model).__name__}; "
+            "to make one unit of several modules call fully_shard([...]) before shard_model(root)."
+        )
+    check_whole("min_unit_bytes", min_unit_bytes, 0, "; 0 never merges blocks")
+    modules_in(model, "shard_model")
     row = None if strategy is None else row_of(strategy)
     if row is not None and "sharded" not in row.optimizer:
         given = reshard_after_forward, shard_placement_fn, dp_mesh_dims
@@ -206,13 +212,3 @@ def shard_model(
     if dist.get_rank() == 0:
         say(f"shard_model(min_unit_bytes={min_unit_bytes:,}) made of {type(model).__name__}:\n{describe_units(model)}")
     return cast("FSDPModule", model)
-
-
-def _check(model: nn.Module, min_unit_bytes: int) -> None:
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  from user code
-        raise ConfigError(
-            f"shard_model takes the root module, found {type(model).__name__}; "
-            "to make one unit of several modules call fully_shard([...]) before shard_model(root)."
-        )
-    check_whole("min_unit_bytes", min_unit_bytes, 0, "; 0 never merges blocks")
-    modules_in(model, "shard_model")
