@@ -366,8 +366,6 @@ def launch_reductions(entries: Sequence[Entry]) -> list[Reduction]:
     """
     lots: dict[object, tuple[list[Launch], ParamGroup, torch.dtype, Scale, list[ShardedParam], list[torch.Tensor]]] = {}
     for launch, group, gradients in entries:
-        if launch.partial:
-            gradients.update({param: _widened(each, launch.partial.get(param)) for param, each in gradients.items()})
         for dtype, params in by_reduce_dtype(group, dict(zip(gradients, map(_DTYPE, gradients.values()), strict=True))):
             scale = scale_of(group, dtype, launch.unit.policy)
             lot = lots.get(key := (dtype, id(scale)))  # equal scales are one object
@@ -386,13 +384,6 @@ def launch_reductions(entries: Sequence[Entry]) -> list[Reduction]:
         else:
             launched[-1].reduce_here()
     return launched
-
-
-def _widened(gradient: torch.Tensor, partial: torch.Tensor | None) -> torch.Tensor:
-    """Return ``gradient`` in a dtype that can represent ``partial`` too; they differ only if ``grad_dtype`` is None."""
-    if partial is None or partial.dtype is gradient.dtype:
-        return gradient
-    return gradient.to(torch.promote_types(gradient.dtype, partial.dtype))
 
 
 def planned_scatter_bytes(group: ParamGroup, unit: Unit) -> int:
@@ -490,7 +481,7 @@ def launch_large(launch: Launch, group: ParamGroup, gradients: Gradients) -> lis
     launched: list[Reduction] = []
     for param in group.by_size:
         if (gradient := gradients.get(param)) is not None and _is_large(group, param, gradient.dtype):
-            gradient = _widened(gradients.pop(param), launch.partial.get(param))
+            del gradients[param]
             scale, in_place = scale_of(group, gradient.dtype, launch.unit.policy), param not in launch.held
             launched.append(Reduction([launch], group, gradient.dtype, scale, [param], [gradient]))
             launched[-1].reduce_here(in_place and is_own(gradient))

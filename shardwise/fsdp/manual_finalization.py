@@ -41,10 +41,6 @@ class ManualFinalization:
             )
         self.is_on = is_on
 
-    def inherit(self, old: ManualFinalization) -> None:
-        """Turn on if ``old`` is on; it belongs to an engine that this one replaces."""
-        self.is_on = self.is_on or old.is_on
-
     # ---- transitions ----
 
     def begin_backward(self) -> None:

@@ -253,7 +253,7 @@ def _become_root(attachment: Attachment) -> Engine:
                     f"{inner.unit.name}"
                 )
             engine.is_last_backward &= inner.engine.is_last_backward
-            engine.manual.inherit(inner.engine.manual)
+            engine.manual.is_on |= inner.engine.manual.is_on
             engine.post_optim_event = engine.post_optim_event or inner.engine.post_optim_event
         inner.is_root, inner.engine = False, None
     refuse_manual(engine.divergence is not None and engine.manual.is_on)
