@@ -46,6 +46,7 @@ APIS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "replicate as ddp": lambda model: replicate(model, process_group=None),
     "tensor parallel": tensor_parallel,
 }
+SIZES = {api: 4 if api in ("hsdp", "tensor parallel") else 2 for api in APIS}  # two axes need four ranks
 
 
 def batch(step: int) -> torch.Tensor:
@@ -106,8 +107,10 @@ def test_averaged_model_of_torch(api: str) -> None:
     assert_average_is_that_of_one_process(APIS[api], start, AveragedModel.update_parameters)
 
 
-@pytest.mark.parametrize("api", [api for api in APIS if api != "tensor parallel"])  # foreach takes tensors of one mesh
-@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    ("api", "num_ranks"), [each for each in SIZES.items() if each[0] != "tensor parallel"]
+)  # foreach takes tensors of one mesh
+@on_ranks()
 def test_averaged_model_of_torch_with_one_call_for_all_parameters(api: str) -> None:
     def start(model: nn.Module) -> nn.Module:
         return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -115,7 +118,7 @@ def test_averaged_model_of_torch_with_one_call_for_all_parameters(api: str) -> N
     assert_average_is_that_of_one_process(APIS[api], start, AveragedModel.update_parameters)
 
 
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2, 4)
+@pytest.mark.parametrize(("api", "num_ranks"), SIZES.items())
+@on_ranks()
 def test_lerp_of_each_entry_of_the_state(api: str) -> None:
     assert_average_is_that_of_one_process(APIS[api], copy.deepcopy, by_hand)

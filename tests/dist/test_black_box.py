@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from chaos.program import DIVERGENCES, Program
 from chaos.rank_program import train
-from helpers.commands import COMMAND, clean_environment, options, start, wait_for_training
+from helpers.commands import COMMAND, clean_environment, options, wait_for_training
+from helpers.forked_commands import start_forked
 from helpers.jobs import Job, tell
 from helpers.ranks import on_ranks
 from helpers.runs import write_text
@@ -30,7 +31,7 @@ PROGRAM = Program("fully_shard", "auto")
 
 
 def recorded(folder: str, fault: faults.Fault | None, divergence: str = "", wait_s: float = 30.0) -> None:
-    shardwise.set_wait_report(wait_s)
+    shardwise.set_wait_report(wait_s)  # the next test sets it back: helpers/ranks.py
     program = DIVERGENCES[divergence](PROGRAM) if divergence and dist.get_rank() == 1 else PROGRAM
     with shardwise.record(Path(folder) / "black_box"):
         if fault is None:
@@ -60,7 +61,6 @@ def test_a_killed_rank_is_missing_and_the_others_say_that_they_waited_for_it(tmp
     found = diagnosis_of(tmp_path)
     assert found.missing == (1,)
     assert "rank 1 is gone" in found.failures[0].text
-    assert "why rank 1 ended" in lines_of(found)
 
 
 def test_the_rank_that_raised_is_named_first_with_its_line(pool: WorkerPool, tmp_path: Path) -> None:
@@ -70,7 +70,6 @@ def test_the_rank_that_raised_is_named_first_with_its_line(pool: WorkerPool, tmp
     assert [each.rank for each in found.failures] == [1, 0]
     assert "ValueError: injected" in found.failures[0].text
     assert "chaos/rank_program.py" in found.failures[0].text  # the line of the program, not that of the library
-    assert "the error of rank 1: ValueError: injected" in lines_of(found)
 
 
 def test_the_first_event_at_which_ranks_differ_is_named(pool: WorkerPool, tmp_path: Path) -> None:
@@ -243,7 +242,7 @@ def test_a_training_run_writes_into_its_folder_by_itself(tmp_path: Path) -> None
     text, run = tmp_path / "text", tmp_path / "run"
     text.mkdir()
     more = options(data=write_text(text), out=run, steps=100_000, nproc=2)
-    with start([*COMMAND, *more]) as process:
+    with start_forked([*COMMAND, *more]) as process:
         ranks = wait_for_training(process, run)
         os.kill(ranks[-1], signal.SIGKILL)
         process.communicate(timeout=60)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.divergent import Divergent, Steps, Way, alone, assert_same, drawn, inputs, on_all, run_forward
 from helpers.inside import parts_from
+from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -24,6 +25,11 @@ from shardwise.torch_private import all_groups
 
 TRANSPORTS = ("auto", "gloo", "collective")
 WAYS = ("sharded", "kept", "int", "hsdp", "replicate", "shard_model")
+OF_TWO_AXES = ("hsdp", "int")  # those of four ranks: on two, one of the axes has one rank
+CASES = [
+    *pairwise(OF_TWO_AXES, TRANSPORTS, [4]),
+    *pairwise([kind for kind in WAYS if kind not in OF_TWO_AXES], TRANSPORTS, [2, 4]),
+]
 
 
 def sharded(kind: str, transport: str = "auto") -> nn.Module:
@@ -65,27 +71,27 @@ def tower(num_ranks: int) -> Steps:
     return [[[Way((0, 1, 3) if (rank + step) % 2 else (0, 1, 2, 3))] for rank in range(num_ranks)] for step in range(4)]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", WAYS)
-@on_ranks(2, 4)
+@pytest.mark.parametrize(("kind", "transport", "num_ranks"), CASES)
+@on_ranks()
 def test_a_tower_on_some_ranks(kind: str, transport: str, num_ranks: int) -> None:
     check(tower(num_ranks), kind, transport)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "kept", "hsdp"])
-@on_ranks(2, 4)
+@pytest.mark.parametrize(("kind", "num_ranks"), [("sharded", 4), ("kept", 2), ("hsdp", 4)])
+@on_ranks()
 def test_ways_of_units_whose_parameters_are_sent_one_by_one(kind: str, num_ranks: int) -> None:
     with parts_from(6):
         check(tower(num_ranks), kind, "gloo")
         check(drawn(1, num_ranks, 3), kind, "gloo", joins=True)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", WAYS)
-@on_ranks(2, 4)
+@pytest.mark.parametrize(("kind", "transport", "num_ranks"), CASES)
+@on_ranks()
 def test_ways_drawn_at_random(kind: str, transport: str, num_ranks: int) -> None:
-    for seed in range(4):
-        check(drawn(seed, num_ranks, 3), kind, transport, joins=seed % 2 == 1)
+    """Each case has two programs of its own, the second of which joins."""
+    first = 2 * CASES.index((kind, transport, num_ranks))
+    check(drawn(first, num_ranks, 3), kind, transport)
+    check(drawn(first + 1, num_ranks, 3), kind, transport, joins=True)
 
 
 class Wide(nn.Module):

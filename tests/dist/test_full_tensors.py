@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers.checkpoints import APIS, Net
 from helpers.live_bytes import LiveBytes
 from helpers.models import MODELS, build
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import build_sharded, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +41,7 @@ def test_every_api_yields_the_tensors_of_the_plain_model(api: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_floating_point_tensors_come_in_the_dtype_that_is_wanted(name: str) -> None:
     model, plain = build_sharded(name), build(name)
     model.register_buffer("count", torch.tensor(7))

@@ -10,7 +10,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.torchs_tests import check, check_sharded_parity
 from torch import nn
 from torch.testing._internal.common_fsdp import MLP, DoubleLinear
@@ -57,7 +57,7 @@ def run_unused(part: str) -> None:
             check_sharded_parity(reference, model)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_unused_forward_output() -> None:
     run_unused(part="output")
 

@@ -59,7 +59,7 @@ def against_one_process(model: str, optimizer: str, reshard: bool | None, transp
 @on_ranks()
 @pytest.mark.parametrize(
     ("optimizer", "transport", "num_ranks"),
-    [("sgd", "auto", 2), ("adamw-foreach", "gloo", 2), ("adamw-foreach", "auto", 4), ("adamw-fused", "auto", 4)],
+    [("sgd", "auto", 2), ("adamw-foreach", "gloo", 2), ("adamw-foreach", "auto", 4), ("adamw-fused", "auto", 2)],
 )
 def test_equals_one_process_on_the_whole_batch(optimizer: str, transport: Transport) -> None:
     with over(transport), parts_from(8):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients
 from helpers.pairs import pairwise
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.torchs_tests import Reshard, check, check_sharded_parity, same_losses, train_beside
 from torch import nn
 from torch.distributed._composable import checkpoint
@@ -135,7 +135,7 @@ def run_multi_group(reshards: list[Reshard], offloads: list[OffloadPolicy], comp
                 same_losses(losses)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_train_parity_multi_group() -> None:
     run_multi_group(reshards=[True, False, 2] if dist.get_world_size() == 2 else [2], offloads=[OffloadPolicy()])
 
@@ -253,7 +253,7 @@ class CheckpointedBlock(nn.Module):
         return checkpoint_function(self.block, *args, use_reentrant=self.use_reentrant)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_train_parity_with_activation_checkpointing() -> None:
     cases: list[tuple[Reshard, str]] = [(2, "composable"), (True, "reentrant")]
     if dist.get_world_size() == 2:
@@ -290,7 +290,7 @@ def test_train_parity_with_activation_checkpointing() -> None:
                 each.zero_grad()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_train_parity_with_shared_params() -> None:
     cases = [(False, False), (True, True), (False, True), (True, False)]
     for reshard, recomputes in cases if dist.get_world_size() == 2 else cases[:2]:
@@ -378,7 +378,7 @@ def test_gradient_accumulation(mode: str) -> None:
 def test_gradient_accumulation_over_replicas(mode: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     cases = pairwise(RESHARDS, (False, True), (OffloadPolicy(), CPUOffloadPolicy()))
-    for reshard, after_backward, offload in cases[MODES.index(mode) % 2 :: 2]:  # two ranks have had all of them
+    for reshard, after_backward, offload in cases[MODES.index(mode) % 3 :: 3]:  # two ranks have had all of them
         accumulate(mesh, mode, reshard, after_backward, offload)
 
 

@@ -32,22 +32,11 @@ def _assert_went_on(run: Path, code: int | None, error: str) -> None:
     assert metrics_of(run)[-1]["step"] == 20
 
 
-def test_a_run_goes_on_where_nobody_reads_its_output_any_more(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = [*COMMAND, *options(data=write_text(tmp_path), out=run, nproc=1)]
-    with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        error = process.stderr.read().decode()
-    _assert_went_on(run, process.returncode, error)
-
-
-def test_ranks_that_may_restart_go_on_where_nobody_reads_their_output_any_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_ranks", "more"), [(1, []), (2, ["--max-restarts", "2"])])
+def test_a_run_goes_on_where_nobody_reads_its_output_any_more(tmp_path: Path, num_ranks: int, more: list[str]) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     os.mkfifo(out)
-    command = [*COMMAND, *options(data=write_text(tmp_path), out=run, nproc=2), "--max-restarts", "2"]
+    command = [*COMMAND, *options(data=write_text(tmp_path), out=run, nproc=num_ranks), *more]
     with start_forked(command, out=out) as process:
         with open(out) as read:
             read.readline()

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.zero_models import average_gradients
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsZero
@@ -128,7 +128,7 @@ def warnings_of(name: str) -> Generator[list[str], None, None]:
 
 @pytest.mark.parametrize("api", [layers, whole, hybrid])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_sync_module_states_gives_all_ranks_the_values_of_the_first(api: Api, device: str) -> None:
     rank = dist.get_rank()
     model = api(Net(rank, "cpu" if rank == 0 else device), sync_module_states=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.compare import REORDERED, assert_same, average_gradients, full
 from helpers.models import build
+from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,9 +28,10 @@ def made(api: str, name: str) -> Any:
     return shard_units(build(name), name, **({"reshard_after_forward": 2} if api == "int" else {}))
 
 
-@pytest.mark.parametrize("evaluation", EVALUATIONS)
-@pytest.mark.parametrize("name", ["plain", "tied", "mixed"])
-@pytest.mark.parametrize("api", ["fully_shard", "hsdp", "replicate", "int"])
+@pytest.mark.parametrize(
+    ("api", "name", "evaluation"),
+    pairwise(["fully_shard", "hsdp", "replicate", "int"], ["plain", "tied", "mixed"], EVALUATIONS),
+)
 @on_ranks(2)
 def test_after_an_evaluation_the_modules_have_what_the_optimizer_has(api: str, name: str, evaluation: str) -> None:
     model, plain = made(api, name), build(name)

@@ -50,7 +50,7 @@ def _batch(step: int, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_every_strategy_trains_as_one_process_does(name: str) -> None:
     model, plain = _model(), _model()
     shard_model(model, strategy=name, mesh=_mesh(name), min_unit_bytes=0)

@@ -278,17 +278,15 @@ def run_contract(api: str, transport: Any, check: str, moments: Iterable[str] = 
                 raise AssertionError(f"{moment}: {type(error).__name__}: {error}") from error
 
 
+OURS = [name for name in APIS if name not in ("torch's fully_shard", "hybrid")]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("api", "check", "transport"),
-    pairwise(
-        [name for name in APIS if name not in ("torch's fully_shard", "hybrid")],
-        CHECKS,
-        ["auto", "gloo", "collective"],
-    ),
-)
+@pytest.mark.parametrize(("api", "check", "transport"), pairwise(OURS, CHECKS, ["auto", "gloo", "collective"]))
 def test_what_users_hold_are_ordinary_tensors(api: str, transport: str, check: str) -> None:
-    run_contract(api=api, transport=transport, check=check)
+    """Every second moment: each meets every API, every check and every transport."""
+    first = (OURS.index(api) + [*CHECKS].index(check)) % 2
+    run_contract(api, transport, check, list(MOMENTS)[first::2])
 
 
 @on_ranks(4)
@@ -296,7 +294,7 @@ def test_what_users_hold_are_ordinary_tensors(api: str, transport: str, check: s
     ("api", "check"), [("hybrid", "aliases"), ("hybrid", "copies"), ("hybrid", "model"), ("fully_shard", "aliases")]
 )
 def test_they_are_on_four_ranks(api: str, check: str) -> None:
-    run_contract(api, "auto", check, ["after steps", "from meta", "assigned and kept"])
+    run_contract(api, "auto", check, ["from meta", "assigned and kept"])
 
 
 @on_ranks(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from helpers.commands import COMMAND, Ended, is_alive, options, wait_for_training
 from helpers.commands import run as run_command
 from helpers.forked_commands import run_forked, start_forked
+from helpers.forked_ranks import run_script
 from helpers.runs import copy_cut_back, metrics_of, write_text
 
 from shardwise.checkpoint.files import Files, verify
@@ -65,10 +65,13 @@ def test_sharding_halves_what_a_rank_holds(trained: tuple[Path, Ended]) -> None:
     assert row.replace("│", " ").split()[-1] in ("49%", "50%"), row
 
 
-def test_torchrun_continues_the_run_behind_another_api(trained: tuple[Path, Ended], tmp_path: Path) -> None:
-    run = copy_cut_back(trained[0], tmp_path / "cut", 15)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = run_command([*launcher, *COMMAND[1:], "--resume", str(run), "--shard", "zero1", "--accumulate", "3"])
+def test_ranks_of_another_launcher_continue_the_run_behind_another_api(
+    trained: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    run, script = copy_cut_back(trained[0], tmp_path / "cut", 15), tmp_path / "rank.py"
+    words = [*COMMAND[COMMAND.index("train") :], "--resume", str(run), "--shard", "zero1", "--accumulate", "3"]
+    script.write_text(f"import sys\nfrom shardwise.cli.main import main\nsys.exit(main({words!r}))\n")
+    ended = run_script(script, 2)
     assert ended.code == 0, ended.err
     assert "resuming after step 15, 180 windows into the text" in ended.out
     for (kind, step, loss), (kind_2, step_2, loss_2) in zip(_losses(run), _losses(trained[0]), strict=True):

@@ -74,7 +74,7 @@ class Killer(threading.Thread):
             os.kill(starts[number].pid, self._how)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_run_whose_ranks_are_killed_ends_with_the_parameters_of_an_undisturbed_one(
     text: Path,
     tmp_path: Path,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.pairs import pairwise
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.zero_models import average_gradients, loss_of_rank, mixed_model, zero_of
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -35,7 +35,7 @@ def _same_on_all_ranks(value: torch.Tensor) -> None:
     assert all(torch.equal(other, value) for other in every), every
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_norm_is_that_of_one_process(norm_type: float) -> None:
     """Whichever way gradients came to be averaged, by the method or the function; and so is what is trained."""
@@ -105,7 +105,7 @@ def test_large_and_half_precision_gradients_have_finite_norms() -> None:
             assert clip_grad_norm_(params, 2.0).item() == pytest.approx(2.0, rel=1e-2)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 @pytest.mark.parametrize("overflow", [False, True])
 def test_a_scaler_agrees(overflow: bool) -> None:
     """All ranks skip a step, or none does, though the value that is not finite is with one owner."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.zero_models import average_gradients
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -60,7 +60,7 @@ class _Gathers:
         logging.getLogger("shardwise").removeHandler(self._handler)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_step_without_averaging_is_refused() -> None:
     for partition, bucket_view, call in product(PARTITIONS, (False, True), ("step", "clip_grad_norm_")):
         model = _model()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.compare import assert_equal
 from helpers.pairs import pairwise
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -111,7 +111,7 @@ def test_memory_order_changes_nothing_with_hooks_that_reduce_to_all() -> None:
         assert_equal(found, expected, (make_hook.__name__, partition, ddp_options))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_hook_may_return_new_memory() -> None:
     def to_new_memory(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return allreduce_hook(state, bucket).then(lambda done: done.value().clone())
@@ -126,7 +126,7 @@ def test_a_hook_may_return_new_memory() -> None:
         assert_equal(_train(ddp, _nothing, _nothing), expected, (make_hook.__name__, partition))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_memory_order_changes_nothing_in_steps_after_backward() -> None:
     expected = _with_ddp()
     for partition, bucket_view, views in pairwise(PARTITIONS, (False, True), (False, True)):
@@ -169,7 +169,7 @@ def test_memory_order_changes_nothing_for_uneven_inputs() -> None:
         assert_equal(_values(ddp), expected, partition)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_state_of_any_memory_order_is_consolidated_and_loaded() -> None:
     """State goes to a plain optimizer and back, and training goes on to the same bits."""
     expected = _with_ddp()

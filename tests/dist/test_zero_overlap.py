@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers import pairs
 from helpers.compare import assert_equal
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -95,7 +95,7 @@ def test_overlapped_steps_equal_ddp_with_a_local_optimizer() -> None:
             assert_equal(found, expected)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_any_optimizer_may_overlap() -> None:
     """No functional twin needed: groups, options that change, both partitions."""
     cases = [
@@ -114,7 +114,7 @@ def test_any_optimizer_may_overlap() -> None:
                 assert_equal(found, expected)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_overlap_changes_no_bit() -> None:
     """Bitwise between overlap_with_ddp False and True, with a hook that compresses too."""
     for hook in (allreduce_hook, fp16_compress_hook):

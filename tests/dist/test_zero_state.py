@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.compare import from_rank
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,7 +56,7 @@ def _full_state(kind: str, optim: Any, to: int) -> Any:
     return optim.state_dict()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_state_of_any_partition_and_of_plain_optimizers_is_exchanged() -> None:
     """Any of plain, torch's, whole and even loads what any other saves, and goes on as if nothing happened."""
     reference = _model()

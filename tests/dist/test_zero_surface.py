@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, from_rank
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, Adam, AdamW
 
@@ -339,7 +339,7 @@ def test_collect_shards() -> None:
             assert "momentum_buffer" in optimizer.optim.state[local.tensor]
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_local_optimizer_parity() -> None:
     for optimizer_class in (Adam, AdamW, SGD):
         for maximize in (False, True):

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import set_default_transport
+from shardwise import set_default_transport, set_wait_report
 from shardwise.testing import WorkerPool
 
 Test = Callable[..., None]
 KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
+FOUR: Any = pytest.param(4, marks=pytest.mark.exhaustive)  # a size whose case guards no rule alone
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ def _find_body(module: str, name: str, num_ranks: int | None) -> Test:
     """Import a test's module before its rank has a group: some of torch's keep the one that they find, and its threads."""
     body: Test = getattr(importlib.import_module(module), name).__wrapped__
     torch.manual_seed(0)  # ranks outlive tests, each of which has drawn another number of numbers on them
-    set_default_transport("auto")  # nor does a test inherit the transport of the one before it
+    set_default_transport("auto")  # nor does a test inherit what the one before it has set
+    set_wait_report(30.0)
     return body if num_ranks is None else functools.partial(body, num_ranks=num_ranks)
 
 
