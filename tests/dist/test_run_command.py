@@ -229,10 +229,17 @@ def test_what_a_rank_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
     assert are_gone([int((tmp_path / f"child-{rank}").read_text()) for rank in range(2)])
 
 
-def test_a_rank_that_was_killed_is_named_before_one_that_says_that_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_was_killed_is_named_before_one_that_says_that_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "POLL_S", 1.0)  # both have ended when the launcher looks
-    code = "import os; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else os._exit(3)"
-    ended = launch.run_ranks(2, "cpu", ("-c", code), launch.LaunchContext())
+    code = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': open(sys.argv[1], 'w').close(); os.kill(os.getpid(), 9)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.001)\n"  # one may start a second later than the other
+        "os._exit(3)\n"
+    )
+    ended = launch.run_ranks(2, "cpu", ("-c", code, f"{tmp_path}/killed"), launch.LaunchContext())
     assert ended.failure == launch.FailedRank(1, -9)
     assert sorted(ended.codes) == [-9, 3]
 
