@@ -1,6 +1,7 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
 from shardwise.checkpoint.weights import full_state_dict, full_tensors
+from shardwise.checks.root import register as _register_checks
 from shardwise.collectives.codec import CompressionPolicy
 from shardwise.collectives.host import register_transports as _register_transports
 from shardwise.collectives.routes import set_default_transport
@@ -53,6 +54,7 @@ from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_inte
 
 __version__: str = _find_version()  # from the metadata of the package: only pyproject.toml has it
 _register_transports()
+_register_checks()
 
 __all__ = [
     "ArgumentTypeError",

@@ -12,6 +12,7 @@ import pytest
 hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes is not what is tested
 hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["SHARDWISE_CHECKS"] = "always"  # ranks inherit it
 os.environ.setdefault(
     "TORCH_CPP_LOG_LEVEL", "ERROR"
 )  # read when torch is imported: by the server of forked commands, too

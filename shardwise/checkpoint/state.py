@@ -42,7 +42,7 @@ from shardwise.errors import (
 )
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.fsdp.buffers import SHARES_BUFFERS, unlike_buffers, unlike_in_words
-from shardwise.fsdp.checks import unwritten_in
+from shardwise.fsdp.no_values import unwritten_in
 from shardwise.optim.other_class import why_other_class
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, state_places
 from shardwise.optim.slices import in_order_of

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.cuda.nccl import version as nccl_version
 
 from shardwise import __version__
+from shardwise.checks.root import CHECKS, mode_of
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment, can_share_memory
 from shardwise.formatting import format_bytes
 from shardwise.loop.launch import private_network
@@ -77,7 +78,8 @@ def look_at_host(environment: Mapping[str, str]) -> HostFacts:
         cores=_cores(),
         transports=_transports() | _protections(),
         packages={name: find_version(name).replace(UNKNOWN, "not installed") for name in PACKAGES},
-        environment={name: environment[name] for name in VARIABLES if name in environment},
+        environment={CHECKS: mode_of(environment)}
+        | {name: environment[name] for name in VARIABLES if name in environment},
     )
 
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,16 +14,15 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
-from shardwise.consistency.agreement import MismatchCheck
 from shardwise.consistency.failure_report import in_short, leave
 from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.initial_values import compare_replicas
 from shardwise.fsdp.local_gradients import run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions, check_weights, hold_assigned
+from shardwise.fsdp.step_checks import StepChecks
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Gathering, Stage, Subsharded, Unit, is_in_backward
 from shardwise.fsdp.user_writes import Written
@@ -113,21 +111,8 @@ class Forward:
 
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_MAX_COMPARED = 2  # forwards per unit in which writes to parameters are compared between ranks
 # By id, optimizers that have none but registered parameters of these engines.
 checked_optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-
-
-class ExternalChecks(Protocol):
-    """Checks of changes that user code makes to the model: :class:`shardwise.fsdp.checks.ModificationChecks`."""
-
-    def check(self) -> None:
-        """Raise StateError before a forward that would not train the sharded parameters."""
-        ...
-
-    def after_step(self, mismatch_check: MismatchCheck | None) -> None:
-        """Warn, in the first steps that have reduced gradients, of buffers that differ between ranks."""
-        ...
 
 
 class Engine:
@@ -143,9 +128,8 @@ class Engine:
         reductions: launched and unsynced gradients.
         manual: state of manual backward finalization.
         is_last_backward: False delays the wait for reductions to a later backward.
-        outside: checks of changes by user code; None before a root's first forward.
+        checks: checks of user programs, which listen to the events of this engine.
         awaits_backward: a forward has built a graph since the last backward.
-        compares_replicas: the replicas' parameters were not compared yet.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
     """
@@ -162,15 +146,12 @@ class Engine:
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self.logs = False
-        self.outside: ExternalChecks | None = None
-        self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks
+        self.checks = StepChecks()
         self._tied_users: dict[Unit, list[Unit]] = {}  # owner of tied parameters -> the other units that use them
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
         self._late: list[Unit] = []  # units to reshard when the pass is over
-        self._num_forwards = 0
         self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
-        self.compares_replicas = False
         self.divergence: Divergence | None = None
         live_engines.add(self)
         checked_optimizers.clear()
@@ -179,7 +160,6 @@ class Engine:
         """Run the steps of ``units`` from now on."""
         self.units = list(units)
         self.exec_order.adopt(self.units)
-        self.compares_replicas = any(group.axes.num_replicas > 1 for unit in self.units for group in unit.groups)
         self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
         self._tied_users = {
             owner: [u for u in self.units if owner in u.tied_units] for u in self.units for owner in u.tied_units
@@ -282,9 +262,7 @@ class Engine:
         if self.watch.has_raised:
             self.abort_backward()
         logger.debug("FSDP::root_pre_forward")
-        self._num_forwards += 1
-        if self.outside is not None:
-            self.outside.check()
+        self.checks.begin_forward()
         # Without gathers and without gradients a forward takes no collective: one rank may run it alone, so ranks do not
         # compare it.
         is_aside = not (self.exec_order.gathers or torch.is_grad_enabled())
@@ -313,7 +291,8 @@ class Engine:
             if unit.is_full and self.comm_ctx.pass_tracker.number is None:
                 unit.take_writes()
             for group in unit.groups:
-                group.ensure_packed(in_step=kind == "backward")
+                if group.ensure_packed(in_step=kind == "backward"):
+                    self.checks.see_change()
         self.comm_ctx.pass_tracker.begin(kind)
         if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):
             self.divergence.enter(kind)
@@ -376,29 +355,21 @@ class Engine:
             # In a pass other ranks may read the shards, so writes of modules to full parameters are copied only now.
             late, self._late = self._late, []
             for unit in late:
-                unit.take_writes(self._post_writes)
+                unit.take_writes(self._see_writes)
                 unit.reshard()
             for unit in (each for each in self.units if each.is_full):
-                unit.keep(self._post_writes)
+                unit.keep(self._see_writes)
                 if no_backward_follows and not (unit.backward.owes_weights or unit.backward.keeps_for_graph):
                     unit.register_shards()
 
-    def _post_writes(self, unit: Unit, written: Written) -> None:
+    def _see_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:
             raise StateError(
                 f"a forward has written to parameters of {unit_in_words(unit.name)}, where ranks may take different ways: a "
                 "rank that did not run it would keep its old rows. Write under torch.no_grad() between steps, on every rank, "
                 "or remove set_allow_rank_divergence"
             )
-        # Every rank copies its own rows of a written full parameter to its shard: if ranks write different values, the shards
-        # silently become a mixture.  Ranks post digests and read them when the gradients of the next backward are reduced: then
-        # every rank has finished this forward.
-        check, writes = self.exec_order.mismatch_check, unit.writes
-        if check is not None and writes.num_compared < _MAX_COMPARED and (values := writes.values(written)):
-            place = f"{self._num_forwards}/{self.units.index(unit)}/{writes.num_compared}"
-            writes.num_compared += 1
-            check.post_writes(place, values)
-            self._posted.append((place, values))
+        self.checks.see_writes(unit.number, written)
 
     def reshard_in_step(self, unit: Unit, after_forward: bool = False) -> None:
         """Reshard ``unit``, but only at the end of the pass if its full parameters were written to."""
@@ -582,10 +553,6 @@ class Engine:
             self.watch.end = None
             is_joint = self.exec_order.gathers or bool(self.reductions.launched)
             params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
-            posted, self._posted = self._posted, []
-            for place, values in posted:  # all ranks have posted theirs: their gradients have been reduced
-                assert self.exec_order.mismatch_check is not None
-                self.exec_order.mismatch_check.check_writes(place, values)
             if is_joint and not self.exec_order.diverges:
                 self.exec_order.replan()
             self.exec_order.log.track.running = ""
@@ -625,11 +592,8 @@ class Engine:
         self.leave_pass()
         params = self.reductions.commit()
         self.unstash_gradients()
-        if params and self.compares_replicas and (check := self.exec_order.mismatch_check) is not None:
-            compare_replicas(self.units, check)
-        self.compares_replicas = self.compares_replicas and not params
-        if params and self.outside is not None and self.divergence is None:
-            self.outside.after_step(self.exec_order.mismatch_check)
+        if params:
+            self.checks.end_backward()
         return params
 
     def stash_gradients(self) -> None:

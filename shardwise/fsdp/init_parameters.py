@@ -18,7 +18,7 @@ from shardwise.collectives.owned import full_tensor_of
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError
 from shardwise.fsdp.attachment import attachment_of
-from shardwise.fsdp.checks import materializing, unwritten_in
+from shardwise.fsdp.no_values import materializing, unwritten_in
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 

@@ -21,11 +21,11 @@ from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ConfigError, StateError, UsageError, did_you_mean
 from shardwise.fsdp.attachment import Attachment, attachment_of, roots_to_come
 from shardwise.fsdp.build import copy_module
-from shardwise.fsdp.checks import materializing
 from shardwise.fsdp.clip import before_clip, clip_grad_norm_
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
+from shardwise.fsdp.no_values import materializing
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (

@@ -296,8 +296,10 @@ class ParamGroup:
         link = comm.reduce.planned_link if comm.reduce is not None else None
         return comm.reduce is None or (link is not None and link.compares_contents)
 
-    def ensure_packed(self, in_step: bool = False) -> None:
+    def ensure_packed(self, in_step: bool = False) -> bool:
         """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
+
+        Returns: True if it has.
 
         Every forward and backward begins with this check, for all units.  ``in_step``: a forward has checked already, and
         its backward begins.
@@ -307,9 +309,11 @@ class ParamGroup:
         counted = None if seen is None else seen.versions(in_step, swap)
         if seen is None or counted is None:
             self._settle()
-        elif counted != self._counted:
+            return True
+        if counted != self._counted:
             self._note_versions(seen.params, counted)
             self._counted = counted
+        return False
 
     def _settle(self) -> None:
         """Adopt what user code has registered, pack it, and prepare the tables of the next passes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,11 +28,11 @@ from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchang
 from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, roots_to_come
-from shardwise.fsdp.checks import ModificationChecks, check_materialized, check_values
 from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.initial_values import compare_beginnings
+from shardwise.fsdp.no_values import check_materialized
 from shardwise.fsdp.param_group import GroupComm, ParamGroup
+from shardwise.fsdp.step_checks import StepChecks
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import compress_paths
@@ -40,6 +40,8 @@ from shardwise.plan.schedule import PrefetchBudget
 
 # ---- Engines, with communicators, links and buffer pools for every group of their units.
 
+# Make the checks of a root; filled when shardwise is imported (checks/root.py).
+check_makers: list[Callable[[nn.Module, Sequence[Attachment], Engine], StepChecks]] = []
 # In which the ranks of engines speak that may take different ways.
 _groups: weakref.WeakKeyDictionary[Engine, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
@@ -239,12 +241,11 @@ def _become_root(attachment: Attachment) -> Engine:
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
     _give_to_readers(root, attachment.unit)
-    outside = ModificationChecks(root, attachments)
     engine = new_engine([each.unit for each in attachments])
-    engine.outside = outside
-    check_values(root, attachments, engine.exec_order.mismatch_check)
-    if engine.exec_order.mismatch_check is not None:
-        compare_beginnings(engine.units, engine.exec_order.mismatch_check)
+    for make in check_makers:
+        engine.checks = make(root, attachments, engine)
+    for unit in engine.units:
+        unit.checks = engine.checks
     for inner in attachments:
         if inner.engine is not None:
             if inner.engine.manual.is_on and inner is not attachment:

@@ -21,7 +21,8 @@ from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gra
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import MixedPrecisionPolicy
-from shardwise.fsdp.user_writes import MAX_LOOKS, UserWrites, Written
+from shardwise.fsdp.step_checks import StepChecks
+from shardwise.fsdp.user_writes import Written, check_sub, find_writes, take_written
 from shardwise.observe import (
     Call,
     EventLog,
@@ -292,7 +293,7 @@ class Unit:
             whatever is kept is freed after a forward that no backward follows.
         max_reductions: how many reduce-scatter inputs may be allocated at once; the largest of an engine's units counts.
         transport: the transport that the user chose for this unit; the root's counts.
-        writes: writes of user code to full parameters.
+        checks: those of its engine.
         ahead_bytes: the prefetch limit in bytes that the user chose for this unit; the root's counts.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
     """
@@ -322,7 +323,7 @@ class Unit:
         self.ahead_bytes: int | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.writes = UserWrites()
+        self.checks = StepChecks()
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.host_ref: Callable[[], StepCallbacks | None] = _no_op
 
@@ -434,7 +435,7 @@ class Unit:
             if host is not None:
                 host.before_gather()
         if isinstance(state, Subsharded):
-            self.writes.check_sub(self.name, self.params)
+            check_sub(self.name, self.params)
         schedule = self.schedule
         if schedule is not None and pass_number is not None:
             if schedule.gathers[schedule.cursor] == self.number:
@@ -502,16 +503,16 @@ class Unit:
             self.discard()
             return True
         if isinstance(self.state, Subsharded) and not in_pass:
-            self.writes.check_sub(self.name, self.params)
+            check_sub(self.name, self.params)
         was_full = self.is_full
         if was_full:
-            written = self.writes.find(self.groups)
+            written = find_writes(self.groups)
             if written and in_pass:
                 return False
             if listeners:
                 begin(self.log.track.name, "reshard", self.name)
             if written:
-                self.writes.take(written)
+                take_written(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
         self.state, self.is_full = SHARDED, False
@@ -602,8 +603,8 @@ class Unit:
 
     def reshard_after_forward(self) -> bool:
         """Apply ``policy.reshard_after_forward``; return False where :meth:`reshard` with ``in_pass`` does."""
-        if self.is_full and self.writes.num_looks < MAX_LOOKS:
-            self.writes.look(self.groups)
+        if self.checks.is_on and self.is_full:
+            self.checks.end_unit(self.groups)
         wanted = self.policy.reshard_after_forward
         if wanted is False or not isinstance(self.state, Unsharded):
             return True
@@ -613,7 +614,7 @@ class Unit:
             return self.reshard(in_pass=True)
         if any(group.sub_axes is None or group.extended.params for group in self.groups):
             return self.reshard(in_pass=True)
-        if self.writes.find(self.groups):
+        if find_writes(self.groups):
             return False
         version = self.state.version
         for group in self.groups:
@@ -642,8 +643,8 @@ class Unit:
         if state.version != self._version(pass_number is not None):
             return False
         if isinstance(state, Unsharded) and (pass_number is not None or not state.is_registered):
-            if not is_in_backward():  # every step would pay, and weights are exchanged outside of one
-                self.writes.check_copies(self.name, self.groups)
+            if self.checks.is_on and not is_in_backward():  # weights are exchanged outside of one
+                self.checks.use_again(self.name, self.groups)
             self._register_full()
             self.state = Unsharded(state.version, pass_number)
         return True
@@ -654,10 +655,10 @@ class Unit:
         Every rank copies its own rows, so all ranks must have written the same values.  ``see`` is called with the written
         parameters first.
         """
-        if self.is_full and (written := self.writes.find(self.groups)):
+        if self.is_full and (written := find_writes(self.groups)):
             if see is not None:
                 see(self, written)
-            self.writes.take(written)
+            take_written(written)
 
     @property
     def has_copies(self) -> bool:

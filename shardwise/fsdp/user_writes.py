@@ -1,8 +1,4 @@
-"""Writes of user code to full parameters: those of a forward that torch counts reach the shards, all others are refused.
-
-Writes that torch does not count (``.data``) are detected by comparing this rank's rows of a full parameter with its shard.  On
-an accelerator the host waits for that comparison, so only the first forwards make it.
-"""
+"""Writes of user code to full parameters: those of a forward that torch counts reach the shards, all others are refused."""
 
 from __future__ import annotations
 
@@ -12,135 +8,94 @@ from collections.abc import Sequence
 import torch
 
 from shardwise import torch_private
-from shardwise.consistency.store import digest_of
 from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.observe import unit_in_words
 
-MAX_LOOKS = 2  # of forwards
 _VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 Written = list[tuple[ParamGroup, ShardedParam]]
 
 
-class UserWrites:
-    """Detection of writes to the full parameters of one unit; callers pass its groups and name.
+def find_writes(groups: Sequence[ParamGroup]) -> Written:
+    """Return the parameters that the running or last forward has written to; the same on every rank.
 
-    Attributes:
-        num_compared: how often ranks have compared the writes of their forwards.
-        num_looks: how many forwards were searched for writes that torch does not count.
+    Raises: StateError if ``.data`` was assigned to, or user code wrote between passes; such a write is dropped.
     """
-
-    def __init__(self) -> None:
-        self.num_compared = self.num_looks = 0
-
-    def look(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise StateError if one of the first forwards has written to a full parameter through ``.data``."""
-        self.num_looks += 1
-        for group in groups:
-            if (param := _differing(group)) is not None:
-                raise _uncounted(param)
-
-    @staticmethod
-    def find(groups: Sequence[ParamGroup]) -> Written:
-        """Return the parameters that the running or last forward has written to; the same on every rank.
-
-        Raises: StateError if ``.data`` was assigned to, or user code wrote between passes; such a write is dropped.
-        """
-        found: Written = []
-        for group in groups:
-            packing, (params, fulls, versions, addresses) = group.packing, group.registered
-            if packing is None or not packing.is_held:
-                continue
-            if group.is_kept:
-                group.follow_freezing()
-            if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
-                continue
-            for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
-                if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
-                    full.data = packing.make_full(param, group.comm.pool).detach()
+    found: Written = []
+    for group in groups:
+        packing, (params, fulls, versions, addresses) = group.packing, group.registered
+        if packing is None or not packing.is_held:
+            continue
+        if group.is_kept:
+            group.follow_freezing()
+        if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
+            continue
+        for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
+            if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
+                full.data = packing.make_full(param, group.comm.pool).detach()
+                versions[index] = full._version
+                raise uncounted(param)
+            if full._version != versions[index] and not packing.shares(param):
+                if group.is_kept:
                     versions[index] = full._version
-                    raise _uncounted(param)
-                if full._version != versions[index] and not packing.shares(param):
-                    if group.is_kept:
-                        versions[index] = full._version
-                        torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
-                        raise StateError(
-                            f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write "
-                            "has not reached the shards, and is dropped. To write, call reshard() on the module, then "
-                            "write to the shards under torch.no_grad()"
-                        )
-                    found.append((group, param))
-        return found
-
-    @staticmethod
-    def take(written: Written) -> None:
-        """Copy this rank's rows of the written parameters to the shards.
-
-        If a gather casts or compresses, only elements that differ from its result are copied: others would lose precision.
-        """
-        for group, param in written:
-            full, local = param.full, param.local.detach()
-            assert full is not None
-            with torch.no_grad():
-                rows, gathered = _own_rows(group, param, full)
-                if rows.dtype is not local.dtype or group.gather_coding is not None:
-                    rows = torch.where(rows != gathered, rows.to(local.dtype), local.to(rows.device))
-                local.copy_(rows)
-            group.is_written = True
-            torch.autograd.graph.increment_version(param.sharded)
-            param.count.gathered = param.version
-            params, _, versions, _ = group.registered
-            versions[params.index(param)] = full._version
-
-    @staticmethod
-    def values(written: Written) -> list[str]:
-        """Return digests of written parameters, for a comparison between ranks."""
-        return [
-            f"{param.fqn} with digest {digest_of(param.full.data):x}"
-            for _, param in written
-            if param.full is not None and param.inner_spec is None
-        ]
-
-    @staticmethod
-    def check_copies(name: str, groups: Sequence[ParamGroup]) -> None:
-        """Raise StateError if this rank's rows of the full parameters of unit ``name`` differ from its shards."""
-        for group in groups:
-            if not group.place.on.has_streams and (param := _differing(group)) is not None:
-                raise StateError(
-                    f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or another "
-                    "alias that torch does not count as a write, so the full parameter differs from the shard. Call "
-                    "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
-                )
-
-    @staticmethod
-    def check_sub(name: str, params: Sequence[ShardedParam]) -> None:
-        """Raise StateError if the sub-sharded parameters of unit ``name`` were written to, or have gradients."""
-        for param in params:
-            sub = param.subsharded
-            if sub is None:
-                continue
-            if sub.grad is not None or torch_private.gradient_hooks([sub]):
-                sub.grad = None
-                raise StateError(
-                    f"{param.fqn} ({unit_in_words(name)}) was used in a loss after its forward, or given a hook, when its "
-                    "form on the smaller mesh of reshard_after_forward was registered, whose gradient does not reach the "
-                    "shards. Compute with it inside forward, or call unshard() on the module first; register hooks before it"
-                )
-            version, (seen, was_trainable) = torch_private.versions_of([sub])[0], param.sub_seen
-            param.sub_seen = version, sub.requires_grad
-            if sub.requires_grad is not was_trainable:  # user code has frozen or thawed what was registered
-                param.sharded.requires_grad_(sub.requires_grad)
-            if version != seen:
-                raise StateError(
-                    f"{param.fqn} ({unit_in_words(name)}) was written to between forward and backward, when its form on the "
-                    "smaller mesh of reshard_after_forward was registered, and optimizers do not train that form. Write to it "
-                    "after backward, or call reshard() on the module first"
-                )
+                    torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
+                    raise StateError(
+                        f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write "
+                        "has not reached the shards, and is dropped. To write, call reshard() on the module, then "
+                        "write to the shards under torch.no_grad()"
+                    )
+                found.append((group, param))
+    return found
 
 
-def _own_rows(group: ParamGroup, param: ShardedParam, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def take_written(written: Written) -> None:
+    """Copy this rank's rows of the written parameters to the shards.
+
+    If a gather casts or compresses, only elements that differ from its result are copied: others would lose precision.
+    """
+    for group, param in written:
+        full, local = param.full, param.local.detach()
+        assert full is not None
+        with torch.no_grad():
+            rows, gathered = own_rows(group, param, full)
+            if rows.dtype is not local.dtype or group.gather_coding is not None:
+                rows = torch.where(rows != gathered, rows.to(local.dtype), local.to(rows.device))
+            local.copy_(rows)
+        group.is_written = True
+        torch.autograd.graph.increment_version(param.sharded)
+        param.count.gathered = param.version
+        params, _, versions, _ = group.registered
+        versions[params.index(param)] = full._version
+
+
+def check_sub(name: str, params: Sequence[ShardedParam]) -> None:
+    """Raise StateError if the sub-sharded parameters of unit ``name`` were written to, or have gradients."""
+    for param in params:
+        sub = param.subsharded
+        if sub is None:
+            continue
+        if sub.grad is not None or torch_private.gradient_hooks([sub]):
+            sub.grad = None
+            raise StateError(
+                f"{param.fqn} ({unit_in_words(name)}) was used in a loss after its forward, or given a hook, when its "
+                "form on the smaller mesh of reshard_after_forward was registered, whose gradient does not reach the "
+                "shards. Compute with it inside forward, or call unshard() on the module first; register hooks before it"
+            )
+        version, (seen, was_trainable) = torch_private.versions_of([sub])[0], param.sub_seen
+        param.sub_seen = version, sub.requires_grad
+        if sub.requires_grad is not was_trainable:  # user code has frozen or thawed what was registered
+            param.sharded.requires_grad_(sub.requires_grad)
+        if version != seen:
+            raise StateError(
+                f"{param.fqn} ({unit_in_words(name)}) was written to between forward and backward, when its form on the "
+                "smaller mesh of reshard_after_forward was registered, and optimizers do not train that form. Write to it "
+                "after backward, or call reshard() on the module first"
+            )
+
+
+def own_rows(group: ParamGroup, param: ShardedParam, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's rows of ``full``, and the shard after a gather: cast, or compressed and decompressed."""
     cut, whole = param.shard, torch_private.local_of(full).data
     rows = cut.rows(group.axes.shard_rank)
@@ -151,21 +106,8 @@ def _own_rows(group: ParamGroup, param: ShardedParam, full: torch.Tensor) -> tup
     return mine, group.compression.round_trip(local, param.fqn, cut.shape, whole.dtype)
 
 
-def _differing(group: ParamGroup) -> ShardedParam | None:
-    """Return a parameter whose full form differs from its shard, though torch has counted no write to it; NaN equals NaN."""
-    if not group.is_collective or not group.place.on.has_values:
-        return None
-    for param, full, version, address in zip(*group.registered, strict=True):
-        is_seen = full._version != version or full.data_ptr() != address  # by ``find``
-        if is_seen or param.inner_spec is not None or not param.local.numel():
-            continue
-        rows, gathered = _own_rows(group, param, full)
-        if not torch.equal(rows, gathered) and not torch.allclose(rows, gathered, rtol=0, atol=0, equal_nan=True):
-            return param
-    return None
-
-
-def _uncounted(param: ShardedParam) -> StateError:
+def uncounted(param: ShardedParam) -> StateError:
+    """Return the error for a write to a full parameter that torch has not counted."""
     return StateError(
         f"a write to {param.fqn} in forward, or while it was unsharded, through .data, has not reached the shards: torch does "
         "not count such writes. "

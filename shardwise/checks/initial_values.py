@@ -1,0 +1,126 @@
+"""Checks that all ranks begin with the same values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.consistency.agreement import MismatchCheck
+from shardwise.consistency.store import digest_of, sample_of
+from shardwise.errors import DesyncError
+from shardwise.formatting import format_ranks
+from shardwise.fsdp.initial_values import digest_of_some
+from shardwise.fsdp.unit import Unit
+
+# ---- Checks that all ranks start with the same values.
+# Replicas add the same averaged gradients to their values, so values that differ at the start (a seed per rank, a checkpoint
+# that only one rank has loaded) differ forever.  Ranks that shard different values train a mixture of them.  The loss shows
+# neither.  So ranks compare digests through the store once: of sharded values in the first forward, of replicas in the first
+# backward that averages over them.
+
+Key = tuple[str, str]  # which ranks have a part of the parameter, and its name
+
+
+def compare_replicas(units: Iterable[Unit], mismatch_check: MismatchCheck) -> None:
+    """Compare the values of replicas of ``units`` between ranks; of a large parameter, a sample.  Collective.
+
+    Raises: DesyncError on every rank, naming a parameter that is not the same on all of its replicas.
+    """
+    _compare(
+        "values that replicas begin with",
+        {key: digest_of(sample_of(local)) for key, local in _replicated(units).items()},
+        mismatch_check,
+        "replicas",
+        "Each would add the same averaged gradients to its own, so that they never become equal: build the model with one seed "
+        "on all ranks, load a checkpoint on every rank, or broadcast the parameters of one rank before the first step; put "
+        "parameters that should differ between ranks into ignored_params",
+    )
+
+
+def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> None:
+    """Compare between ranks the values from which the parameters of ``units`` were sharded.  Collective.
+
+    Parameters that any rank has overwritten since (initialized, loaded) are skipped.
+
+    Raises: DesyncError on every rank, naming a parameter that was not the same on all ranks.
+    """
+    digests: dict[Key, int | None] = {}
+    groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
+    if not groups:
+        return
+    for param, first in ((param, int(group.axes.mesh.mesh.min())) for group in groups for param in group.params):
+        if param.local.numel():  # values of a rank whose shard is empty are not used
+            begun = param.beginning
+            is_same = begun is not None and not param.local.is_meta and digest_of_some(param.local) == begun[1]
+            # Ranks whose models differ in shapes get a better error at the first all-gather.
+            key = f"{first}/{param.shard.num_holders}", f"{param.fqn} of shape {param.shard.shape}"
+            digests[key] = begun[0] if begun and is_same else None
+    _compare(
+        "values that were sharded",
+        digests,
+        mismatch_check,
+        "ranks",
+        "Each rank has sharded its own values, so that the model is a mixture of them: build the model with one seed on all "
+        "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
+        "which broadcasts the values of the first rank",
+    )
+    for param in (param for group in groups for param in group.params):
+        param.beginning = None
+
+
+def _compare(
+    topic: str, digests: Mapping[Key, int | None], mismatch_check: MismatchCheck, who: str, advice: str
+) -> None:
+    """Raise DesyncError if ``digests`` differ between ranks; a parameter that has None on some rank is not compared.
+
+    Nothing is compared if ranks are threads: they share one random generator, so no two ranks start with the same values.
+    """
+    if torch_private.are_threads():
+        return
+
+    def exchange(topic: str, values: Mapping[Key, Any]) -> dict[Key, list[Any]]:
+        local = [json.dumps([*key, value]) for key, value in values.items()]
+        found: dict[Key, list[Any]] = defaultdict(list)
+        for track, name, value in map(json.loads, sorted(mismatch_check.union(topic, local))):
+            found[track, name].append(value)
+        return found
+
+    # Exchange one sum per set of ranks first: usually all agree, and no rank sends a digest per parameter.
+    alike: dict[str, list[int | None]] = defaultdict(list)
+    for (track, _), digest in digests.items():
+        alike[track].append(digest)
+    sums = {(track, ""): hashlib.sha256(repr(each).encode()).hexdigest() for track, each in alike.items()}
+    if all(len(found) == 1 for found in exchange(topic, sums).values()):
+        return
+    mine = {key: [dist.get_rank(), digest] for key, digest in digests.items()}
+    rows = {key: dict(found) for key, found in exchange(f"each of the {topic}", mine).items()}
+    unlike = [(name, row) for (_, name), row in rows.items() if None not in row.values() and len({*row.values()}) > 1]
+    if unlike:
+        name, row = min(unlike, key=lambda each: each[0])
+        first = min(row)
+        others = sorted(rank for rank, digest in row.items() if digest != row[first])
+        more = f", and {len(unlike) - 1} more parameters differ" if len(unlike) > 1 else ""
+        raise DesyncError(
+            f"{who} do not begin with the same values: {name} is not the same on {format_ranks(others)} as on rank "
+            f"{first}{more}. {advice}"
+        )
+
+
+def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
+    """Return the local tensors that have replicas; without tensor subclasses, which may have no readable bits."""
+    found: dict[Key, torch.Tensor] = {}
+    for group in (group for unit in units for group in unit.groups if group.axes.num_replicas > 1):
+        assert group.axes.replicate_mesh_dim is not None
+        track = dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.replicate_mesh_dim))[0]
+        for param in group.params:
+            if type(param.local) in (torch.Tensor, nn.Parameter):
+                found[str(track), param.fqn] = param.local.detach()
+    return found

@@ -1,0 +1,108 @@
+"""Checks of a root's module tree and of the values of its parameters."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.consistency.agreement import MismatchCheck
+from shardwise.consistency.store import digest_of
+from shardwise.errors import StateError
+from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_torch, managed_by_registration
+from shardwise.fsdp.no_values import bytes_of, unwritten_in
+from shardwise.fsdp.param import ShardedParam
+
+_NUM_FIRST = 8  # elements that are compared to detect equal seeds; few, since uneven shards may be small
+_MOST_SHOWN = 8  # names that an error lists
+
+
+def few(names: Iterable[str]) -> str:
+    """Return the first of ``names``, and how many more there are."""
+    every = list(dict.fromkeys(names))
+    more = f" and {len(every) - _MOST_SHOWN} more" if len(every) > _MOST_SHOWN else ""
+    return ", ".join(every[:_MOST_SHOWN]) + more
+
+
+def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_check: MismatchCheck | None) -> None:
+    """Check before the first forward that a model from meta has values, and that shards differ between ranks.
+
+    If every rank has initialized its shard with the same seed, all shards have the same random numbers.  Collective, unless
+    ``mismatch_check`` is None.  Raises: StateError on every rank.
+    """
+    if not any(each.is_materialized for each in attachments):
+        return
+    local = [json.dumps(["", name]) for name in unwritten_in(root)]
+    for group in (group for each in attachments for group in each.unit.groups):
+        starts_here = [(param.fqn, _start_of(param)) for param in group.params]
+        local += [json.dumps([name, start, group.axes.shard_rank]) for name, start in starts_here if start is not None]
+    every = local if mismatch_check is None else mismatch_check.union("values", local)
+    starts: dict[str, list[int]] = defaultdict(list)
+    for name, value, *_ in map(json.loads, sorted(every)):
+        starts[name].append(value)
+    if unwritten := starts.pop("", None):
+        raise StateError(
+            f"{few(map(str, unwritten))} have no values: they were not written to after to_empty() allocated them. Call "
+            "shardwise.init_parameters(model, init_fn) with a function that initializes all parameters and buffers, or "
+            "load them; build buffers that are computed in __init__ under torch.device('cpu') instead of on meta"
+        )
+    for each in attachments:
+        each.is_materialized = False
+    # With equal seeds the shards that were initialized first are equal; after shards of unequal sizes, random numbers differ.
+    several = [name for name, _ in root.named_parameters() if len(starts[name]) > 1]
+    alike = [name for name in several if len(set(starts[name])) == 1]
+    if alike and (alike[0] == several[0] or 2 * len(alike) > len(several)):
+        raise StateError(
+            f"the shards of {few(alike)} begin with the same values on all ranks: every rank has initialized its "
+            "local tensor (to_local()) with the same seed. Call shardwise.init_parameters(model), which initializes parameters "
+            "as one process would, or draw on the parameters themselves. If the values are right (copies of one expert), call "
+            "forward again: this is checked only once"
+        )
+
+
+def _start_of(param: ShardedParam) -> int | None:
+    """Return a digest of the first elements of a shard; None if they are all equal, or the parameter is not sharded."""
+    local, _ = bytes_of(param.sharded)
+    if local is None or param.shard.is_whole or local.shape != param.shard_shape:
+        return None
+    first = local.reshape(-1)[:_NUM_FIRST]
+    return None if bool((first == first[0]).all()) else digest_of(first)
+
+
+def check_tree(root: nn.Module) -> None:
+    """Raise StateError if a trainable parameter belongs to no unit, or a parameter of a unit was removed from its module."""
+    attachments = {id(each): each for module in root.modules() if (each := attachment_of(module)) is not None}
+    params = [param for each in attachments.values() for param in each.unit.params]
+    known = {id(form) for param in params for form in (param.sharded, param.full, param.subsharded)}
+    ignored = {(id(table), name) for each in attachments.values() for table, name in each.ignored}
+    of_torch = {each for module in root.modules() if is_managed_by_torch(module) for each in module.modules()}
+    tables = {id(torch_private.parameters_of(module)): (path, module) for path, module in root.named_modules()}
+    added = {
+        f"{path}.{name}".lstrip("."): param
+        for table, (path, module) in tables.items()
+        for name, param in torch_private.parameters_of(module).items()
+        if param is not None and param.requires_grad and id(param) not in known
+        if (table, name) not in ignored and module not in of_torch
+    }
+    for param in params:
+        param.check_places(lambda table: id(table) in tables)
+    if not added:
+        return
+    owned = {id(form): owner for owner in managed_by_registration().values() for form in (owner.sharded, owner.full)}
+    for path, param in added.items():
+        owner = owned.get(id(param))
+        if owner is not None:
+            raise StateError(
+                f"{path} of this {type(root).__name__} is shared with {type(owner.module()).__name__}, which was sharded by "
+                "itself and is not below it: both would train the parameter separately. Call fully_shard (or replicate) on a "
+                "module that contains both, and run the forward of that module"
+            )
+    raise StateError(
+        f"{few(added)} was added to the module tree after its units were made and belongs to none of them: every "
+        "rank would train its own copy on its part of the batch. Add parameters before fully_shard (or replicate), shard "
+        "the new module before the next forward, or freeze it (requires_grad_(False)); pass parameters that you train "
+        "yourself as ignored_params"
+    )

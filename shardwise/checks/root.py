@@ -1,0 +1,173 @@
+"""The checks of one root: what the environment variable ``SHARDWISE_CHECKS`` asks for, at the events of its engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import torch_private
+from shardwise.checks.initial_values import compare_beginnings, compare_replicas
+from shardwise.checks.model import check_tree, check_values, few
+from shardwise.checks.writes import check_copies, check_forward, digests_of
+from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.fsdp.attachment import Attachment
+from shardwise.fsdp.buffers import digests_in, unlike_buffers, unlike_in_words
+from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.roots import check_makers
+from shardwise.fsdp.step_checks import StepChecks
+from shardwise.fsdp.user_writes import Written
+
+_logger = logging.getLogger(__name__)
+_VALUES = dict.values
+_NUM_FIRST = 2  # passes that are checked by default, and forwards per unit whose writes are compared between ranks
+CHECKS = "SHARDWISE_CHECKS"
+
+
+def mode_of(environment: Mapping[str, str]) -> str:
+    """Return "always", "first" or "off".  Raises: ConfigError for another value."""
+    mode = environment.get(CHECKS, "first")
+    if mode not in ("always", "first", "off"):
+        raise ConfigError(f"{CHECKS} is '{mode}', expected always, first or off")
+    return mode
+
+
+def register() -> None:
+    """Make these the checks of every root."""
+    check_makers.append(_checks_of)
+
+
+def _checks_of(root: nn.Module, attachments: Sequence[Attachment], engine: Engine) -> StepChecks:
+    mode = mode_of(os.environ)
+    return StepChecks() if mode == "off" else RootChecks(root, attachments, engine, mode == "always")
+
+
+class RootChecks(StepChecks):
+    """Watches the module tree of ``root``, the storages of its shards, and what its engine reports.
+
+    Without these checks training would go wrong silently: each rank would train its own copy of a parameter that was added to
+    the module tree; an assignment to ``.data`` of a DTensor has no effect.
+
+    Args:
+        attachments: the attachments in the tree.
+        is_always: every pass is checked, not only the first ones and those after a change.
+    """
+
+    def __init__(self, root: nn.Module, attachments: Sequence[Attachment], engine: Engine, is_always: bool) -> None:
+        self._root, self._engine = weakref.ref(root), weakref.ref(engine)
+        self._params = [param for each in attachments for param in each.unit.params]
+        self._is_always = is_always
+        self._num_forwards = self._num_steps = 0
+        self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks
+        self._num_compared: Counter[int] = Counter()
+        self._note_tree(root)
+        self._check_data()
+        check = engine.exec_order.mismatch_check
+        check_values(root, attachments, check)
+        if check is not None:
+            compare_beginnings(engine.units, check)
+
+    def begin_forward(self) -> None:
+        """Check the tree and the shards; it takes microseconds if nothing has changed.
+
+        Raises: StateError that names parameters without a unit, or shards whose ``.data`` was assigned to.
+        """
+        self._num_forwards += 1
+        self.is_on = self._is_always or self._num_forwards <= _NUM_FIRST
+        if self._size() != self._num_params or [*chain.from_iterable(map(_VALUES, self._children))] != self._modules:
+            root = self._root()
+            assert root is not None  # its forward is running
+            self._note_tree(root)
+        if [*map(torch_private.storage_id, [param.sharded for param in self._wrapped])] != self._storages:
+            self._check_data()
+
+    def see_change(self) -> None:
+        """Check the running pass."""
+        self.is_on = True
+
+    def end_unit(self, groups: Sequence[ParamGroup]) -> None:
+        """Raise StateError if the forward has written to a full parameter through ``.data``."""
+        check_forward(groups)
+
+    def use_again(self, name: str, groups: Sequence[ParamGroup]) -> None:
+        """Raise StateError if shards were written to through ``.data`` while their unit stayed unsharded."""
+        check_copies(name, groups)
+
+    def see_writes(self, number: int, written: Written) -> None:
+        """Post digests of what a forward has written; every rank has posted when the gradients of its backward are set.
+
+        Every rank copies its own rows of a written full parameter to its shard: if ranks write different values, the shards
+        silently become a mixture.
+        """
+        engine = self._engine()
+        check = None if engine is None else engine.exec_order.mismatch_check
+        count = self._num_compared[number]
+        if check is not None and (self._is_always or count < _NUM_FIRST) and (values := digests_of(written)):
+            place = f"{self._num_forwards}/{number}/{count}"
+            self._num_compared[number] += 1
+            check.post_writes(place, values)
+            self._posted.append((place, values))
+
+    def end_backward(self) -> None:
+        """Compare between ranks: writes of forwards, replicas after the first backward, buffers in the first steps."""
+        engine, root = self._engine(), self._root()
+        check = None if engine is None else engine.exec_order.mismatch_check
+        if engine is None or root is None or check is None:
+            return
+        posted, self._posted = self._posted, []
+        for place, values in posted:
+            check.check_writes(place, values)
+        self._num_steps += 1
+        if self._num_steps == 1 and any(group.axes.num_replicas > 1 for unit in engine.units for group in unit.groups):
+            compare_replicas(engine.units, check)
+        # No rank waits: all post their buffers in step 1, and read another rank's in step 3, which a rank begins after it has
+        # reduced gradients with all others.
+        if engine.divergence is not None or self._num_steps not in (1, 3):
+            return
+        with suppress(TransportError):  # the rank that keeps the store has made its steps and ended
+            if self._num_steps == 1:
+                check.post("buffers", json.dumps(digests_in(root)))
+                return
+            other = check.members[check.rank == check.members[0]]
+            mine, theirs = (check.posted("buffers", rank) for rank in (check.rank, other))
+            unlike = unlike_buffers([json.loads(each) for each in (theirs, mine) if each is not None])
+            if unlike:
+                _logger.warning("after the first step %s", unlike_in_words(list(unlike), sorted([other, check.rank])))
+
+    def _size(self) -> int:
+        return sum(map(len, self._tables))
+
+    def _note_tree(self, root: nn.Module) -> None:
+        check_tree(root)
+        modules = list(root.modules())
+        self._children = [children for module in modules if (children := torch_private.children_of(module))]
+        self._modules = [*chain.from_iterable(map(_VALUES, self._children))]
+        self._tables = [torch_private.parameters_of(module) for module in modules]
+        self._tables += self._children  # counts children, too, except a first child of a module that had none
+        self._num_params = self._size()
+
+    def _check_data(self) -> None:
+        """Raise StateError if a DTensor has another storage than before, but the same local tensor."""
+        self._wrapped = [param for param in self._params if isinstance(param.sharded, DTensor)]
+        self._storages = [torch_private.storage_id(param.sharded) for param in self._wrapped]
+        assigned: list[str] = []
+        for param, storage in zip(self._wrapped, self._storages, strict=True):
+            before, local = param.made_of
+            if storage != before and local() is param.local:
+                assigned.append(param.fqn)
+            param.made_of = storage, weakref.ref(param.local)
+        if assigned:
+            raise StateError(
+                f".data of {few(assigned)} was assigned to, which changes nothing: torch's DTensors compute with the local "
+                "tensor that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
+                "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
+            )
