@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,9 +19,10 @@ from shardwise import torch_private
 from shardwise.checks.initial_values import compare_beginnings, compare_replicas
 from shardwise.checks.model import check_tree, check_values, few
 from shardwise.checks.writes import check_copies, check_forward, digests_of
+from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.fsdp.attachment import Attachment
-from shardwise.fsdp.buffers import digests_in, unlike_buffers, unlike_in_words
+from shardwise.fsdp.buffers import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import check_makers
@@ -135,7 +137,7 @@ class RootChecks(StepChecks):
             return
         with suppress(TransportError):  # the rank that keeps the store has made its steps and ended
             if self._num_steps == 1:
-                check.post("buffers", json.dumps(digests_in(root)))
+                check.post("buffers", json.dumps(_digests_in(root)))
                 return
             other = check.members[check.rank == check.members[0]]
             mine, theirs = (check.posted("buffers", rank) for rank in (check.rank, other))
@@ -171,3 +173,15 @@ class RootChecks(StepChecks):
                 "tensor that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
                 "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
             )
+
+
+def _digests_in(root: nn.Module) -> dict[str, str]:
+    """Return the digests of buffers that are saved and that no forward makes equal on all ranks."""
+    shared = {id(inner) for module in root.modules() if SHARES_BUFFERS in module.__dict__ for inner in module.modules()}
+    return {
+        f"{path}.{name}" if path else name: f"{digest_of(buffer):x}"
+        for path, module in root.named_modules()
+        if id(module) not in shared
+        for name, buffer in torch_private.saved_buffers_of(module).items()
+        if type(buffer) is torch.Tensor and not buffer.is_meta
+    }
