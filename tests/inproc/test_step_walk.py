@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +19,8 @@ MOST_CALLS = 161  # of Python functions, per unit and step, without the model's 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_walk.py"
 
 
-def test_a_step_walks_no_further_than_torchs(tmp_path: Path) -> None:
+def test_a_step_walks_no_further_than_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CHECKS", "first")
     subprocess.run([sys.executable, SCRIPT, "--out", tmp_path / "walk"], check=True, timeout=100, capture_output=True)
     found = json.loads((tmp_path / "walk").read_text())
     assert found["shardwise"]["calls"] < found["fsdp2"]["calls"], found
@@ -59,8 +61,9 @@ def _calls_of_a_step(model: nn.Module) -> int:
     return calls
 
 
-def test_a_unit_of_eight_parameters_costs_no_more_calls_than_it_did() -> None:
+def test_a_unit_of_eight_parameters_costs_no_more_calls_than_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """The count is exact: lower it with what a step calls."""
+    monkeypatch.setenv("SHARDWISE_CHECKS", "first")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         plain, model = (nn.Sequential(*[_Unit() for _ in range(16)]) for _ in range(2))
