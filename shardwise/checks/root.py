@@ -128,9 +128,9 @@ class RootChecks(StepChecks):
         posted, self._posted = self._posted, []
         for place, values in posted:
             check.check_writes(place, values)
-        self._num_steps += 1
-        if self._num_steps == 1 and any(group.axes.num_replicas > 1 for unit in engine.units for group in unit.groups):
+        if not self._num_steps and any(group.axes.num_replicas > 1 for unit in engine.units for group in unit.groups):
             compare_replicas(engine.units, check)
+        self._num_steps += 1
         # No rank waits: all post their buffers in step 1, and read another rank's in step 3, which a rank begins after it has
         # reduced gradients with all others.
         if engine.divergence is not None or self._num_steps not in (1, 3):
