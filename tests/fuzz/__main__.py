@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ from fuzz.taken_back import FIXES
 
 def main() -> None:
     """Run the command line."""
+    os.environ["SHARDWISE_CHECKS"] = "always"  # ranks inherit it
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many (default: none)")
     parser.add_argument(

@@ -1,0 +1,95 @@
+"""``SHARDWISE_CHECKS``: the checks beside the step run always, in the first passes and after changes, or never."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from torch import nn
+
+from shardwise import ConfigError, FSDPModule, StateError, fully_shard
+
+
+class Writer(nn.Linear):
+    """A layer that can write to its weight in a way that torch does not count."""
+
+    writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.weight.data.mul_(2.0)
+        return super().forward(x)
+
+
+def made() -> Writer:
+    torch.manual_seed(0)
+    model = fully_shard(Writer(4, 4))
+    assert isinstance(model, Writer)
+    return model
+
+
+def writes_are_found(model: Writer) -> bool:
+    model.writes = True
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except StateError as error:
+        assert "through .data" in str(error)
+        return True
+    finally:
+        model.writes = False
+    return False
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("mode", "found"), [("always", (True, True)), ("first", (True, False)), ("off", (False, False))]
+)
+def test_writes_are_looked_for_when_the_switch_says(mode: str, found: tuple[bool, bool]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CHECKS", mode)
+        early, late = made(), made()
+        assert writes_are_found(early) is found[0]
+        for _ in range(2):
+            step(late)
+        assert writes_are_found(late) is found[1]
+
+
+@on_ranks(2)
+def test_the_first_pass_after_a_change_is_checked() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CHECKS", "first")
+        model = made()
+        for _ in range(3):
+            step(model)
+        assert isinstance(model, FSDPModule)
+        model.reshard()
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        assert writes_are_found(model)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_added_late_is_found_by_default_and_not_without_checks() -> None:
+    for mode in ("first", "off"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SHARDWISE_CHECKS", mode)
+            model = made()
+            for _ in range(3):
+                step(model)
+            model.register_parameter("late", nn.Parameter(torch.ones(2)))
+            if mode == "first":
+                with pytest.raises(StateError, match="late was added to the module tree"):
+                    step(model)
+            else:
+                step(model)
+
+
+@on_ranks(2)
+def test_an_unknown_value_is_refused() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CHECKS", "sometimes")
+        with pytest.raises(ConfigError, match="SHARDWISE_CHECKS is 'sometimes', expected always, first or off"):
+            step(made())
