@@ -32,8 +32,7 @@ def writes_are_found(model: Writer) -> bool:
     model.writes = True
     try:
         model(torch.ones(2, 4)).sum().backward()
-    except StateError as error:
-        assert "through .data" in str(error)
+    except StateError:
         return True
     finally:
         model.writes = False
