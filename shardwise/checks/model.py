@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.consistency.agreement import MismatchCheck
@@ -16,6 +19,7 @@ from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_t
 from shardwise.fsdp.no_values import bytes_of, unwritten_in
 from shardwise.fsdp.param import ShardedParam
 
+_VALUES = dict.values
 _NUM_FIRST = 8  # elements that are compared to detect equal seeds; few, since uneven shards may be small
 _MOST_SHOWN = 8  # names that an error lists
 
@@ -70,6 +74,61 @@ def _start_of(param: ShardedParam) -> int | None:
         return None
     first = local.reshape(-1)[:_NUM_FIRST]
     return None if bool((first == first[0]).all()) else digest_of(first)
+
+
+class TreeWatch:
+    """Watches the module tree of one root, and the storages of its shards.
+
+    Without it training would go wrong silently: each rank would train its own copy of a parameter that was added to the tree;
+    an assignment to ``.data`` of a DTensor has no effect.
+    """
+
+    def __init__(self, root: nn.Module, attachments: Iterable[Attachment]) -> None:
+        self._root = weakref.ref(root)
+        self._params = [param for each in attachments for param in each.unit.params]
+        self._note_tree(root)
+        self._check_data()
+
+    def check(self) -> None:
+        """Check the tree and the shards; it takes microseconds if nothing has changed.
+
+        Raises: StateError that names parameters without a unit, or shards whose ``.data`` was assigned to.
+        """
+        if self._size() != self._num_params or [*chain.from_iterable(map(_VALUES, self._children))] != self._modules:
+            root = self._root()
+            assert root is not None  # its forward is running
+            self._note_tree(root)
+        if [*map(torch_private.storage_id, [param.sharded for param in self._wrapped])] != self._storages:
+            self._check_data()
+
+    def _size(self) -> int:
+        return sum(map(len, self._tables))
+
+    def _note_tree(self, root: nn.Module) -> None:
+        check_tree(root)
+        modules = list(root.modules())
+        self._children = [children for module in modules if (children := torch_private.children_of(module))]
+        self._modules = [*chain.from_iterable(map(_VALUES, self._children))]
+        self._tables = [torch_private.parameters_of(module) for module in modules]
+        self._tables += self._children  # counts children, too, except a first child of a module that had none
+        self._num_params = self._size()
+
+    def _check_data(self) -> None:
+        """Raise StateError if a DTensor has another storage than before, but the same local tensor."""
+        self._wrapped = [param for param in self._params if isinstance(param.sharded, DTensor)]
+        self._storages = [torch_private.storage_id(param.sharded) for param in self._wrapped]
+        assigned: list[str] = []
+        for param, storage in zip(self._wrapped, self._storages, strict=True):
+            before, local = param.made_of
+            if storage != before and local() is param.local:
+                assigned.append(param.fqn)
+            param.made_of = storage, weakref.ref(param.local)
+        if assigned:
+            raise StateError(
+                f".data of {few(assigned)} was assigned to, which changes nothing: torch's DTensors compute with the local "
+                "tensor that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
+                "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
+            )
 
 
 def check_tree(root: nn.Module) -> None:

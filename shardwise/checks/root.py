@@ -9,18 +9,16 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.checks.initial_values import compare_beginnings, compare_replicas
-from shardwise.checks.model import check_tree, check_values, few
+from shardwise.checks.model import TreeWatch, check_values
 from shardwise.checks.writes import check_copies, check_forward, digests_of
 from shardwise.consistency.store import digest_of
-from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.errors import ConfigError, TransportError
 from shardwise.fsdp.attachment import Attachment
 from shardwise.fsdp.buffers import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.engine import Engine
@@ -30,7 +28,6 @@ from shardwise.fsdp.step_checks import StepChecks
 from shardwise.fsdp.user_writes import Written
 
 _logger = logging.getLogger(__name__)
-_VALUES = dict.values
 _NUM_FIRST = 2  # passes that are checked by default, and forwards per unit whose writes are compared between ranks
 CHECKS = "SHARDWISE_CHECKS"
 
@@ -54,10 +51,7 @@ def _checks_of(root: nn.Module, attachments: Sequence[Attachment], engine: Engin
 
 
 class RootChecks(StepChecks):
-    """Watches the module tree of ``root``, the storages of its shards, and what its engine reports.
-
-    Without these checks training would go wrong silently: each rank would train its own copy of a parameter that was added to
-    the module tree; an assignment to ``.data`` of a DTensor has no effect.
+    """Watches the module tree of ``root`` and what its engine reports.
 
     Args:
         attachments: the attachments in the tree.
@@ -66,31 +60,21 @@ class RootChecks(StepChecks):
 
     def __init__(self, root: nn.Module, attachments: Sequence[Attachment], engine: Engine, is_always: bool) -> None:
         self._root, self._engine = weakref.ref(root), weakref.ref(engine)
-        self._params = [param for each in attachments for param in each.unit.params]
+        self._tree = TreeWatch(root, attachments)
         self._is_always = is_always
         self._num_forwards = self._num_steps = 0
         self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks
         self._num_compared: Counter[int] = Counter()
-        self._note_tree(root)
-        self._check_data()
         check = engine.exec_order.mismatch_check
         check_values(root, attachments, check)
         if check is not None:
             compare_beginnings(engine.units, check)
 
     def begin_forward(self) -> None:
-        """Check the tree and the shards; it takes microseconds if nothing has changed.
-
-        Raises: StateError that names parameters without a unit, or shards whose ``.data`` was assigned to.
-        """
+        """Check the module tree and the storages of shards."""
         self._num_forwards += 1
         self.is_on = self._is_always or self._num_forwards <= _NUM_FIRST
-        if self._size() != self._num_params or [*chain.from_iterable(map(_VALUES, self._children))] != self._modules:
-            root = self._root()
-            assert root is not None  # its forward is running
-            self._note_tree(root)
-        if [*map(torch_private.storage_id, [param.sharded for param in self._wrapped])] != self._storages:
-            self._check_data()
+        self._tree.check()
 
     def see_change(self) -> None:
         """Check the running pass."""
@@ -144,35 +128,6 @@ class RootChecks(StepChecks):
             unlike = unlike_buffers([json.loads(each) for each in (theirs, mine) if each is not None])
             if unlike:
                 _logger.warning("after the first step %s", unlike_in_words(list(unlike), sorted([other, check.rank])))
-
-    def _size(self) -> int:
-        return sum(map(len, self._tables))
-
-    def _note_tree(self, root: nn.Module) -> None:
-        check_tree(root)
-        modules = list(root.modules())
-        self._children = [children for module in modules if (children := torch_private.children_of(module))]
-        self._modules = [*chain.from_iterable(map(_VALUES, self._children))]
-        self._tables = [torch_private.parameters_of(module) for module in modules]
-        self._tables += self._children  # counts children, too, except a first child of a module that had none
-        self._num_params = self._size()
-
-    def _check_data(self) -> None:
-        """Raise StateError if a DTensor has another storage than before, but the same local tensor."""
-        self._wrapped = [param for param in self._params if isinstance(param.sharded, DTensor)]
-        self._storages = [torch_private.storage_id(param.sharded) for param in self._wrapped]
-        assigned: list[str] = []
-        for param, storage in zip(self._wrapped, self._storages, strict=True):
-            before, local = param.made_of
-            if storage != before and local() is param.local:
-                assigned.append(param.fqn)
-            param.made_of = storage, weakref.ref(param.local)
-        if assigned:
-            raise StateError(
-                f".data of {few(assigned)} was assigned to, which changes nothing: torch's DTensors compute with the local "
-                "tensor that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
-                "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
-            )
 
 
 def _digests_in(root: nn.Module) -> dict[str, str]:
