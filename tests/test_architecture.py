@@ -333,6 +333,7 @@ BUDGETS = {
     "loop": 600,
     "testing": 400,
     "plan": 400,
+    "checks": 350,
 }
 
 

@@ -15,10 +15,10 @@ class Writer(nn.Linear):
 
     writes = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.writes:
             self.weight.data.mul_(2.0)
-        return super().forward(x)
+        return super().forward(input)
 
 
 def made() -> Writer:
