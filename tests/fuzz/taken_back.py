@@ -13,10 +13,10 @@ import torch
 
 from shardwise import torch_private
 from shardwise.checkpoint.state import BufferCheck
+from shardwise.checks import model as unwritten
 from shardwise.collectives.host.local_peers import take_shareable
 from shardwise.fsdp import build, flat_buffer, roots
 from shardwise.fsdp import build as copying
-from shardwise.fsdp import checks as unwritten
 from shardwise.fsdp import module as api_module
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.flat_buffer import FlatBucket, ParamStorage
