@@ -14,8 +14,9 @@ import torch
 from shardwise import torch_private
 from shardwise.checkpoint.state import BufferCheck
 from shardwise.checks import model as unwritten
+from shardwise.checks import root
 from shardwise.collectives.host.local_peers import take_shareable
-from shardwise.fsdp import build, flat_buffer, roots
+from shardwise.fsdp import build, flat_buffer
 from shardwise.fsdp import build as copying
 from shardwise.fsdp import module as api_module
 from shardwise.fsdp.engine import Engine
@@ -191,7 +192,7 @@ def _receive_row_major() -> None:
 
 
 def _begin_apart() -> None:
-    setattr(roots, "compare_beginnings", lambda *_: None)  # noqa: B010
+    setattr(root, "compare_beginnings", lambda *_: None)  # noqa: B010
     setattr(backend, "check_same_params", lambda *_: None)  # noqa: B010
 
 
