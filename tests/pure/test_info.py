@@ -63,7 +63,7 @@ def test_what_cannot_be_used_says_why() -> None:
 
 def test_variables_that_change_how_ranks_run_are_told_and_others_are_not() -> None:
     facts = look_at_host({"NCCL_DEBUG": "INFO", "HOME": "/home/somebody", "TOKEN": "secret"})
-    assert facts.environment == {"NCCL_DEBUG": "INFO"}
+    assert facts.environment == {"SHARDWISE_CHECKS": "first", "NCCL_DEBUG": "INFO"}
 
 
 def test_shared_memory_is_tried_between_two_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
