@@ -16,9 +16,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 # ---- Log messages for ``TORCH_LOGS=fsdp``; off by default.
 
@@ -36,21 +36,28 @@ def say(what: str) -> None:
     logger.info("%s", what)
 
 
-# ---- Spans of time: code that launches or waits reports its begin and end if there are listeners. Without listeners a
-# call site costs one test of an empty list: ``if listeners: begin(...)``.
+# ---- The bus: code that acts reports it to all listeners.  Without listeners a call site costs one test of an empty list:
+# ``if listeners: begin(...)``.
 
 
-class SpanListener(Protocol):
-    """Receives the spans of all threads; must not change anything."""
+class Listener:
+    """Receives the events of all threads, and must not change anything; a subclass overrides the methods that it wants."""
 
     def begin(self, track: str, what: str, subject: str) -> None:
         """``what`` begins on this thread, for ``subject`` (a unit, a message), on the event sequence ``track``."""
 
-    def end(self, what: str, subject: str, num_bytes: int) -> None:
-        """The last begun ``what`` of ``subject`` on this thread ends; spans inside it that raised end too."""
+    def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
+        """The last begun ``what`` of ``subject`` on this thread ends; spans inside it that raised end too.
+
+        ``call``: the action of a unit that has ended, if this is one; some have no begin.
+        """
+
+    def reach(self, place: str, what: str, subject: object) -> bool:
+        """This thread is about to do what ``place`` announces; True skips that (an injected fault)."""
+        return False
 
 
-listeners: list[SpanListener] = []  # changed by listening(), and by the profiler's records
+listeners: list[Listener] = []  # changed by listening(), and by the profiler's records
 
 
 def begin(track: str, what: str, subject: str) -> None:
@@ -59,10 +66,23 @@ def begin(track: str, what: str, subject: str) -> None:
         listener.begin(track, what, subject)
 
 
-def end(what: str, subject: str, num_bytes: int = 0) -> None:
+def end(track: str, what: str, subject: str, num_bytes: int = 0, call: Call | None = None) -> None:
     """Notify all listeners that ``what`` has ended."""
     for listener in list(listeners):
-        listener.end(what, subject, num_bytes)
+        listener.end(track, what, subject, num_bytes, call)
+
+
+def emit(track: str, call: Call) -> None:
+    """Notify all listeners that a unit has done ``call``; it ends the span of this name, if that has begun."""
+    end(track, call.op.value, call.unit, call.num_bytes, call)
+
+
+def tell(place: str, what: str, subject: object = None) -> bool:
+    """Notify all listeners of an announced action; return True if one of them skips it."""
+    is_left_out = False
+    for listener in list(listeners):
+        is_left_out |= listener.reach(place, what, subject)
+    return is_left_out
 
 
 @contextmanager
@@ -74,7 +94,7 @@ def span(track: str, what: str, subject: str, num_bytes: int = 0) -> Generator[N
         yield
     finally:
         if listeners:
-            end(what, subject, num_bytes)
+            end(track, what, subject, num_bytes)
 
 
 _T = TypeVar("_T")
@@ -89,8 +109,8 @@ def _while_in(found: list[_T], each: _T) -> Generator[None, None, None]:
         found.remove(each)
 
 
-def listening(listener: SpanListener) -> AbstractContextManager[None]:
-    """Send spans to ``listener`` inside the context; contexts nest."""
+def listening(listener: Listener) -> AbstractContextManager[None]:
+    """Send events to ``listener`` inside the context; contexts nest."""
     return _while_in(listeners, listener)
 
 
@@ -102,24 +122,21 @@ ERROR = "error"  # the place of an event for an error of shardwise when it is cr
 
 # Monotonic seconds, id of the thread, name of the track, count on the track, place, what.
 Entry: TypeAlias = tuple[float, int, str, int, str, str]
-# Gets place, what, and the subject; returns True to skip the announced action.
-Hearer: TypeAlias = Callable[[str, str, object], bool]
 
 _ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: readers want all threads
-hearers: list[Hearer] = []  # changed by hearing() only
 observers: list[Callable[[str], None]] = []  # called with every error of shardwise when it is created
 # Called with an exception, not of shardwise, that ends the program; their results are added to it as a note.
 explainers: list[Callable[[BaseException], str]] = []
 _numbers: dict[str, itertools.count[int]] = {}
-# Code that runs at every call of a step appends its Entry with ``remember`` itself, without a Python call, and calls
-# :func:`tell` only if there are ``hearers``. All other code calls :func:`note`.
+# Code that runs at every call of a step appends its Entry with ``remember`` itself, without a Python call.  All other code
+# calls :func:`note`.
 remember, now, thread = _ring.append, time.monotonic, threading.get_ident
 
 
 def note(place: str, what: str = "", subject: object = None) -> bool:
     """Record that this process reaches ``place``; return True if an injected fault skips the announced action."""
     remember((now(), thread(), "", 0, place, what))
-    return bool(hearers) and tell(place, what, subject)
+    return bool(listeners) and tell(place, what, subject)
 
 
 def note_error(text: str) -> None:
@@ -161,7 +178,12 @@ class Track:
         """Do :func:`note` for the next event of the track."""
         self.count = count = self.count + 1
         remember((now(), thread(), self.name, count, place, what))
-        return bool(hearers) and tell(place, what, subject)
+        return bool(listeners) and tell(place, what, subject)
+
+    def recent(self, most: int) -> list[tuple[str, str]]:
+        """Return place and what of the last ``most`` events, oldest first."""
+        mine = [entry for entry in entries() if entry[2] == self.name][-most:]
+        return [(str(getattr(entry[4], "value", entry[4])), entry[5]) for entry in mine]
 
 
 def next_track(topic: str) -> Track:
@@ -178,15 +200,7 @@ live_tracks: weakref.WeakSet[Track] = weakref.WeakSet()  # those of next_track t
 
 def entries() -> list[Entry]:
     """Return the last ``NUM_EVENTS`` events, oldest first."""
-    return _all_of(_ring)
-
-
-def _all_of(ring: deque[_T]) -> list[_T]:
-    while True:
-        try:
-            return list(ring)
-        except RuntimeError:  # another thread has added an entry meanwhile
-            continue
+    return [*_ring.copy()]  # other threads add entries, also while a loop over the ring itself would run
 
 
 def last_time() -> float:
@@ -197,22 +211,9 @@ def last_time() -> float:
         return 0.0
 
 
-def hearing(hearer: Hearer) -> AbstractContextManager[None]:
-    """Call ``hearer`` at every event of every thread inside the context, before the announced action."""
-    return _while_in(hearers, hearer)
-
-
 def observing(observer: Callable[[str], None]) -> AbstractContextManager[None]:
     """Call ``observer`` with the text of every error of shardwise inside the context, when it is created."""
     return _while_in(observers, observer)
-
-
-def tell(place: str, what: str, subject: object = None) -> bool:
-    """Call all hearers with an event; return True if one of them skips the announced action."""
-    is_left_out = False
-    for hearer in list(hearers):
-        is_left_out |= hearer(place, what, subject)
-    return is_left_out
 
 
 # ---- The vocabulary shared by plan, engine and instruments: what a unit does in a step.
@@ -255,26 +256,3 @@ def unit_in_words(name: str) -> str:
         ("unit 'blocks.0'", 'the root unit')
     """
     return f"unit '{name}'" if name else "the root unit"
-
-
-class Instrument(Protocol):
-    """Receives every event of an engine; must not change anything."""
-
-    def on_event(self, event: Call) -> None:
-        """Process ``event``; called on the thread that runs the step, in the order of events."""
-
-
-@dataclass(slots=True)
-class EventLog:
-    """The recent events of an engine, and their receivers.  Units write to it directly, because it is used at every call.
-
-    Attributes:
-        track: all events of an engine in order, for records.
-        num_calls: calls so far.  recent: the last actions, and their units.
-        instruments: receive every event.
-    """
-
-    track: Track = field(default_factory=lambda: Track("no engine"))
-    num_calls: int = 0
-    recent: deque[tuple[Op, str]] = field(default_factory=lambda: deque[tuple[Op, str]](maxlen=4))
-    instruments: list[Instrument] = field(default_factory=list[Instrument])

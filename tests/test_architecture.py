@@ -271,7 +271,6 @@ ONE_IDEA = {
     "collectives/streams.py:DeviceWatch": "one wait, watched from beside it",
     "zero/optimizer.py:ZeroRedundancyOptimizer": "the public names of torch's class",
     "transaction/transaction.py:Ledger": "the state before one step",
-    "plan/schedule.py:_Simulation": "the units of a step as it goes on, without tensors",
 }
 MOST_ATTRIBUTES = 10
 

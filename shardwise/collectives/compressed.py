@@ -36,7 +36,7 @@ from shardwise.collectives.protocol import (
 from shardwise.collectives.routes import LeftOut, Link, PassTracker, RoutedCommunicator, section_parts
 from shardwise.consistency.process_groups import await_collective
 from shardwise.layout import Bucket, align
-from shardwise.observe import hearers, note, now, remember, tell, thread
+from shardwise.observe import listeners, note, tell
 
 # ---- Sums of coding errors over ranks: checkpoints save them, so that any number of ranks can load them.
 
@@ -288,8 +288,7 @@ class CompressedCommunicator(RoutedCommunicator):
 
     def all_gather(self, ends: GatherEnds) -> Handle:
         """Gather sections as messages of bytes."""
-        remember((now(), thread(), "", 0, "all-gather", ""))
-        if hearers and tell("all-gather", "", ends):
+        if listeners and tell("all-gather", "", ends):
             return LeftOut(ends, self.size)
         coding, packed, bucket_ends = self._compression.policy.gather, self.packed, ends.buckets()
         if coding is None or packed.custom.all_gather is not None:
@@ -304,8 +303,7 @@ class CompressedCommunicator(RoutedCommunicator):
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Send every rank its section, coded; decode and sum in float32, in rank order; scale the sum."""
-        remember((now(), thread(), "", 0, "reduction", ends.label))
-        if hearers and tell("reduction", ends.label, ends):
+        if listeners and tell("reduction", ends.label, ends):
             return LeftOut(ends)
         coding, packed = self._compression.policy.reduce, self.packed
         if coding is None or packed.custom.reduce_scatter is not None:

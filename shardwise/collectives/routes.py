@@ -17,7 +17,7 @@ from shardwise.collectives.c10d import C10dCommunicator, resolve_scale
 from shardwise.collectives.protocol import GatherEnds, Handle, OnceHandle, Scale, ScatterEnds, SumContents
 from shardwise.errors import ConfigError
 from shardwise.layout import Bucket
-from shardwise.observe import hearers, note, now, remember, tell, thread
+from shardwise.observe import listeners, note, tell
 
 # ---- Shards in sections: pack them, and sum them in an order that gives the same bits over every transport.
 
@@ -447,8 +447,7 @@ class RoutedCommunicator:
 
     def all_gather(self, ends: GatherEnds) -> Handle:
         """Launch an all-gather by the link, or by the backend through one packed buffer."""
-        remember((now(), thread(), "", 0, "all-gather", ""))
-        if hearers and tell("all-gather", "", ends):
+        if listeners and tell("all-gather", "", ends):
             return LeftOut(ends, self.size)
         entry = self._pass_tracker.entries.get(self._name)
         if entry is not None and not entry.has_no_link and self.packed.custom.all_gather is None:
@@ -459,8 +458,7 @@ class RoutedCommunicator:
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Launch a reduce-scatter by the link, or by the backend through one packed buffer."""
-        remember((now(), thread(), "", 0, "reduction", ends.label))
-        if hearers and tell("reduction", ends.label, ends):
+        if listeners and tell("reduction", ends.label, ends):
             return LeftOut(ends)
         entry = self._pass_tracker.entries.get(self._name)
         if entry is not None and not entry.has_no_link and self.packed.custom.reduce_scatter is None:

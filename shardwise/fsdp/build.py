@@ -229,10 +229,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     attachment.ignored = _ignored_in(managed, preset.ignored)
     for module in roots:
         module.__dict__[ATTACHMENT] = attachment
-    hooks = Hooks(attachment)
-    hooks.install()
-    hooks.install_state_dict_hooks()
-    hooks.listen()
+    Hooks(attachment).install()
     return attachment
 
 

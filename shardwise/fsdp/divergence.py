@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from difflib import SequenceMatcher
-from typing import Any, NoReturn, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,8 @@ from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
-from shardwise.observe import Op
-from shardwise.plan.schedule import FORWARD, AgreedSchedule, ExecutionOrder, OrderEntry, StepEvent
+from shardwise.observe import Op, listeners
+from shardwise.plan.schedule import FORWARD, ExecutionOrder, OrderEntry, StepEvent
 
 # ---- The union of the orders of all ranks.
 
@@ -80,48 +80,50 @@ _COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_RE
 _NUM_FLAGS = 10
 
 
-def _nothing() -> None:
-    return None
+class Passes(Protocol):
+    """The engine, as far as ranks that take different ways need it."""
+
+    exec_order: ExecOrderTracker
+    reductions: Reductions
+    comm_ctx: CommContext
+
+    def serve_pass(self, kind: PassKind) -> None:
+        """Take part in a pass that only other ranks run; call :meth:`Divergence.enter` and :meth:`Divergence.end`."""
+        ...
+
+    def reset(self) -> None:
+        """Clean up after a failure; call :meth:`Divergence.abort`."""
+        ...
 
 
 class Divergence:
     """The part of an engine that lets ranks take different ways.
 
     Args:
-        exec_order, reductions, comm_ctx: those of the engine.
+        engine: it owns this object.
         group: a gloo group of all ranks of the engine.
-        calls: of the engine, which they do not keep alive: ``serve_pass(kind)``, which takes part in a pass that only other
-            ranks run and calls :meth:`enter` and :meth:`end`; ``reset()``, which cleans up after a failure and calls
-            :meth:`abort`.
 
     Attributes:
-        schedule: the schedule of the running pass.
         is_open: a pass runs.
-        notify: called before ranks tell each other what they begin; a ``Join`` counts these calls.
+        joined: the root inside a ``Join``, which counts what ranks begin; None outside of any.
         divides_by_all: gradients are averaged over all ranks, not only over those that are still in a ``Join``.
     """
 
-    def __init__(
-        self,
-        exec_order: ExecOrderTracker,
-        reductions: Reductions,
-        comm_ctx: CommContext,
-        group: dist.ProcessGroup,
-        calls: tuple[Callable[[PassKind], None], Callable[[], None]],
-    ) -> None:
-        self._exec_order, self._reductions, self._comm_ctx, self.group = exec_order, reductions, comm_ctx, group
-        self._serve_pass, self._reset = calls
-        self._units: Sequence[Unit] = exec_order.units
+    def __init__(self, engine: Passes, group: dist.ProcessGroup) -> None:
+        self._engine = engine = weakref.proxy(engine)
+        self.group = group
+        self._units: Sequence[Unit] = engine.exec_order.units
         params = [param for unit in self._units for param in unit.params]
         self._places = {param: place for place, param in enumerate(params)}
-        this = weakref.proxy(self)  # units have the schedule, and must not own what has them
-        self.schedule = AgreedSchedule(lambda number: this._reach_gather(number), lambda: this._serve_next())
         self.is_open = False
-        self.notify: Callable[[], object] = _nothing
+        self.joined: weakref.ref[nn.Module] | None = None
         self.divides_by_all = True
         self._count = 0
         self._kind: PassKind = "forward"
         self._syncs = self._is_short = False
+        # The schedule of the running pass, see Schedule in fsdp/unit.py; units move the cursor themselves, without a call.
+        self.gathers, self._sums, self.cursor = [-1], [-1], 0
+        self._whole: list[int] = []
         self._late: dict[Unit, Gradients] = {}
         self._used: set[ShardedParam] = set()
         # Gathers that this rank has launched for the others alone, and the buffers for what it receives.
@@ -141,13 +143,13 @@ class Divergence:
         try:
             largest_words(mine, self.group)
         except RuntimeError as error:
-            raise self._exec_order.explain(error, f"the other ranks in a {self._kind}") from error
+            raise self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}") from error
         said: list[int] = mine.tolist()
         if said[_COUNT] != -said[_LESS_COUNT] or said[_ABOUT] != -said[_LESS_ABOUT]:
             error = TransportError(
                 f"a rank has left a {self._kind} that others still run, by an exception; see the error of that rank"
             )
-            raise self._exec_order.explain(error, f"the other ranks in a {self._kind}")
+            raise self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}")
         return said
 
     def begin(self, wanted: PassKind | None, changed: Container[int] | None = None) -> None:
@@ -164,19 +166,12 @@ class Divergence:
                 "not support: other ranks could not know when to serve it. Run it before or after"
             )
         while True:
-            self.notify()
+            if self.joined is not None:
+                Join.notify_join_context(cast(Any, self.joined()))
             kind = self._begin_next(wanted, True, changed)
-            if kind is None and self._left:
-                self._refuse_change()
             if kind is None or kind == wanted:
                 return
-            self._serve_pass(kind)
-
-    def _refuse_change(self) -> NoReturn:
-        raise StateError(
-            f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(self._left)} has left: its "
-            "shards would stay as they are. Put Join around the forwards and backwards of one step, and clip and step after it"
-        )
+            self._engine.serve_pass(kind)
 
     def _place_of_waiting(self, changed: Container[int] | None) -> int:
         """Return 1 + the place of a parameter, one of ``changed``, whose gradients wait on this rank; else 0."""
@@ -188,16 +183,15 @@ class Divergence:
 
     def leave_join(self) -> None:
         """End a ``Join``: all ranks have left its body."""
-        self.notify, self.divides_by_all = _nothing, True
+        self.joined, self.divides_by_all = None, True
         for unit in self._units:
             unit.reshard()  # ranks may differ in what they have left unsharded
 
     def serve_one(self) -> None:
         """Serve the next pass of the other ranks; this rank begins none (``Join``)."""
         kind = self._begin_next(None, False)
-        if kind is None:
-            self._refuse_change()
-        self._serve_pass(kind)
+        if kind is not None:
+            self._engine.serve_pass(kind)
 
     def _begin_next(
         self, wanted: PassKind | None, is_active: bool, changed: Container[int] | None = None
@@ -211,90 +205,92 @@ class Divergence:
         places = [_NUM_FLAGS + self.group.rank()] if is_active else []
         said = self._exchange(_BEGIN, flags, places, self._place_of_waiting(changed))
         self._count += 1
-        self._syncs, self._reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
+        self._syncs, self._engine.reductions.syncs_replicas = bool(said[_SYNCS]), bool(said[_SYNCS_REPLICAS])
         active = said[_NUM_FLAGS : _NUM_FLAGS + self.group.size()]
         ranks = dist.get_process_group_ranks(self.group)
         self._left = [rank for rank, is_in in zip(ranks, active, strict=True) if not is_in]
-        if said[_WAITS] and not (said[_BACKWARD] or said[_FORWARD]):
+        kind: PassKind | None = "backward" if said[_BACKWARD] else "forward" if said[_FORWARD] else None
+        if kind is None and said[_WAITS]:
             raise StateError(waits_for_sync([*self._places][said[_WAITS] - 1].fqn))
-        return "backward" if said[_BACKWARD] else "forward" if said[_FORWARD] else None
+        if kind is None and self._left:
+            raise StateError(
+                f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(self._left)} has left: its "
+                "shards would stay as they are. Put Join around the forwards and backwards of one step, and clip and step "
+                "after it"
+            )
+        return kind
 
     # ---- a pass ----
 
     def enter(self, kind: PassKind) -> None:
         """Take up the schedule of a pass that all ranks begin."""
-        self._kind, plan = kind, self._exec_order.plan
-        links = self._comm_ctx.pass_tracker.open_links() if self._exec_order.gathers else []
+        self._kind, plan = kind, self._engine.exec_order.plan
+        links = self._engine.comm_ctx.pass_tracker.open_links() if self._engine.exec_order.gathers else []
         if self._planned[0] != (plan, links):
             self._planned = (plan, links), {}
             for unit in self._units:
                 is_read = all(group.is_read_by_peers(links) for group in unit.groups)  # without help of this rank
-                unit.schedule = None if is_read else self.schedule
+                unit.schedule = None if is_read else weakref.proxy(self)
         calls = self._planned[1].get((kind, self._syncs))
         if calls is None:
             calls = self._planned[1][kind, self._syncs] = self._calls_of(kind)
-        schedule = self.schedule
-        schedule.gathers, schedule.reductions, schedule.cursor = [*calls[0], -1], [*calls[1], -1], 0
-        schedule.whole.clear()
+        self.gathers, self._sums, self.cursor = [*calls[0], -1], [*calls[1], -1], 0
+        self._whole.clear()
         self._used.clear()
         self._late.clear()
         self._is_short, self.is_open = plan is None, True
 
     def _calls_of(self, kind: PassKind) -> tuple[list[int], list[int]]:
-        plan = self._exec_order.plan
+        plan = self._engine.exec_order.plan
         if plan is None:
             return [], []
-        numbers = {unit.name: number for number, unit in enumerate(self._units)}
+        units = {unit.name: unit for unit in self._units}
         begin = plan.starts[len(plan.order.forward)]
         calls = plan.calls[:begin] if kind == "forward" else plan.calls[begin:]
         taken = [
-            (call.op, number)
+            (call.op, units[call.unit])
             for call in calls
-            if (number := numbers[call.unit]) >= 0
-            and (
-                (call.op is Op.REDUCE and self._syncs)
-                or (call.op is Op.UNSHARD and self._units[number].schedule is not None)
-            )
+            if (call.op is Op.REDUCE and self._syncs)
+            or (call.op is Op.UNSHARD and units[call.unit].schedule is not None)
         ]
-        return (
-            [number if op is Op.UNSHARD else -1 for op, number in taken],
-            [number if op is Op.REDUCE else -1 for op, number in taken],
-        )
+        gathers, sums = ([unit.number if op is own else -1 for op, unit in taken] for own in (Op.UNSHARD, Op.REDUCE))
+        return gathers, sums
 
-    def _reach_gather(self, number: int) -> None:
-        """Launch for the others what comes before the gather of unit ``number``, which the caller launches next."""
-        schedule = self.schedule
-        at = schedule.find(schedule.gathers, number)
-        if at is None:
-            self._serve_until(len(schedule.gathers) - 1)
+    def _next(self, calls: list[int], unit: Unit) -> int | None:
+        """Return where ``unit`` comes next in ``calls``; None: it does not."""
+        return calls.index(unit.number, self.cursor) if unit.number in calls[self.cursor :] else None
+
+    def reach_gather(self, unit: Unit) -> None:
+        """Launch for the others what comes before the gather of ``unit``, which the caller launches next."""
+        if (at := self._next(self.gathers, unit)) is None:
+            self._serve_until(len(self.gathers) - 1)
             self._is_short = True
-            self._round([number])
-            at = schedule.find(schedule.gathers, number)
+            self._round([unit.number])
+            at = self._next(self.gathers, unit)
             assert at is not None
         self._serve_until(at)
-        schedule.cursor += 1
+        self.cursor += 1
 
     def launch(self, unit: Unit, gradients: Gradients) -> None:
         """Launch the reduction of ``unit``, and before it for the others what comes first, with zeros added to ``gradients``.
 
         If the schedule has no such reduction any more, the gradients are kept until the end of the pass.
         """
-        schedule, reductions = self.schedule, self._reductions
+        reductions = self._engine.reductions
         is_whole = bool(gradients) and len(gradients) == unit.backward.counted[0]
-        if is_whole and schedule.reductions[schedule.cursor] == unit.number:
-            schedule.cursor += 1
-            schedule.whole.append(unit.number)
+        if is_whole and self._sums[self.cursor] == unit.number:
+            self.cursor += 1
+            self._whole.append(unit.number)
             reductions.launch(unit, gradients)
             return
         if unit in self._late:
             gradients.update(add_gradients(self._late.pop(unit), gradients))
-        at = schedule.find(schedule.reductions, unit.number)
-        if at is None:
+        if (at := self._next(self._sums, unit)) is None:
             self._late[unit] = gradients
-            self._is_short = self._is_short or unit.number not in schedule.reductions
+            self._is_short = self._is_short or unit.number not in self._sums
             return
         self._serve_until(at)
-        schedule.cursor += 1
+        self.cursor += 1
         early = frozenset[ShardedParam]() if reductions.early is None else reductions.early.params
         self._used.update(gradients, unit.earlier.held, unit.earlier.partial, early)
         for group in unit.groups:
@@ -303,26 +299,30 @@ class Divergence:
 
     def end(self, ran_here: bool = True) -> None:
         """Serve the other ranks until none needs anything more in this pass; ``ran_here``: this rank runs the pass, too."""
-        schedule = self.schedule
         said, num_calls = list[int](), 0
         try:
             if self._kind == "backward" and self._syncs and not ran_here:
                 for unit in reversed(self._units):
                     if unit.earlier.held:  # a rank that has left a Join runs no later backward
                         self.launch(unit, {})
-            while len(schedule.gathers) != num_calls:
-                num_calls = len(schedule.gathers)
+            while len(self.gathers) != num_calls:
+                num_calls = len(self.gathers)
                 self._serve_until(num_calls - 1)
                 said = self._round([])
         except BaseException:
-            self._reset()
+            self._engine.reset()
             raise
         self._drop_given(0)
         self.is_open = False
         if self._kind == "backward":
+            # Parameters that have a gradient on no rank keep the ``.grad`` that they have: what was reduced of them are zeros.
+            num = len(self._units)
+            whole, used = _NUM_FLAGS + 2 * num, _NUM_FLAGS + 3 * num
+            partly = [unit for unit in self._units if not said[whole + unit.number]]
+            unused = {param for unit in partly for param in unit.params if not said[used + self._places[param]]}
             size = self.group.size()
             factor = 1.0 if self.divides_by_all else size / max(size - len(self._left), 1)
-            self._reductions.note_end(self._unused(said), factor)
+            self._engine.reductions.note_end(unused, factor)
         if said[_IS_SHORT]:
             self._plan_next(ran_here)
 
@@ -337,37 +337,37 @@ class Divergence:
         first, second, third, last = (_NUM_FLAGS + each * num for each in range(4))
         places = [first + number for number in gathers]
         places += [second + unit.number for unit in self._late]
-        places += [third + number for number in self.schedule.whole]
+        places += [third + number for number in self._whole]
         places += [last + self._places[param] for param in self._used]
         said = self._exchange(_WITHIN, [_IS_SHORT] if self._is_short else [], places)
-        self.schedule.append(
-            [number for number in range(num) if said[first + number]],
-            [number for number in range(num) if said[second + number]],
-        )
+        gathers, sums = ([number for number in range(num) if said[begin + number]] for begin in (first, second))
+        self.gathers[-1:] = [*gathers, *[-1] * len(sums), -1]
+        self._sums[-1:] = [*[-1] * len(gathers), *sums, -1]
         return said
 
     def _serve_until(self, end: int) -> None:
-        while self.schedule.cursor < end:
-            self._serve_next()
+        while self.cursor < end:
+            self.serve_next()
 
-    def _serve_next(self) -> None:
-        schedule = self.schedule
-        number = schedule.gathers[schedule.cursor]
+    def serve_next(self) -> None:
+        """Launch for the others what comes next in the schedule."""
+        number = self.gathers[self.cursor]
         if number >= 0:
-            schedule.cursor += 1
+            self.cursor += 1
             self._give(self._units[number])
         else:
-            self.launch(self._units[schedule.reductions[schedule.cursor]], {})
+            self.launch(self._units[self._sums[self.cursor]], {})
 
     def _give(self, unit: Unit) -> None:
-        streams = self._comm_ctx.streams
+        streams = self._engine.comm_ctx.streams
         if streams.are_concurrent:
             streams.gather.wait_current()
         for group in unit.groups:
             given = group.give_shards()
             if given is not None:
                 self._given.append(given)
-        unit.note(Op.SERVE, lambda: (unit.gather_staging[0], False))
+        if listeners:
+            unit.emit(Op.SERVE, unit.gather_staging[0])
         self._drop_given(_MOST_GIVEN)
 
     def _drop_given(self, most: int) -> None:
@@ -379,24 +379,17 @@ class Divergence:
 
     # ---- after a pass ----
 
-    def _unused(self, said: list[int]) -> set[ShardedParam]:
-        """Return the parameters that have a gradient on no rank: they keep the ``.grad`` that they have."""
-        num = len(self._units)
-        whole, used = _NUM_FLAGS + 2 * num, _NUM_FLAGS + 3 * num
-        partly = [unit for unit in self._units if not said[whole + unit.number]]
-        return {param for unit in partly for param in unit.params if not said[used + self._places[param]]}
-
     def _plan_next(self, ran_here: bool) -> None:
-        mine = [(each.unit, each.event.value) for each in (self._exec_order.own_order if ran_here else ())]
+        mine = [(each.unit, each.event.value) for each in (self._engine.exec_order.own_order if ran_here else ())]
         every = gather_objects(mine, self.group)
         found = [[OrderEntry(unit, StepEvent(event)) for unit, event in each] for each in every]
-        plan = self._exec_order.plan
+        plan = self._engine.exec_order.plan
         forward = list(plan.order.forward) if plan is not None else []
         backward = list(plan.order.backward) if plan is not None else []
         forward = union_of(forward, [[each for each in order if each.event in FORWARD] for order in found])
         if self._kind == "backward":
             backward = union_of(backward, [[each for each in order if each.event not in FORWARD] for order in found])
-        self._exec_order.plan_from(ExecutionOrder((*forward, *backward)))
+        self._engine.exec_order.plan_from(ExecutionOrder((*forward, *backward)))
 
 
 class ServeHook(JoinHook):
@@ -411,8 +404,7 @@ class ServeHook(JoinHook):
         if divergence is None:
             return
         divergence.divides_by_all = divides_by_all
-        this = weakref.ref(module)
-        divergence.notify = lambda: Join.notify_join_context(cast(Any, this()))
+        divergence.joined = weakref.ref(module)
 
     def main_hook(self) -> None:
         """Serve one pass."""

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,90 +24,35 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions, check_weights, hold_assigned
 from shardwise.fsdp.step_checks import StepChecks
 from shardwise.fsdp.transports import CommContext
-from shardwise.fsdp.unit import Gathering, Stage, Subsharded, Unit, is_in_backward
+from shardwise.fsdp.unit import FULL, GATHERING, SUB, Ending, Stage, Unit, is_in_backward
 from shardwise.fsdp.user_writes import Written
 from shardwise.fsdp.waiting_gradients import waits_for_sync
-from shardwise.observe import Op, logger, unit_in_words
+from shardwise.observe import Op, listeners, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
 from shardwise.torch_private import innermost_transform
-
-# ---- Whether a backward runs, has ended or has raised.  Autograd calls back only when one ends; that one raised shows
-# by the destruction of its callback.
 
 
 class BackwardEnd:
     """The callback that autograd runs when a backward ends.
 
-    When the backward raises, autograd destroys the callback without running it; :class:`BackwardWatch` observes that.
+    When the backward raises, autograd destroys the callback without running it, which is the only sign of that.  So the
+    engine has a weak reference to it, and a backward runs as long as that is alive.
     """
 
-    __slots__ = ("__weakref__", "_finish")
+    __slots__ = ("__weakref__", "_engine")
 
-    def __init__(self, finish: weakref.WeakMethod[Callable[[], None]]) -> None:
-        self._finish = finish
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
 
     def __call__(self) -> None:
-        if (finish := self._finish()) is not None:
+        if (engine := self._engine()) is not None:
             with nullcontext() if innermost_transform() is None else torch_private.beside_transforms():
-                finish()
+                engine.finish()
 
-
-class BackwardWatch:
-    """Watches one backward at a time.
-
-    Args:
-        finish: the bound method to call when the backward ends.
-        abort: the bound method to call when the backward has raised.
-
-    Attributes:
-        end: weak reference to the callback of the running backward, dead if that raised; None if no backward runs.
-        task: autograd's graph task id of the running backward.
-        makes_graph: the backward runs with ``create_graph=True``.
-    """
-
-    def __init__(self, finish: Callable[[], None], abort: Callable[[], None]) -> None:
-        self._finish, self._abort = weakref.WeakMethod(finish), weakref.WeakMethod(abort)
-        self.end: weakref.ref[BackwardEnd] | None = None
-        self.task = -1
-        self.makes_graph = False
-
-    @property
-    def is_running(self) -> bool:
-        """True from :meth:`begin` on, until the backward has ended or raised."""
-        return self.end is not None and self.end() is not None
-
-    @property
-    def has_raised(self) -> bool:
-        """True if the last backward raised and ``end`` was not cleared since."""
-        return self.end is not None and self.end() is None
-
-    def begin(self) -> BackwardEnd:
-        """Watch the running backward; the caller queues the returned callback after everything else at its begin."""
-        end, this = BackwardEnd(self._finish), weakref.ref(self)
-
-        def on_death(dead: weakref.ref[BackwardEnd]) -> None:
-            watch = this()
-            abort = watch._abort() if watch is not None and watch.end is dead else None
-            if abort is not None:
-                abort()
-
-        self.end = weakref.ref(end, on_death)
-        self.task, self.makes_graph = torch_private.graph_task_id(), False
-        return end
-
-
-# ---- The forwards of one engine that have begun and not ended.
-
-
-@dataclass(slots=True)
-class Forward:
-    """A forward that has begun, and the exception that was being handled at that time.
-
-    ``exception`` tells a forward that raised from one that runs inside an ``except`` block.
-    """
-
-    unit: Unit
-    exception: BaseException | None
+    def __del__(self) -> None:
+        engine = self._engine()
+        if engine is not None and engine.end is not None and engine.end() in (None, self):  # a later one has not begun
+            engine.abort_backward()
 
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -122,9 +67,12 @@ class Engine:
         units: the units of the root's module tree, root first; ``units[i]`` is number i of every plan.
         comm_ctx: streams, links and buffer pools of the collectives.
         exec_order: the execution order of the running step, and the plan made from an earlier step.
-        forwards: the forwards that have begun and not ended, outermost first.  An interrupt (BaseException) skips torch's
-            always-called hooks, so its forwards stay until ``reset_iter_state()``, without which an optimizer step raises.
-        watch: observes whether a backward runs.
+        forwards: the forwards that have begun and not ended, outermost first: the unit, and the exception that was being
+            handled at that time, which tells a forward that raised from one that runs inside an ``except`` block.  An
+            interrupt (BaseException) skips torch's always-called hooks, so its forwards stay until ``reset_iter_state()``,
+            without which an optimizer step raises.
+        end: weak reference to the callback of the running backward; None if none runs.
+        task: autograd's graph task id of the running backward.  makes_graph: it runs with ``create_graph=True``.
         reductions: launched and unsynced gradients.
         manual: state of manual backward finalization.
         is_last_backward: False delays the wait for reductions to a later backward.
@@ -138,9 +86,11 @@ class Engine:
         self.units: list[Unit] = []
         self.comm_ctx = comm_ctx
         self.exec_order = ExecOrderTracker()
-        self.forwards: list[Forward] = []
+        self.forwards: list[tuple[Unit, BaseException | None]] = []
         self._has_reported = False
-        self.watch = BackwardWatch(self.finish, self.abort_backward)
+        self.end: weakref.ref[BackwardEnd] | None = None
+        self.task = -1
+        self.makes_graph = False
         self.reductions = Reductions(self.exec_order, comm_ctx)
         self.manual = ManualFinalization()
         self.is_last_backward = True
@@ -149,8 +99,6 @@ class Engine:
         self.checks = StepChecks()
         self._tied_users: dict[Unit, list[Unit]] = {}  # owner of tied parameters -> the other units that use them
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
-        self._late: list[Unit] = []  # units to reshard when the pass is over
-        self._is_graphless = False  # the last forward built no graph
         self.awaits_backward = False
         self.divergence: Divergence | None = None
         live_engines.add(self)
@@ -166,10 +114,6 @@ class Engine:
         }
         for unit in self.units:
             unit.host_ref = unit.backward.host = weakref.ref(self)
-            unit.number = self.exec_order.numbers[unit]
-            instruments = self.exec_order.instruments
-            instruments += [each for each in unit.log.instruments if each not in instruments]
-            unit.log = self.exec_order.log
 
     # ---- callbacks of units (StepCallbacks in fsdp/unit.py) ----
 
@@ -183,7 +127,7 @@ class Engine:
 
     # ---- forward ----
 
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: Unit, module: nn.Module) -> None:
         """Wait for the full parameters of ``unit`` and launch the prefetches of the plan."""
         if torch_private.graph_task_id() != -1:  # a checkpoint recomputes this forward in backward
             self.exec_order.record(unit, StepEvent.PRE_RECOMPUTE)
@@ -191,15 +135,20 @@ class Engine:
             return
         if not self.forwards:
             self._begin_forward()
-        self.forwards.append(Forward(unit, sys.exc_info()[1]))
-        starts = not unit.awaited and not unit.holders
-        prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else []
-        unit.begin_forward(self.comm_ctx.pass_tracker.number)
-        if starts and unit.forward_prefetch is None:
-            for target in prefetches:
-                target.unshard(self.comm_ctx.pass_tracker.number)
-        elif starts:
-            self._prefetch(unit.forward_prefetch)
+        self.forwards.append((unit, sys.exc_info()[1]))
+        starts, number = not unit.awaited and not unit.holders, self.comm_ctx.pass_tracker.number
+        prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else ()
+        if starts:
+            unit.awaited = {id(module)} if unit.has_one_module else {id(each) for each in unit.modules}
+        for member in (unit, *unit.tied_units):  # until its end no other forward reshards what this one uses
+            member.holders += 1
+            member.wait(number)
+            if torch_private.saved_tensor_hooks(True) is not None:
+                member.num_aliases = member.count_aliases()
+        if starts and unit.forward_prefetch is not None:
+            prefetches = [target for ref in unit.forward_prefetch if (target := ref()) is not None]
+        for target in prefetches:
+            target.unshard(number)
 
     def after_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Reshard ``unit`` if its policy says so and all its modules have run.
@@ -209,29 +158,31 @@ class Engine:
         if torch_private.graph_task_id() != -1:  # a checkpoint has recomputed this forward in backward
             # While its backward runs, the unit stays full: that backward reads the parameters next.
             if unit.backward.stage is not Stage.RUNNING and not self._is_read_by_others(unit):
-                self.reshard_in_step(unit, after_forward=True)
+                unit.reshard_after_forward()
             self.exec_order.record(unit, StepEvent.POST_RECOMPUTE)
             return True
-        if not self.forwards or self.forwards[-1].unit is not unit:
+        if not self.forwards or self.forwards[-1][0] is not unit:
             return True
         raised = sys.exc_info()[1]
-        if raised is not self.forwards.pop().exception:  # forward has raised
+        if raised is not self.forwards.pop()[1]:  # forward has raised
             unit.abort_forward()
             if not self.forwards:
-                if isinstance(raised, Exception) and not isinstance(
-                    raised, ShardwiseError
-                ):  # these have reported themselves
+                # Errors of shardwise have reported themselves.
+                if isinstance(raised, Exception) and not isinstance(raised, ShardwiseError):
                     leave(f"{type(raised).__name__}: {in_short(raised)}")
                     self._has_reported = True
                 self.reset()
             return False
-        if unit.end_forward(module):
+        unit.awaited.discard(id(module))
+        for member in (unit, *unit.tied_units):
+            member.holders -= 1
+        if not unit.awaited:
             if not unit.holders:
                 self.exec_order.record(unit, StepEvent.POST_FORWARD)
-                self.reshard_in_step(unit, after_forward=True)
+                unit.reshard_after_forward()
             for member in unit.tied_units:
                 if not member.holders:
-                    self.reshard_in_step(member, after_forward=True)
+                    member.reshard_after_forward()
         if not self.forwards:
             self._end_forward(unit)
         return True
@@ -239,12 +190,21 @@ class Engine:
     @property
     def is_in_step(self) -> bool:
         """True in a forward or backward of these units: other ranks may be reading the shards then."""
-        return bool(self.forwards) or self.watch.is_running
+        return bool(self.forwards) or self.runs_backward
+
+    @property
+    def runs_backward(self) -> bool:
+        """True until the backward has ended or raised."""
+        return self.end is not None and self.end() is not None
 
     def expect_nested_backwards(self) -> None:
-        """Do not end a unit's backward at its last gradient until one backward has shown which gradient is the last."""
+        """Do not end a unit's backward at its last gradient until one backward has shown which gradient is the last.
+
+        A reentrant checkpoint recomputes with the unit's parameters after gradients of uses outside of it have arrived.
+        """
         for unit in self.units:
-            unit.backward.counts = False
+            if unit.backward.learned is Ending.LAST_GRADIENT:
+                unit.backward.learned = Ending.NESTED
 
     @property
     def has_copies(self) -> bool:
@@ -259,8 +219,6 @@ class Engine:
 
     def _begin_forward(self) -> None:
         self.manual.check_completed("a forward")
-        if self.watch.has_raised:
-            self.abort_backward()
         logger.debug("FSDP::root_pre_forward")
         self.checks.begin_forward()
         # Without gathers and without gradients a forward takes no collective: one rank may run it alone, so ranks do not
@@ -274,7 +232,7 @@ class Engine:
         if self.divergence is not None and self.exec_order.gathers:
             self.divergence.begin("forward")
         if not is_aside:
-            track = self.exec_order.log.track
+            track = self.exec_order.track
             track.num_forwards, track.running = track.num_forwards + 1, "forward"
         self.exec_order.begin(is_aside)
         self.enter_pass("forward")
@@ -288,58 +246,51 @@ class Engine:
     def enter_pass(self, kind: PassKind) -> None:
         """Begin a forward or backward: copy writes to full parameters into the shards, and repack what user code changed."""
         for unit in self.units:
-            if unit.is_full and self.comm_ctx.pass_tracker.number is None:
+            if unit.state is FULL and self.comm_ctx.pass_tracker.number is None:
                 unit.take_writes()
+            num_packs = 0
             for group in unit.groups:
                 if group.ensure_packed(in_step=kind == "backward"):
                     self.checks.see_change()
+                num_packs += group.num_packs
+            unit.num_packs = num_packs
         self.comm_ctx.pass_tracker.begin(kind)
         if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):
             self.divergence.enter(kind)
 
     def _end_forward(self, outermost: Unit) -> None:
         for unit in self.units:
-            if type(unit.state) is Gathering:  # prefetched, but forward did not use it
+            if unit.state is GATHERING:  # prefetched, but forward did not use it
                 unit.discard()
             if unit.awaited:  # some of its modules did not run: a later call of one is a forward of its own
                 unit.awaited = set()
                 if unit is not outermost:
-                    self.reshard_in_step(unit, after_forward=True)
-            if type(unit.state) is Subsharded and not torch.is_grad_enabled():  # no backward will need it
+                    unit.reshard_after_forward()
+            if unit.state is SUB and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
         if self.divergence is not None and self.divergence.is_open:
             self.divergence.end()
-        self._is_graphless = not torch.is_grad_enabled()
-        self.awaits_backward = not self._is_graphless
-        if self._is_graphless and self.comm_ctx.streams.are_concurrent:  # else the end of backward waits
+        is_graphless = not torch.is_grad_enabled()
+        self.awaits_backward = not is_graphless
+        if is_graphless and self.comm_ctx.streams.are_concurrent:  # else the end of backward waits
             # User code on the host may write to offloaded shards next, while copies on a stream still read them.
             self.comm_ctx.streams.host_waits_for_copies()
-        self.leave_pass(self._is_graphless)
-        if self._is_graphless:
-            self._reshard_kept()
+        self.leave_pass(is_graphless)
+        if is_graphless:
+            # Between passes, modules have the parameters that optimizers have.  Units whose user has asked for full parameters
+            # after forward keep those that take a collective to gather.
+            for unit in self.units:
+                is_collective = any(group.is_collective for group in unit.groups)
+                if unit.state is FULL and (unit.uses_default_reshard or not is_collective):
+                    unit.reshard()
         if self._has_reported:  # a forward takes all ranks, so user code has handled the exception
             leave("")
             self._has_reported = False
         exec_order = self.exec_order
-        if (
-            self._is_graphless
-            and not exec_order.diverges
-            and (exec_order.gathers or exec_order.mismatch_check is None)
-            and not exec_order.has_planned_forward()
-        ):
+        if is_graphless and exec_order.gathers and not exec_order.diverges and not exec_order.has_planned_forward():
             exec_order.replan()
-        if self._is_graphless and not exec_order.gathers:
-            exec_order.resume()
-        exec_order.log.track.running = ""
-
-    def _reshard_kept(self) -> None:
-        """Reshard what no backward needs: between passes, modules have the parameters that optimizers have.
-
-        Units whose user has asked for full parameters after forward keep those that take a collective to gather.
-        """
-        for unit in self.units:
-            if unit.is_full and (unit.uses_default_reshard or not any(group.is_collective for group in unit.groups)):
-                unit.reshard()
+        exec_order.is_aside = False
+        exec_order.track.running = ""
 
     def leave_pass(self, no_backward_follows: bool = True) -> None:
         """End a forward or backward: wait until no rank reads the shards, then copy writes to full parameters into them.
@@ -353,14 +304,15 @@ class Engine:
             raise self.exec_order.explain(error, "the other ranks at the end of forward or backward") from error
         if self.comm_ctx.pass_tracker.number is None:
             # In a pass other ranks may read the shards, so writes of modules to full parameters are copied only now.
-            late, self._late = self._late, []
-            for unit in late:
-                unit.take_writes(self._see_writes)
-                unit.reshard()
-            for unit in (each for each in self.units if each.is_full):
-                unit.keep(self._see_writes)
-                if no_backward_follows and not (unit.backward.owes_weights or unit.backward.keeps_for_graph):
-                    unit.register_shards()
+            for unit in self.units:
+                if unit.is_late:
+                    unit.is_late = False
+                    unit.take_writes(self._see_writes)
+                    unit.reshard()
+                elif unit.state is FULL:
+                    unit.keep(self._see_writes)
+                    if no_backward_follows and not (unit.backward.owes_weights or unit.backward.keeps_for_graph):
+                        unit.register_shards()
 
     def _see_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:
@@ -371,20 +323,6 @@ class Engine:
             )
         self.checks.see_writes(unit.number, written)
 
-    def reshard_in_step(self, unit: Unit, after_forward: bool = False) -> None:
-        """Reshard ``unit``, but only at the end of the pass if its full parameters were written to."""
-        if after_forward and unit.backward.owes_weights and not unit.policy.reshard_after_backward:
-            return  # a backward of weights alone (pipeline stages) reads the parameters that are registered
-        if after_forward and (unit.backward.keeps_for_graph or (unit.backward.is_unseen and torch.is_grad_enabled())):
-            return  # a double backward, or a backward that no hook announces, reads them
-        # Saved-tensor hooks (activation offloading) may have stored an alias of a full parameter; its memory must stay then.
-        has_hooks = torch_private.saved_tensor_hooks(True) is not None and torch.is_grad_enabled()
-        if after_forward and has_hooks and unit.count_aliases() > unit.num_aliases:
-            return
-        is_done = unit.reshard_after_forward() if after_forward else unit.reshard(in_pass=True)
-        if not is_done:
-            self._late.append(unit)
-
     # ---- backward ----
 
     def before_backward(self, unit: Unit, through: object, num_packs: int) -> None:
@@ -394,8 +332,8 @@ class Engine:
             through: the pass through the unit's modules whose backward begins; None if no hook observes its end.
             num_packs: ``unit.num_packs`` at the forward of that pass.
         """
-        watch, backward = self.watch, unit.backward
-        if watch.end is None or watch.end() is None:
+        backward = unit.backward
+        if self.end is None or self.end() is None:
             self._begin_backward()
         if unit.num_packs != num_packs:
             raise StateError(
@@ -404,20 +342,20 @@ class Engine:
                 "backward"
             )
         task = torch_private.graph_task_id()
-        is_nested = task != watch.task
+        is_nested = task != self.task
         if torch.is_grad_enabled():
-            backward.keeps_for_graph = watch.makes_graph = True
+            backward.keeps_for_graph = self.makes_graph = True
         if through is not None:
             backward.open_passes.add(through)
-        if backward.stage is Stage.RUNNING and (unit.is_full or not unit.policy.unshard_in_backward):
-            if is_nested and task != backward.task != watch.task:
+        if backward.stage is Stage.RUNNING and (unit.state is FULL or not unit.policy.unshard_in_backward):
+            if is_nested and task != backward.task != self.task:
                 backward.enter(task)
-                torch_private.call_after_backward(_end_callback(weakref.ref(self), weakref.ref(unit), task))
+                torch_private.call_after_backward(partial(self.nested_backward_ended, unit, task))
             return
         prefetches = self.exec_order.record(unit, StepEvent.PRE_BACKWARD)
-        backward.enter(task, unit.is_full, watch.task)
+        backward.enter(task, unit.state is FULL, self.task)
         if is_nested:
-            torch_private.call_after_backward(_end_callback(weakref.ref(self), weakref.ref(unit), task))
+            torch_private.call_after_backward(partial(self.nested_backward_ended, unit, task))
         if len(self.units) == 1 and not self.manual.is_on:
             backward.early = self.reductions.early_buckets(unit)
         number = self.comm_ctx.pass_tracker.number
@@ -425,23 +363,24 @@ class Engine:
             unit.wait(number)
             for member in unit.tied_units:
                 member.wait(number)
-        if unit.backward_prefetch is None:
-            for target in prefetches:
-                target.unshard(number)
-        else:
-            self._prefetch(unit.backward_prefetch)
+        if unit.backward_prefetch is not None:
+            prefetches = [target for ref in unit.backward_prefetch if (target := ref()) is not None]
+        for target in prefetches:
+            target.unshard(number)
 
     def gradient_arrived(self, unit: Unit) -> None:
         """End the backward of ``unit`` if its last gradient has arrived, or launch the buckets that are complete.
 
         Hooks call it also for the first gradient of a unit whose backward has not begun.
         """
-        watch, backward = self.watch, unit.backward
-        if watch.end is None or watch.end() is None:
+        backward = unit.backward
+        if self.end is None or self.end() is None:
             self._begin_backward()
-        is_nested = torch_private.graph_task_id() != watch.task
+        is_nested = torch_private.graph_task_id() != self.task
         if backward.stage is not Stage.RUNNING and is_nested:
-            backward.is_nested = True
+            backward.nest()
+        # The last gradient is the earliest sign that backward reads the unit no more.  Ranks that use other parameters count
+        # differently, but have to launch their reductions in one order: then the end of the whole backward counts.
         if backward.is_complete and not unit.policy.reduces_unused:
             # A unit that uses tied parameters is part of the outer graph: its gradients may still arrive.
             if not (is_nested and self._is_read_by_others(unit)):
@@ -470,10 +409,11 @@ class Engine:
         If an earlier backward used the unit again afterwards, its gradients are reduced once, at the end of backward.
         """
         backward = unit.backward
-        if not self.watch.is_running or self._is_read_by_others(unit):
+        # After a failure inside, all has been cleaned up; a unit whose weights another one uses may be read again.
+        if not self.runs_backward or self._is_read_by_others(unit):
             return
         if backward.ends_with(task, is_one_module=len(unit.modules) == 1):
-            backward.ended_in = self.watch.task
+            backward.ended_in = self.task
             self.after_backward(unit)
 
     def _is_read_by_others(self, unit: Unit) -> bool:
@@ -485,17 +425,19 @@ class Engine:
 
         ``is_late``: the whole backward has ended, not only that of the unit.
         """
-        if self.watch.end is None or self.watch.end() is None:
+        if self.end is None or self.end() is None:
             self._begin_backward()
         if self.logs:
             logger.debug("FSDP::post_backward (%s)", unit.name)
         gradients = unit.take_gradients(is_late)
-        if unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph and not unit.reshard(in_pass=True):
-            self._late.append(unit)
+        if unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph:
+            unit.reshard(in_pass=True)
         if not (unit.policy.sync and reduces):
             if gradients:
                 self.reductions.hold(unit, gradients)
-                unit.note(Op.HOLD)
+                self.exec_order.track.note(Op.HOLD, unit.name)  # records show it, in case other ranks reduce
+                if listeners:
+                    unit.emit(Op.HOLD)
             is_as_planned = gradients and not unit.policy.sync
             self.exec_order.record(unit, StepEvent.POST_BACKWARD if is_as_planned else StepEvent.RELEASE_IN_BACKWARD)
             return
@@ -508,15 +450,16 @@ class Engine:
 
     def _begin_backward(self) -> None:
         """Begin a backward; clean up first after one that raised."""
-        if self.watch.end is not None:
+        if self.end is not None:
             self.abort_backward()
         self.awaits_backward = False
         self.manual.check_completed("a backward")
         if self.divergence is not None:
             self.divergence.begin("backward")
         self.manual.begin_backward()
-        new_end = self.watch.begin()
-        track = self.exec_order.log.track
+        new_end = BackwardEnd(self)
+        self.end, self.task, self.makes_graph = weakref.ref(new_end), torch_private.graph_task_id(), False
+        track = self.exec_order.track
         track.num_backwards, track.running = track.num_backwards + 1, "backward"
         try:
             self.stash_gradients()
@@ -528,7 +471,7 @@ class Engine:
     def finish(self) -> None:
         """End a backward: reduce the remaining gradients, reshard units that are full, set ``.grad``, plan the next step."""
         logger.debug("FSDP::root_post_backward")
-        if not self.watch.makes_graph:
+        if not self.makes_graph:
             for unit in self.units:
                 unit.backward.keeps_for_graph = False
         try:
@@ -537,25 +480,27 @@ class Engine:
                 may_be_due = unit.earlier.held or unit.earlier.partial or unit.policy.reduces_unused
                 is_due = bool(may_be_due) and not self.manual.is_on and self.is_due(unit)
                 if unit.backward.stage is not Stage.IDLE or is_due:
-                    self.after_backward(unit, reduces=not self.manual.is_on, is_late=unit.backward.counts)
-                elif type(unit.state) is Gathering:  # prefetched, but backward did not use it
+                    self.after_backward(unit, reduces=not self.manual.is_on, is_late=True)
+                elif unit.state is GATHERING:  # prefetched, but backward did not use it
                     unit.discard()
                 elif (
-                    unit.is_full
+                    unit.state is FULL
                     and not unit.holders
                     and unit.policy.reshard_after_backward
                     and not unit.backward.keeps_for_graph
                 ):
-                    self.reshard_in_step(unit)
+                    unit.reshard(in_pass=True)
                     self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
             if self.divergence is not None:
                 self.divergence.end()
-            self.watch.end = None
+            self.end = None
+            # All ranks take part in a backward with collectives, so all can plan the next step from its order.  One without
+            # any (replicas without sync) may be of this rank alone: planning compares ranks, and would hang.
             is_joint = self.exec_order.gathers or bool(self.reductions.launched)
             params = self.commit() if self.is_last_backward and not self.manual.is_on else self.defer()
             if is_joint and not self.exec_order.diverges:
                 self.exec_order.replan()
-            self.exec_order.log.track.running = ""
+            self.exec_order.track.running = ""
         except BaseException:
             self.abort_backward()
             raise
@@ -603,22 +548,27 @@ class Engine:
         """
         self.reductions.withdraw_waiting(self.units)
         for unit in self._plain:
-            unit.stash_gradients()
+            for group in unit.groups:
+                unit.earlier.stash(group.in_place, unit.policy.divide_factor is not None, unit.backward.first)
 
     def unstash_gradients(self) -> None:
         """Restore stashed gradients, with those of this backward added, and show which gradients wait."""
         for unit in self._plain:
-            unit.unstash_gradients()
+            for group in unit.groups:
+                unit.earlier.unstash(group.in_place)
         self.reductions.show_waiting(self.units)
 
     def abort_backward(self) -> None:
         """Clean up after a backward that raised: drop its gradients, its reductions and its full parameters."""
-        self.watch.end = None
+        self.end = None  # first, so that the destructor of the callback does not clean up a second time
         self.manual.abort_backward()
         self.comm_ctx.pass_tracker.abort()
         self.reductions.cancel()
         for unit in self.units:
-            unit.drop_gradients()
+            for param in unit.params:
+                if param.full is not None:
+                    param.full.grad = None
+            unit.backward.leave(learns=False)
         self.unstash_gradients()
         if not self.forwards:
             self.reset()
@@ -628,7 +578,7 @@ class Engine:
     @property
     def is_in_backward(self) -> bool:
         """True in a backward of these units, or in any other of this thread."""
-        return self.watch.is_running or is_in_backward()
+        return self.runs_backward or is_in_backward()
 
     def end_step(self) -> None:
         """Reduce unsynced gradients and set ``.grad``; they include what a pipeline schedule has assigned to full parameters.
@@ -637,8 +587,6 @@ class Engine:
         """
         if self.is_in_backward:
             raise StateError("a step cannot be ended during backward; end it after the last backward()")
-        if self.watch.has_raised:
-            self.abort_backward()
         self.run_hooks(self._after_rest(self.commit))
 
     def launch_rest(self) -> object | None:
@@ -647,8 +595,6 @@ class Engine:
         Raises: StateError in a backward, without manual finalization, or before an earlier call has been completed.
         """
         self.manual.check_launch(self.is_in_backward)
-        if self.watch.has_raised:
-            self.abort_backward()
         if not self.manual.is_open:
             return None
         self.manual.stay_open()
@@ -667,8 +613,8 @@ class Engine:
                     (self.divergence or self.reductions).launch(unit, gradients)
                 elif gradients:
                     self.reductions.hold(unit, gradients)
-                if unit.policy.reshard_after_backward and unit.is_full:
-                    self.reshard_in_step(unit)
+                if unit.policy.reshard_after_backward and unit.state is FULL:
+                    unit.reshard(in_pass=True)
             return end()
         except BaseException:
             self.abort_backward()
@@ -692,11 +638,6 @@ class Engine:
         """Prepare for one more backward: see :func:`shardwise.fsdp.reductions.hold_assigned`."""
         if not self.is_in_step:
             hold_assigned([unit for unit in self.units if unit not in self._plain])
-
-    def _prefetch(self, explicit: list[weakref.ref[Unit]] | None) -> None:
-        for ref in explicit or ():
-            if (target := ref()) is not None:
-                target.unshard(self.comm_ctx.pass_tracker.number)
 
     def serve_pass(self, kind: PassKind) -> None:
         """Take part in a pass that only other ranks run: serve this rank's shards, with gradients of zero."""
@@ -732,7 +673,7 @@ class Engine:
         """Raise StateError if an optimizer steps on a parameter, one of the ids ``stepped``, whose gradients wait."""
         if self.forwards and any(id(param.sharded) in stepped for unit in self.units for param in unit.params):
             raise StateError(
-                f"an optimizer steps inside a forward of {unit_in_words(self.forwards[0].unit.name)}, or an interrupt has "
+                f"an optimizer steps inside a forward of {unit_in_words(self.forwards[0][0].name)}, or an interrupt has "
                 "ended that forward: its parameters are still unsharded. Step after the forward; after an interrupt call "
                 "reset_iter_state() on the root module first"
             )
@@ -749,7 +690,7 @@ class Engine:
 
     def reset(self) -> None:
         """Reshard every unit; unsynced gradients of earlier backwards stay."""
-        self.exec_order.log.track.running = ""
+        self.exec_order.track.running = ""
         self.forwards.clear()
         self.comm_ctx.pass_tracker.abort()
         if self.divergence is not None:
@@ -757,17 +698,6 @@ class Engine:
         for unit in self.units:
             unit.abandon()
         self.exec_order.forget()
-
-
-def _end_callback(engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], task: int) -> Callable[[], None]:
-    """Return the callback for the end of ``task``, the backward of a reentrant checkpoint."""
-
-    def on_end() -> None:
-        engine, unit = engine_ref(), unit_ref()
-        if engine is not None and unit is not None:
-            engine.nested_backward_ended(unit, task)
-
-    return on_end
 
 
 def engine_of(unit: Unit) -> Engine | None:

@@ -11,20 +11,7 @@ from shardwise.errors import DesyncError
 from shardwise.fsdp.gradients import planned_scatter_bytes, sharing_of
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
-from shardwise.observe import (
-    EventLog,
-    Op,
-    begin,
-    end,
-    hearers,
-    listeners,
-    next_track,
-    now,
-    remember,
-    tell,
-    thread,
-    unit_in_words,
-)
+from shardwise.observe import Op, begin, end, listeners, next_track, now, remember, thread, unit_in_words
 from shardwise.plan.schedule import (
     ExecutionOrder,
     OrderEntry,
@@ -39,15 +26,7 @@ from shardwise.plan.schedule import (
 )
 
 _MOST_BUCKETS = 256
-_IN_WORDS = {
-    Op.UNSHARD: "all-gather of",
-    Op.WAIT: "wait for",
-    Op.RESHARD: "reshard of",
-    Op.REDUCE: "reduction of",
-    Op.HOLD: "unsynced gradients of",
-    Op.COMMIT: "new .grad of",
-    Op.SERVE: "all-gather for other ranks of",
-}
+_MOST_SHOWN = 4  # of the last events, in errors
 
 
 class ExecOrderTracker:
@@ -56,28 +35,26 @@ class ExecOrderTracker:
     Attributes:
         plan: the prediction of the step; None until a step has shown its order.
         budget: the limit on prefetched units.
-        log: the recent operations of units; its instruments receive every event.
+        track: the events of units, in order.
         mismatch_check: compares plans between ranks, and exchanges positions when a collective fails; None on a single rank.
         agreed: sets of parameters whose gradients may be reduced together; the ranks have agreed on each set.
-        numbers: the number of each unit in plans.
         gathers: forward takes collectives.  If not, a rank may run a forward, or a backward without sync, alone, so ranks
             compare their order only when gradients are reduced.
         uncompared: how this rank has deviated from the plan, if it was not compared with the other ranks yet; else "".
         units: the units, by number.
+        is_aside: a forward runs that takes no collective, so it is part of no step.
         diverges: ranks may take different ways, so they do not compare theirs.
     """
 
     def __init__(self) -> None:
         self.plan: StepPlan | None = None
         self.budget = PrefetchBudget()
-        self.log = EventLog(next_track("engine"))
-        self.instruments = self.log.instruments
+        self.track = next_track("engine")
         self.mismatch_check: MismatchCheck | None = None
         self.agreed: set[frozenset[ShardedParam]] = set()
         self.units: Sequence[Unit] = ()
         self.diverges = False
         self._own: list[OrderEntry] | None = None  # the order of this rank, once it has left the plan
-        self.numbers: dict[Unit, int] = {}
         self.gathers = True
         self.uncompared = ""
         self._agreed_buckets: set[tuple[tuple[int, ...], ...]] = set()
@@ -86,13 +63,13 @@ class ExecOrderTracker:
         self._follows_plan = False
         self._planned_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]] = self.budget, ()
         self._left_order = ""
-        # The step that an evaluation has interrupted.
-        self._aside: tuple[list[OrderEntry], bool, str, str] | None = None
+        self.is_aside = False
 
     def adopt(self, units: Sequence[Unit]) -> None:
         """Track ``units`` from now on; ``units[i]`` is number i."""
         self.units = units
-        self.numbers = {unit: number for number, unit in enumerate(units)}
+        for number, unit in enumerate(units):
+            unit.number, unit.track = number, self.track
         self.gathers = any(group.is_collective for unit in units for group in unit.groups)
         self.plan = None
         self.agreed = set()
@@ -104,29 +81,26 @@ class ExecOrderTracker:
         """Return ``error`` with the position of every rank that can be reached."""
         if self.mismatch_check is None or isinstance(error, DesyncError):
             return error
-        recent = [f"{_IN_WORDS[op]} {unit_in_words(unit)}" for op, unit in self.log.recent] or ["no call yet"]
+        recent = [f"{event} of {unit_in_words(unit)}" for event, unit in self.track.recent(_MOST_SHOWN)] or [
+            "no event yet"
+        ]
         before = f", after {', '.join(recent[:-1])}" if len(recent) > 1 else ""
-        position = f"call {self.log.num_calls}: {recent[-1]}{before} (waiting for {where})"
+        position = f"event {self.track.count}: {recent[-1]}{before} (waiting for {where})"
         return self.mismatch_check.explain(error, position)
 
     # ---- order ----
 
     def begin(self, aside: bool = False) -> None:
-        """Start a step; ``aside``: an evaluation, possibly on this rank only, after which the interrupted step continues."""
-        self._aside = (self._entries, self._follows_plan, self.uncompared, self._left_order) if aside else None
-        self._entries, self._own = [], None
-        self._follows_plan = self.plan is not None
-        self.uncompared = ""
-
-    def resume(self) -> None:
-        """Return to the step that an evaluation has interrupted."""
-        if self._aside is not None:
-            self._entries, self._follows_plan, self.uncompared, self._left_order = self._aside
-            self._aside = None
+        """Start a step; ``aside``: an evaluation, possibly on this rank only, within a step that continues after it."""
+        self.is_aside = aside
+        if not aside:
+            self._entries, self._own = [], None
+            self._follows_plan = self.plan is not None
+            self.uncompared = ""
 
     def forget(self) -> None:
         """Drop the order of a failed step."""
-        self._aside = None
+        self.is_aside = False
         self._entries = []
         self._follows_plan = False
         self.uncompared = ""
@@ -137,16 +111,13 @@ class ExecOrderTracker:
         Returns: the units to prefetch right after.
         Raises: DesyncError if this deviates from the plan and other ranks do not deviate in the same way.
         """
-        number = self.numbers.get(unit)
-        if number is None:
-            return ()
-        track = self.log.track
+        number, track = unit.number, self.track
         track.count += 1
         remember((now(), thread(), track.name, track.count, event, unit.name))
-        if hearers:
-            tell(event, unit.name)
         if listeners:
             _report_computation(track.name, unit.name, event)
+        if self.is_aside:
+            return ()
         position = len(self._entries)
         if not self._follows_plan or self.plan is None:
             self._entries.append(OrderEntry(number, event))
@@ -234,13 +205,10 @@ class ExecOrderTracker:
         if key and key not in self._agreed_buckets:
             if self.mismatch_check is not None:
                 self.mismatch_check.check_facts("units whose gradients travel together", self._shown(buckets))
-            self._agree_on_buckets(key)
+            if len(self._agreed_buckets) >= _MOST_BUCKETS:  # a model whose execution order keeps changing
+                self._agreed_buckets.clear()
+            self._agreed_buckets.add(key)
         return buckets
-
-    def _agree_on_buckets(self, key: tuple[tuple[int, ...], ...]) -> None:
-        if len(self._agreed_buckets) >= _MOST_BUCKETS:  # a model whose execution order keeps changing
-            self._agreed_buckets.clear()
-        self._agreed_buckets.add(key)
 
     def _shown(self, buckets: Sequence[UnitBucket]) -> list[str]:
         """Return one text per bucket of several units, for the comparison between ranks."""
@@ -271,7 +239,7 @@ class ExecOrderTracker:
             if plan.ahead_bytes is not None:
                 calls.append(f"gathers ahead within {plan.ahead_bytes} bytes")
             self.mismatch_check.check_plan([*calls, *self._shown(plan.buckets)], self._left_order)
-        self._agree_on_buckets(tuple([bucket.units for bucket in plan.buckets if len(bucket.units) > 1]))
+        self._agreed_buckets.add(tuple([bucket.units for bucket in plan.buckets if len(bucket.units) > 1]))
         self.plan, self._planned_from, self._left_order = plan, made_from, ""
         self._prefetches = [[self.units[number] for number in numbers] for numbers in plan.prefetches]
 
@@ -303,34 +271,34 @@ class ExecOrderTracker:
             full_bytes=unit.full_bytes,
             reduce_bytes=sum(planned_scatter_bytes(group, unit) for group in unit.groups),
             sharing=sharing_of(unit),
-            tied_units=tuple(self.numbers[other] for other in unit.tied_units),
-            forward_prefetch=_numbers_of(unit.forward_prefetch, self.numbers),
-            backward_prefetch=_numbers_of(unit.backward_prefetch, self.numbers),
+            tied_units=tuple(other.number for other in unit.tied_units),
+            forward_prefetch=self._numbers_of(unit.forward_prefetch),
+            backward_prefetch=self._numbers_of(unit.backward_prefetch),
+        )
+
+    def _numbers_of(self, refs: list[weakref.ref[Unit]] | None) -> tuple[int, ...] | None:
+        units = None if refs is None else [ref() for ref in refs]
+        return (
+            None if units is None else tuple(unit.number for unit in units if unit is not None and unit in self.units)
         )
 
 
+_BEGINS = {
+    StepEvent.PRE_FORWARD: "forward",
+    StepEvent.PRE_BACKWARD: "backward",
+    StepEvent.PRE_RECOMPUTE: "recompute",
+}
+_ENDS = {StepEvent.POST_FORWARD: "forward", StepEvent.POST_RECOMPUTE: "recompute"}
+
+
 def _report_computation(track: str, unit: str, event: StepEvent) -> None:
-    word = {
-        StepEvent.PRE_FORWARD: "forward",
-        StepEvent.PRE_BACKWARD: "backward",
-        StepEvent.PRE_RECOMPUTE: "recompute",
-    }.get(event)
-    if word is not None:
-        begin(track, word, unit)
-    elif event is StepEvent.POST_FORWARD:
-        end("forward", unit)
+    if event in _BEGINS:
+        begin(track, _BEGINS[event], unit)
     else:
-        end("recompute" if event is StepEvent.POST_RECOMPUTE else "backward", unit)
+        end(track, _ENDS.get(event, "backward"), unit)
 
 
 def _fact_of(param: ShardedParam) -> str:
     """Return the properties of a parameter that must be the same on all ranks, for the reduction of its gradient."""
     kind = "" if param.sharded.requires_grad else ", frozen"
     return f"{param.fqn} of shape {tuple(param.sharded.shape)}, {param.dtype}{kind}"
-
-
-def _numbers_of(refs: list[weakref.ref[Unit]] | None, numbers: dict[Unit, int]) -> tuple[int, ...] | None:
-    if refs is None:
-        return None
-    units = [unit for ref in refs if (unit := ref()) is not None]
-    return tuple(numbers[unit] for unit in units if unit in numbers)

@@ -250,7 +250,6 @@ class ParamStorage:
 KEPT_BYTES = 1 << 20
 _MAX_KEPT = 2
 _ADDRESS, _SHARDED = torch.Tensor.data_ptr, operator.attrgetter("sharded")
-_IS_HELD = operator.attrgetter("is_held")
 _REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 
 
@@ -554,11 +553,6 @@ class Packing:
         stagings = [link.gather_staging(each.layout, each.full_dtype.itemsize) for each in self.shards.buckets]
         in_place = any(is_in_place for _, is_in_place in stagings)
         return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
-
-    @property
-    def is_held(self) -> bool:
-        """True if all full parameters have memory."""
-        return all(map(_IS_HELD, self.fulls))
 
     def shares(self, param: ShardedParam) -> bool:
         """Return True if the full parameter of ``param`` is its shard."""

@@ -27,7 +27,7 @@ from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_i
 from shardwise.fsdp.clip import before_clips
 from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
 from shardwise.fsdp.roots import live_engine
-from shardwise.fsdp.unit import is_in_backward
+from shardwise.fsdp.unit import Ending, is_in_backward
 from shardwise.observe import log_for_torch, logger
 from shardwise.torch_private import beside_transforms, innermost_transform, is_profiling
 
@@ -84,10 +84,14 @@ class Hooks:
         self._keepers: list[tuple[weakref.ref[nn.Module], str]] = []  # attributes that had a tensor of the graph then
 
     def install(self) -> None:
-        """Register the forward hooks on the unit's modules."""
+        """Register the forward hooks on the unit's modules, and those of state dicts on all that own a parameter."""
         for module in self._unit.modules:
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward, prepend=False, always_call=True)
+        for module in {param.module(): None for param in self._unit.params}:
+            if module is not None:
+                self.reshard_for_state_dict(module)
+        self.listen()
 
     def listen(self) -> None:
         """Hook gradients of plain parameters before the first forward, since user code may call only parts of the module."""
@@ -102,16 +106,10 @@ class Hooks:
                 group.listen_in_place(unit.backward.hook)
                 unit.backward.host = engine_for_first_gradient
 
-    def install_state_dict_hooks(self) -> None:
-        """Make every module that owns a parameter of the unit save and load its state dict from and into the shards."""
-        holders = {id(module): module for param in self._unit.params if (module := param.module()) is not None}
-        for module in holders.values():
-            self.reshard_for_state_dict(module)
-
     def reshard_for_state_dict(self, module: nn.Module) -> None:
         """Reshard the unit before the state dict of ``module`` is taken or loaded."""
-        module.register_state_dict_pre_hook(self.before_state_dict)
-        module.register_load_state_dict_pre_hook(self.before_state_dict)
+        for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+            register(self.before_state_dict)
 
     def before_state_dict(self, *_: Any) -> None:
         """Reshard the unit: the pre-hook of ``state_dict`` and ``load_state_dict``."""
@@ -145,18 +143,23 @@ class Hooks:
             args, kwargs = conversion.arguments(args, kwargs)
         if engine.logs or innermost_transform() is not None or is_profiling():
             with _range("pre_forward", unit.name, engine.logs):
-                engine.before_forward(unit)
+                engine.before_forward(unit, module)
         else:
-            engine.before_forward(unit)
+            engine.before_forward(unit, module)
         if attachment.is_root:
             needs_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
             attachment.before = torch_private.num_nodes_made(), needs_gradient
         # If the count of gradients cannot show the end of the unit's backward, hooks on its inputs must.
         backward = unit.backward
-        is_counted = backward.counts and not (backward.ended_late or backward.has_frozen or unit.policy.reduces_unused)
+        has_frozen = backward.counted[0] < backward.counted[1]
+        is_counted = backward.learned is Ending.LAST_GRADIENT and not (
+            backward.ended_late or unit.policy.reduces_unused
+        )
         builds_graph = torch.is_grad_enabled()
         # In a unit of several modules, a recomputed one was counted in its first forward.
-        is_watched = not is_counted and builds_graph and (len(unit.modules) == 1 or not is_in_backward())
+        is_watched = (
+            (has_frozen or not is_counted) and builds_graph and (len(unit.modules) == 1 or not is_in_backward())
+        )
         through = self._watch_inputs(args, kwargs) if is_watched else None
         growing: list[Any] = []
         for each in (*args, *kwargs.values()) if builds_graph else ():  # a comprehension would be one more call
@@ -205,21 +208,25 @@ class Hooks:
         if not has_output:
             return output
         if builds_graph:
-            self._watch_outputs(watched, through)
-            if attachment.is_root:
-                self._look_for_nested_backwards(engine, returned)
+            pre_backward = functools.partial(self.before_backward, through, unit.num_packs)
+            for tensor in watched:
+                _ = tensor.grad_fn  # regenerates the grad_fn of a view that is out of date: register_hook would crash
+                tensor.register_hook(pre_backward)
+                # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
+                # stays.
+                base = torch_private.base_of_view(tensor)
+                if base is not None and base.grad_fn is not None:
+                    base.grad_fn.register_prehook(pre_backward)
+            # Search the graph only if it changed, which the number of its nodes shows (checkpoints were switched on, for
+            # example).  Checkpoints whose inputs need no gradient make nodes outside of the graph, so compare that, too.
+            num_before, needs_gradient = attachment.before
+            graph = torch_private.num_nodes_made() - num_before, needs_gradient
+            if attachment.is_root and graph != unit.backward.looked_at:
+                unit.backward.looked_at = graph
+                if has_nested_backward(tensors_in(returned)):
+                    engine.expect_nested_backwards()
         dtype = unit.precision.output_dtype
         return output if dtype is None else Conversion(dtype)(output)
-
-    def _look_for_nested_backwards(self, engine: Engine, output: Any) -> None:
-        # Search the graph only if it changed, which the number of its nodes shows (checkpoints were switched on, for example).
-        # Checkpoints whose inputs need no gradient make nodes outside of the graph, so compare that fact, too.
-        num_before, needs_gradient = self._attachment.before
-        found, backward = (torch_private.num_nodes_made() - num_before, needs_gradient), self._unit.backward
-        if found != backward.looked_at:
-            backward.looked_at = found
-            if has_nested_backward(tensors_in(output)):
-                engine.expect_nested_backwards()
 
     def _search(self, module: nn.Module, num_nodes: int, num_made: int) -> None:
         """Note which attributes of the modules of ``module`` keep tensors of its forward, such as auxiliary losses."""
@@ -246,17 +253,6 @@ class Hooks:
         if innermost_transform() is not None:
             found = [each for tensor in found for each in torch_private.graphs_of(tensor)]
         return [each for each in found if each.requires_grad]
-
-    def _watch_outputs(self, watched: list[torch.Tensor], through: Pass | None) -> None:
-        pre_backward = functools.partial(self.before_backward, through, self._unit.num_packs)
-        for tensor in watched:
-            _ = tensor.grad_fn  # regenerates the grad_fn of a view that is out of date: register_hook would crash
-            tensor.register_hook(pre_backward)
-            # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
-            # stays.
-            base = torch_private.base_of_view(tensor)
-            if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(pre_backward)
 
     def _watch_inputs(self, args: Args, kwargs: Kwargs) -> Pass:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
@@ -448,14 +444,12 @@ def has_nested_backward(outputs: Iterable[torch.Tensor]) -> bool:
     """Return True if a reentrant checkpoint is part of the graph of ``outputs``."""
     todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(todo)
-    while todo:
-        node = todo.pop()
+    for node in todo:  # which grows meanwhile
         if type(node).__name__ == "CheckpointFunctionBackward":
             return True
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                todo.append(before)
+        found = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= found
+        todo += found
     return False
 
 

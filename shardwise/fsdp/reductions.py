@@ -145,7 +145,7 @@ class Reductions:
             gradients[param] = gradients[param].to(dtype)
         self._compare(unit, params)
         if listeners:
-            begin(self._exec_order.log.track.name, "reduce", unit.name)
+            begin(self._exec_order.track.name, "reduce", unit.name)
         groups = unit.groups
         if not groups or groups[0].is_collective or not self._may_share(unit):
             for group in groups:
@@ -158,9 +158,8 @@ class Reductions:
         else:
             self._share(launch, gradients)
         self._end(unit)
-        unit.note(Op.REDUCE, lambda: (sum(each.staging_bytes for each in launch.reductions), False))
         if listeners:
-            end("reduce", unit.name, sum(each.staging_bytes for each in launch.reductions))
+            unit.emit(Op.REDUCE, sum(each.staging_bytes for each in launch.reductions))
 
     def _new_launch(self, unit: Unit, params: Iterable[ShardedParam]) -> Launch:
         """Return a new launch of ``unit``, with its gradients of earlier backwards; the partial sums of ``params`` alone."""
@@ -205,7 +204,7 @@ class Reductions:
             self._compare(unit, frozenset([param for param in group.params if param.sharded.requires_grad]))
             self.early = self._new_launch(unit, ())
         if listeners:
-            begin(self._exec_order.log.track.name, "reduce", unit.name)
+            begin(self._exec_order.track.name, "reduce", unit.name)
         buckets, held = list(early.take()), self.early.held
         params = [group.params[ordinal] for bucket in buckets for ordinal in bucket.units]
         gradients = take_gradients(group, params)
@@ -213,7 +212,7 @@ class Reductions:
             gradients = add_gradients({param: held[param] for param in params if param in held}, gradients)
         self._send_parts(self.early, buckets, gradients)
         if listeners:
-            end("reduce", unit.name, 0)
+            end(self._exec_order.track.name, "reduce", unit.name)
 
     def _split_of(self, unit: Unit) -> tuple[UnitBucket, ...]:
         """Return the buckets of ``unit`` if it is alone and has several."""
@@ -285,7 +284,7 @@ class Reductions:
         """Wait for the next stage of ``reduction``; for all stages if ``whole``."""
         name = reduction.units[0].name
         if listeners:
-            begin(self._exec_order.log.track.name, "wait for gradients", name)
+            begin(self._exec_order.track.name, "wait for gradients", name)
         try:
             if whole:
                 reduction.finish()
@@ -294,7 +293,7 @@ class Reductions:
         except RuntimeError as error:
             raise self._exec_order.explain(error, _gradients_of(reduction.units)) from error
         if listeners:
-            end("wait for gradients", name)
+            end(self._exec_order.track.name, "wait for gradients", name)
 
     # ---- the end of a backward; until then other ranks may read this rank's gradients ----
 
@@ -352,7 +351,8 @@ class Reductions:
                 failed = reduction.set_gradients(is_hooked, launch)
                 self.failed_hook = self.failed_hook or failed
             launch.unit.num_commits += 1
-            launch.unit.note(Op.COMMIT)
+            if listeners:
+                launch.unit.emit(Op.COMMIT)
         return params
 
     def _leave(self) -> None:

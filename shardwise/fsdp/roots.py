@@ -55,7 +55,7 @@ def new_engine(units: list[Unit]) -> Engine:
     engine.exec_order.mismatch_check = mismatch_check = _mismatch_check(units, device)
     if mismatch_check is not None:
         # A name that all ranks share; the track's own number counts the engines of this process only.
-        track = engine.exec_order.log.track
+        track = engine.exec_order.track
         track.name, track.is_of_several = mismatch_check.topic, True
     set_limits(engine)
     bind_units(engine)
@@ -101,9 +101,7 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     if group is None:
         group = _groups[engine] = group_of(check.members, "gloo")
     diverging[engine] = None
-    this = weakref.proxy(engine)
-    calls = lambda kind: this.serve_pass(kind), lambda: this.reset()
-    engine.divergence = Divergence(engine.exec_order, engine.reductions, engine.comm_ctx, group, calls)
+    engine.divergence = Divergence(engine, group)
 
 
 def set_limits(engine: Engine) -> None:

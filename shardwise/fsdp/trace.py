@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import engine_of
 from shardwise.fsdp.unit import Unit
-from shardwise.observe import Call, listening
+from shardwise.observe import Call, Listener, listening
 
 _LANES = {  # others are calls
     "forward": "computation",
@@ -156,62 +156,50 @@ class Trace:
         Path(path).write_text(self.to_json())
 
 
-@dataclass(slots=True)
-class _OpenCall:
-    track: str
-    what: str
-    subject: str
-    begin_s: float
-
-
-class _Recorder:
+class _Recorder(Listener):
     """Records spans and events into ``trace``; of the engine of ``unit`` only, or of all engines if that is None."""
 
     def __init__(self, trace: Trace, unit: Unit | None) -> None:
         self._trace, self._unit = trace, unit
-        self._open: dict[int, list[_OpenCall]] = {}
+        self._open: dict[int, list[tuple[str, str, float]]] = {}
         self._launched: dict[tuple[str, str], tuple[float, str]] = {}
 
     def begin(self, track: str, what: str, subject: str) -> None:
         """Record that ``what`` begins on this thread."""
         now = time.monotonic()
-        self._open.setdefault(threading.get_ident(), []).append(_OpenCall(track, what, subject, now))
+        self._open.setdefault(threading.get_ident(), []).append((what, subject, now))
         if what in _LAUNCHES:
             ends_with, lane = _LAUNCHES[what]
             self._launched[ends_with, subject] = (now, lane)
 
-    def end(self, what: str, subject: str, num_bytes: int) -> None:
-        """Record that the last such span ends."""
+    def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
+        """Record that the last such span ends, and a call of the engine."""
+        is_ours = self._unit is None or not track.startswith("engine") or track == self._unit.track.name
+        if call is not None and is_ours:
+            self.note_plan()
+            self._trace.calls.append(call)
         stack = self._open.get(threading.get_ident(), [])
-        found = next((each for each in reversed(stack) if (each.what, each.subject) == (what, subject)), None)
+        found = next((each for each in reversed(stack) if each[:2] == (what, subject)), None)
         if found is None:
             return  # the span began before the trace
         if what in ("forward", "backward", "recompute"):
             stack.remove(found)  # spans of units nest, but need not end in that order
         else:
             del stack[stack.index(found) :]
-        if not self._is_ours(found.track):
+        if not is_ours:
             return
         now, spans = time.monotonic(), self._trace.spans
-        spans.append(Span(what, subject, _LANES.get(what, "calls"), found.begin_s, now, num_bytes))
+        spans.append(Span(what, subject, _LANES.get(what, "calls"), found[2], now, num_bytes))
         launched = self._launched.pop((what, subject), None)
         if launched is not None:
             begin_s, lane = launched
             spans.append(Span(f"{lane.removesuffix('s')} on its way", subject, lane, begin_s, now, num_bytes))
-
-    def on_event(self, event: Call) -> None:
-        """Record a call of the engine."""
-        self.note_plan()
-        self._trace.calls.append(event)
 
     def note_plan(self) -> None:
         """Store the plan of the engine as soon as there is one, and how many calls were recorded before."""
         engine = engine_of(self._unit) if self._unit is not None and not self._trace.planned else None
         if engine is not None and engine.exec_order.plan is not None:
             self._trace.planned, self._trace.num_unplanned = engine.exec_order.plan.calls, len(self._trace.calls)
-
-    def _is_ours(self, track: str) -> bool:
-        return self._unit is None or not track.startswith("engine") or track == self._unit.log.track.name
 
 
 @contextmanager
@@ -242,11 +230,7 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
     unit = attachment.unit if attachment is not None else None
     recorded = Trace()
     recorder = _Recorder(recorded, unit)
-    with ExitStack() as stack:
-        if unit is not None:  # also works before the first forward: the engine takes over the instruments of its units
-            unit.log.instruments.append(recorder)
-            stack.callback(lambda: unit.log.instruments.remove(recorder))
-        recorder.note_plan()
-        stack.enter_context(listening(recorder))
+    recorder.note_plan()
+    with listening(recorder):
         yield recorded
         recorder.note_plan()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import repeat
 from typing import Protocol
@@ -23,21 +22,8 @@ from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.fsdp.step_checks import StepChecks
 from shardwise.fsdp.user_writes import Written, check_sub, find_writes, take_written
-from shardwise.observe import (
-    Call,
-    EventLog,
-    Op,
-    begin,
-    end,
-    hearers,
-    listeners,
-    now,
-    remember,
-    tell,
-    thread,
-    unit_in_words,
-)
-from shardwise.plan.schedule import AgreedSchedule, Buckets, UnitPolicy
+from shardwise.observe import Call, Op, Track, begin, emit, listeners, unit_in_words
+from shardwise.plan.schedule import Buckets, UnitPolicy
 
 # ---- The progress of a unit's backward: its stage, the gradients that have arrived, the passes that are open.
 
@@ -53,12 +39,18 @@ class Stage(Enum):
     __hash__ = object.__hash__  # Enum hashes in Python, and every step looks stages up
 
 
+class Ending(Enum):
+    """What ends a unit's part of a backward.  Each backward shows it for the next one."""
+
+    LAST_GRADIENT = "last gradient"  # of the unit's parameters
+    # The end of the backward of a reentrant checkpoint that runs inside: more gradients may follow for any parameter.
+    NESTED = "nested backward"
+    # The unit was used again after a nested backward, or a parameter had a second gradient: only the whole backward tells.
+    WHOLE = "whole backward"
+
+
 def _no_op() -> None:
     return None
-
-
-def _nothing() -> tuple[int, bool]:
-    return 0, False
 
 
 class UnitBackward:
@@ -70,14 +62,11 @@ class UnitBackward:
         task: the autograd task in which it began; with nested backwards, the last one.
         arrived: ordinals of the parameters whose gradients have arrived.
         counted: the number of trainable parameters, and of all parameters.
-        has_frozen: some parameters are frozen.
         open_passes: passes through the unit's modules that backward has entered and not left.
-        is_nested: some gradients came from a nested backward (reentrant checkpoint), so more may follow for any parameter.
-        comes_again: this backward used the unit again after its end in a nested one, or produced a gradient twice.
-        came_again: ``comes_again`` of the last backward that produced gradients.
+        ending: what ends this backward, as far as it has shown.
+        learned: the ``ending`` of the last backward that produced gradients.  Where checkpoints run nested backwards, a forward
+            sets it to NESTED until a first backward has shown more.
         ended_in: the outermost autograd task of the backward in which the unit ended with a nested one.
-        counts: the last gradient ends the unit's backward.  Where checkpoints run nested backwards, which may use the
-            parameters again, this is False until a first backward has shown that they do not.
         ended_late: a backward ended the unit only at its own end, since some gradient did not arrive.
         early: the buckets that may be reduced before the unit's backward ends; None if there are none.
         owes_weights: a backward produced no gradient of a parameter: pipeline schedules may compute those separately.
@@ -98,12 +87,10 @@ class UnitBackward:
         self.stage = Stage.IDLE
         self.task = -1
         self.arrived: set[int] = set()
-        self.counted = (0, 0)
-        self.has_frozen = False
+        self.counted: tuple[int, int] = (0, 0)
         self.open_passes: set[object] = set()
-        self.is_nested = self.comes_again = self.came_again = False
+        self.ending = self.learned = Ending.LAST_GRADIENT
         self.ended_in = -1
-        self.counts = True
         self.ended_late = False
         self.owes_weights = self.has_lost_weights = False
         self.keeps_for_graph = False
@@ -112,11 +99,6 @@ class UnitBackward:
         self.early: Buckets | None = None
         self.looked_at: tuple[int, bool] | None = None
         self._began_full = True
-
-    def expect(self, num_trainable: int, num_params: int) -> None:
-        """Expect gradients of ``num_trainable`` of ``num_params`` parameters."""
-        self.counted = (num_trainable, num_params)
-        self.has_frozen = num_trainable < num_params
 
     def enter(self, task: int, is_full: bool = True, whole: int = -1) -> None:
         """Record that the gradient of an output has arrived.
@@ -129,13 +111,15 @@ class UnitBackward:
         if self.stage is not Stage.RUNNING:  # RUNNING already if user code has resharded the unit meanwhile
             self.stage = Stage.RUNNING
             self._began_full = is_full
-            self.comes_again = self.comes_again or self.ended_in == whole != -1
+            if self.ended_in == whole != -1:
+                self.ending = Ending.WHOLE
         self.task = task
 
     def hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
         """Return the post-accumulate-grad hook of the full parameter of ``param``."""
         # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.
         this, ordinal, running, task_id = weakref.ref(self), param.ordinal, Stage.RUNNING, torch_private.graph_task_id
+        by_last = Ending.LAST_GRADIENT
 
         def on_accumulated(_: torch.Tensor) -> None:
             backward = this()
@@ -143,13 +127,13 @@ class UnitBackward:
                 return
             arrived, early = backward.arrived, backward.early
             if ordinal in arrived:
-                backward.comes_again = True
+                backward.ending = Ending.WHOLE
             arrived.add(ordinal)
             if backward.stage is running:
                 if backward.task != task_id():
-                    backward.is_nested = True  # a reentrant checkpoint inside the unit runs it: others may follow
+                    backward.nest()  # a reentrant checkpoint inside the unit runs it: others may follow
                 is_bucket = early is not None and early.is_ready()
-                if backward.is_nested or (len(arrived) < backward.counted[0] and not is_bucket):
+                if backward.ending is not by_last or (len(arrived) < backward.counted[0] and not is_bucket):
                     return  # the engine has seen this backward begin, and neither a bucket nor the unit is complete
             elif backward.stage is Stage.IDLE:
                 backward.first = ordinal
@@ -160,6 +144,11 @@ class UnitBackward:
 
         return on_accumulated
 
+    def nest(self) -> None:
+        """Record that a gradient came from a nested backward, or is expected to."""
+        if self.ending is Ending.LAST_GRADIENT:
+            self.ending = Ending.NESTED
+
     @property
     def is_complete(self) -> bool:
         """True when every parameter has its gradient, so that backward reads none of them any more.
@@ -167,90 +156,57 @@ class UnitBackward:
         It is never True with a frozen parameter: backward may read that after the last gradient, so its unit ends when
         autograd leaves its inputs.
         """
-        is_there = len(self.arrived) >= self.counted[0] > 0
-        return is_there and self.counts and not self.has_frozen and not self.is_nested
+        is_last = self.learned is self.ending is Ending.LAST_GRADIENT
+        return is_last and self.counted[0] == self.counted[1] and len(self.arrived) >= self.counted[0] > 0
 
     def ends_with(self, task: int, is_one_module: bool) -> bool:
         """Return True if the unit's backward ends with the nested backward ``task``.
 
         A unit of several modules ends only when all gradients have arrived: other modules may be recomputed later.
         """
-        if self.stage is not Stage.RUNNING or self.task != task or self.comes_again or self.came_again:
+        if self.stage is not Stage.RUNNING or self.task != task or Ending.WHOLE in (self.ending, self.learned):
             return False
         return is_one_module or len(self.arrived) >= self.counted[0] > 0
 
-    def leave(self, ended_late: bool = False, is_kept: bool = False) -> None:
-        """End the unit's part of the backward, whose gradients were taken; ``is_kept``: its parameters stay full."""
-        if self.arrived:
-            self.came_again = self.comes_again
-            self.counts = not (self.is_nested or self.comes_again)
-        self.ended_late = self.ended_late or ended_late
-        if self.stage is Stage.RUNNING:
-            brought_none = self.counted[0] > 0 and not self.arrived
-            self.owes_weights = self.owes_weights or brought_none
-            if brought_none and is_kept and not self._began_full:
-                self.has_lost_weights = True
-        self.forget()
+    def leave(self, ended_late: bool = False, is_kept: bool = False, learns: bool = True) -> None:
+        """Return to IDLE and drop the progress of this backward, whose gradients were taken.
 
-    def forget(self) -> None:
-        """Return to IDLE and drop the progress of this backward."""
+        Args:
+            ended_late: it ended with the whole backward.
+            is_kept: the unit's parameters stay full.
+            learns: False after a failure, which shows nothing for the next backward.
+        """
+        if learns:
+            self.ended_late = self.ended_late or (ended_late and self.learned is Ending.LAST_GRADIENT)
+            if self.arrived:
+                self.learned = self.ending
+            if self.stage is Stage.RUNNING and self.counted[0] and not self.arrived:
+                self.owes_weights = True
+                self.has_lost_weights = self.has_lost_weights or (is_kept and not self._began_full)
         self.arrived.clear()
         self.open_passes.clear()
-        self.is_nested = self.comes_again = False
+        self.ending = Ending.LAST_GRADIENT
         self.early = self.first = None
         self.stage = Stage.IDLE
 
     def unlearn(self) -> None:
         """Forget how earlier backwards ended: ranks that took different ways have seen different ones."""
-        self.counts, self.ended_late, self.came_again, self.is_unseen, self.looked_at = True, False, False, False, None
+        self.learned, self.ended_late, self.is_unseen, self.looked_at = Ending.LAST_GRADIENT, False, False, None
 
 
-# ---- The states of a unit: sharded, gathering, unsharded, and maybe sharded on a smaller mesh, then sharded again.
+# ---- The states of a unit.
 
 
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """The sharded parameters are registered, and this rank has nothing but its shards."""
+class UnitState(Enum):
+    """Which parameters of a unit are registered, and have memory."""
+
+    SHARDED = "sharded"  # the shards are registered, and this rank has nothing else
+    GATHERING = "gathering"  # the all-gather is launched; the full parameters may not be read yet
+    FULL = "full"  # the full parameters have memory
+    SUB = "sub"  # after forward it was resharded to a smaller mesh, and the parameters on that mesh are registered
 
 
-SHARDED = Sharded()
-
-
-@dataclass(slots=True)  # not frozen: a step makes several, and frozen dataclasses take three times as long to make
-class Gathering:
-    """The all-gather is launched; the full parameters may not be read yet.
-
-    Attributes:
-        version: the version of the shards that are gathered; it changes when a shard is written to.
-        pass_number: the forward or backward in which this version was read; None outside of any.
-        handles: one per group; None for a group that has nothing to wait for.
-    """
-
-    version: int
-    pass_number: int | None
-    handles: tuple[Handle | None, ...]
-
-
-@dataclass(slots=True)
-class Unsharded:
-    """The full parameters have memory; for attributes see :class:`Gathering`.
-
-    ``is_registered``: they are registered; between passes the shards may be, of units that stay unsharded.
-    """
-
-    version: int
-    pass_number: int | None
-    is_registered: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Subsharded:
-    """The unit was resharded to a smaller mesh after forward, and the parameters on that mesh are registered."""
-
-    version: int
-
-
-UnitState = Sharded | Gathering | Unsharded | Subsharded
+SHARDED, GATHERING, FULL, SUB = UnitState
 
 
 class StepCallbacks(Protocol):
@@ -269,6 +225,26 @@ class StepCallbacks(Protocol):
         ...
 
 
+class Schedule(Protocol):
+    """The collectives of a pass whose ranks may take different ways: :class:`shardwise.fsdp.divergence.Divergence`.
+
+    Attributes:
+        gathers: for each collective the number of the unit whose parameters are gathered; -1 if it is no gather.
+        cursor: how many collectives this rank has launched.  The last entry of ``gathers`` is -1, so it is always an index.
+    """
+
+    gathers: list[int]
+    cursor: int
+
+    def reach_gather(self, unit: Unit) -> None:
+        """Launch for other ranks what comes before the gather of ``unit``, which the caller launches next."""
+        ...
+
+    def serve_next(self) -> None:
+        """Launch for other ranks what comes next."""
+        ...
+
+
 class Unit:
     """The parameters of one ``fully_shard`` or ``replicate`` call.
 
@@ -278,12 +254,17 @@ class Unit:
     Attributes:
         groups: the unit's parameters, one group per mesh.
         policy: the unit's settings; setters replace it by another immutable value.
-        is_full: the full parameters are registered: the state is Unsharded.
+        version: of the shards that full parameters were gathered from; it changes when a shard is written to.
+        gathered_in: number of the forward or backward in which this version was read; None outside of any.
+        handles: of the all-gather in flight, one per group; None for a group that has nothing to wait for.
+        shows_shards: the unit stays unsharded between passes, and the shards are registered.
+        is_late: modules have written to full parameters, so it is resharded when the pass is over.
+        num_packs: how often the parameters of all groups were packed, as of the begin of the pass.
         number: index among the units of its engine.
         may_diverge: the user lets ranks take different ways; the root's counts.  diverges: its engine does.
-        schedule: the schedule of its gathers if ranks may take different ways and a gather needs all of them; else None.
+        schedule: set if ranks may take different ways and a gather of this unit needs all of them; else None.
         name: paths of the unit's modules in the root, from the first forward on.
-        log: the event log.
+        track: the events of its engine.
         num_commits: how often gradients of the unit have been set; an optimizer is expected to change the shards after each.
         tied_units: units that own tied parameters that this unit's modules use.
         holders: the number of forwards that are using the full parameters now.
@@ -304,12 +285,15 @@ class Unit:
         self.precision = precision
         self.policy = policy
         self.name = ""
-        self.log = EventLog()
-        self.state: UnitState = Sharded()
-        self.is_full = False
+        self.track = Track("no engine")
+        self.state = SHARDED
+        self.version = self.num_packs = 0
+        self.gathered_in: int | None = None
+        self.handles: tuple[Handle | None, ...] = ()
+        self.shows_shards = self.is_late = False
         self.number = -1
         self.may_diverge = self.diverges = False
-        self.schedule: AgreedSchedule | None = None
+        self.schedule: Schedule | None = None
         self.backward = UnitBackward(weakref.ref(self))
         self.earlier = EarlierGradients()
         self.num_commits = 0
@@ -330,6 +314,7 @@ class Unit:
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
         self._modules = tuple(weakref.ref(module) for module in modules)
+        self.has_one_module = len(modules) == 1
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -356,8 +341,6 @@ class Unit:
     @property
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched all-gather allocates, and whether they include all full parameters."""
-        if len(self.groups) == 1 and not self.policy.keeps_full_memory:
-            return self.groups[0].gather_staging()
         stagings = [group.gather_staging(self.policy.keeps_full_memory) for group in self.groups]
         if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
             return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
@@ -375,30 +358,21 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards; 0 if the policy keeps them, since a step does not allocate them."""
-        total = 0
-        for group in self.groups:
-            total += group.full_bytes
-        return 0 if self.policy.keeps_full_memory else total
+        return 0 if self.policy.keeps_full_memory else sum(group.full_bytes for group in self.groups)
 
-    def note(self, op: Op, measure: Callable[[], tuple[int, bool]] = _nothing, state: UnitState | None = None) -> None:
-        """Tell observers that the unit has just done ``op``, after which it is in ``state``; None: that stays.
+    @property
+    def is_full(self) -> bool:
+        """True if the full parameters have memory."""
+        return self.state is FULL
 
-        ``measure`` returns the bytes of the operation, and whether they include the full parameters.
-        """
-        if state is not None:
-            self.state, self.is_full = state, type(state) is Unsharded
-        log = self.log
-        log.num_calls += 1
-        log.recent.append((op, self.name))
-        track = log.track
-        track.count = count = track.count + 1
-        remember((now(), thread(), track.name, count, op, self.name))
-        if hearers:
-            tell(op, self.name)
-        if log.instruments:
-            call = Call(op, self.name, *measure())
-            for instrument in log.instruments:
-                instrument.on_event(call)
+    @property
+    def has_copies(self) -> bool:
+        """True if full parameters, or those of a smaller mesh, are registered: an optimizer step makes them stale."""
+        return self.state is FULL or self.state is SUB
+
+    def emit(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
+        """Tell listeners that the unit has done ``op``; call it only if there are any."""
+        emit(self.track.name, Call(op, self.name, num_bytes, in_place))
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
         host = self.host_ref()
@@ -411,133 +385,130 @@ class Unit:
 
         ``pass_number``: the number of the running forward or backward, in which shards do not change; None outside of any.
         """
-        state, groups = self.state, self.groups
-        is_sharded = type(state) is Sharded
-        if isinstance(state, (Gathering, Unsharded)):
-            if self._is_from_now(state, pass_number):
+        groups, before = self.groups, self.state
+        if before is GATHERING or before is FULL:
+            if self._is_from_now(pass_number):
                 self._serve_others(pass_number)
                 return
-            if isinstance(state, Gathering):
+            if before is GATHERING:
                 self.discard()
-        version, in_pass = self.num_commits << 40, is_sharded and pass_number is not None
+        version, in_pass = self.num_commits << 40, before is SHARDED and pass_number is not None
         for group in groups:
             version += group.last_version if in_pass and group.seen is not None else group.version()
-        from_sub = isinstance(state, Subsharded) and state.version == version
+        from_sub = before is SUB and self.version == version
         is_written = False
         for group in groups:
             if pass_number is None and not from_sub:
                 group.ensure_packed()
             is_written |= group.is_written
             group.is_written = False
-        if pass_number is None or is_written or not is_sharded:
+        if pass_number is None or is_written or before is not SHARDED:
             # The current stream may have just written to the shards.
             host = self.host_ref()
             if host is not None:
                 host.before_gather()
-        if isinstance(state, Subsharded):
+        if before is SUB:
             check_sub(self.name, self.params)
         schedule = self.schedule
         if schedule is not None and pass_number is not None:
             if schedule.gathers[schedule.cursor] == self.number:
                 schedule.cursor += 1
             else:
-                schedule.reach_gather(self.number)
+                schedule.reach_gather(self)
         if listeners:
-            begin(self.log.track.name, "unshard", self.name)
+            begin(self.track.name, "unshard", self.name)
         try:
-            launched = (*map(ParamGroup.gather, groups, repeat(from_sub)),)
+            self.handles = (*map(ParamGroup.gather, groups, repeat(from_sub)),)
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
             raise self._explained(error) from error
-        self.note(Op.UNSHARD, lambda: self.gather_staging, Gathering(version, pass_number, launched))
+        self.state, self.version, self.gathered_in = GATHERING, version, pass_number
         if listeners:
-            end("unshard", self.name, self.gather_staging[0])
+            self.emit(Op.UNSHARD, *self.gather_staging)
 
     def _serve_others(self, pass_number: int | None) -> None:
-        """Launch the all-gather for other ranks if it is next in the schedule: this rank has the full parameters."""
+        """Launch the all-gather for other ranks alone if it is next: this rank has the full parameters."""
         schedule = self.schedule
         if schedule is not None and pass_number is not None and schedule.gathers[schedule.cursor] == self.number:
             schedule.serve_next()
 
     def wait(self, pass_number: int | None = None) -> None:
         """Wait for the all-gather, launching it if it is not in flight, and register the full parameters."""
-        state = self.state
-        if type(state) is not Gathering or pass_number is None or state.pass_number != pass_number:
-            if isinstance(state, Unsharded) and self._is_from_now(state, pass_number):
-                self._serve_others(pass_number)
+        is_gathered = False
+        if self.state is FULL and self._is_from_now(pass_number):
+            self._serve_others(pass_number)
+            if not self.shows_shards and (pass_number is None or pass_number == self.gathered_in):
                 return
-            self.unshard(pass_number)
-            state = self.state
-        assert isinstance(state, Gathering)
-        if listeners:
-            begin(self.log.track.name, "wait", self.name)
-        try:
-            for handle in state.handles:
-                if handle is not None:
-                    handle.wait()
-        except RuntimeError as error:
-            raise self._explained(error) from error
-        self._register_full()
-        self.note(Op.WAIT, lambda: (self.full_bytes, False), Unsharded(state.version, pass_number))
-        if listeners:
-            end("wait", self.name, self.full_bytes)
-
-    def _register_full(self) -> None:
+            if self.checks.is_on and not is_in_backward():  # weights are exchanged outside of one
+                self.checks.use_again(self.name, self.groups)
+        else:
+            if self.state is not GATHERING or pass_number is None or pass_number != self.gathered_in:
+                self.unshard(pass_number)
+            is_gathered = True
+            if listeners:
+                begin(self.track.name, "wait", self.name)
+            try:
+                for handle in self.handles:
+                    if handle is not None:
+                        handle.wait()
+            except RuntimeError as error:
+                raise self._explained(error) from error
         backward = self.backward
-        num_trainable = num_params = 0
+        num_trainable = num_params = num_packs = 0
         for group in self.groups:
             num_trainable += group.register_full(backward.hook)
             num_params += len(group.params)
-        if (num_trainable, num_params) != backward.counted:
-            backward.expect(num_trainable, num_params)
+            num_packs += group.num_packs
+        backward.counted, self.num_packs = (num_trainable, num_params), num_packs
+        if is_gathered:
+            self.state, self.handles = FULL, ()
+        else:
+            self.gathered_in = pass_number
+        self.shows_shards = False
+        if is_gathered and listeners:
+            self.emit(Op.WAIT, self.full_bytes)
 
-    def reshard(self, in_pass: bool = False) -> bool:
+    def reshard(self, in_pass: bool = False) -> None:
         """Copy writes to full parameters into the shards, free the full parameters and register the sharded ones.
 
-        Returns: False, with nothing done, if there are writes and other ranks may be reading the shards (``in_pass``).
+        If there are writes and other ranks may be reading the shards (``in_pass``), the unit stays full to the end of the pass.
         """
-        if isinstance(self.state, Sharded):
-            return True
-        if isinstance(self.state, Gathering):
+        if self.state is SHARDED:
+            return
+        if self.state is GATHERING:
             self.discard()
-            return True
-        if isinstance(self.state, Subsharded) and not in_pass:
+            return
+        if self.state is SUB and not in_pass:
             check_sub(self.name, self.params)
-        was_full = self.is_full
+        was_full = self.state is FULL
         if was_full:
             written = find_writes(self.groups)
             if written and in_pass:
-                return False
+                self.is_late = True
+                return
             if listeners:
-                begin(self.log.track.name, "reshard", self.name)
+                begin(self.track.name, "reshard", self.name)
             if written:
                 take_written(written)
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
-        self.state, self.is_full = SHARDED, False
-        if was_full:
-            self.note(Op.RESHARD, lambda: (self.full_bytes, False))
-            if listeners:
-                end("reshard", self.name, self.full_bytes)
-        return True
+        self.state = SHARDED
+        if was_full and listeners:
+            self.emit(Op.RESHARD, self.full_bytes)
 
     def discard(self) -> None:
         """Cancel an all-gather that was not waited for."""
-        assert isinstance(self.state, Gathering)
-        self._cancel(self.state)
-        self.state = SHARDED
-
-    def _cancel(self, state: Gathering | None) -> None:
-        for handles in state.handles if state is not None else ():
+        for handles in self.handles:
             if handles is not None:
                 handles.cancel()
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
+        self.state, self.handles = SHARDED, ()
 
     def free_kept_memory(self) -> None:
         """Free the memory of full parameters that a sharded unit keeps, after the policy that kept it has changed."""
-        if isinstance(self.state, (Sharded, Subsharded)):
+        if self.state is SHARDED or self.state is SUB:
             for group in self.groups:
                 group.drop(self.policy.keeps_full_memory)
 
@@ -545,15 +516,9 @@ class Unit:
         """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
         self.holders = 0
         self.awaited = set()
-        self.backward.forget()
-        self._cancel(self.state if isinstance(self.state, Gathering) else None)
-        self.state, self.is_full = SHARDED, False
-
-    @property
-    def num_packs(self) -> int:
-        """How often the parameters of all groups were packed."""
-        groups = self.groups
-        return groups[0].num_packs if len(groups) == 1 else sum(group.num_packs for group in groups)
+        self.backward.leave(learns=False)
+        self.is_late = False
+        self.discard()
 
     # ---- use in a forward ----
 
@@ -562,20 +527,6 @@ class Unit:
         self.wait(pass_number)
         for member in self.tied_units:
             member.wait(pass_number)
-
-    def begin_forward(self, pass_number: int | None) -> None:
-        """Begin the forward of one of the unit's modules; until its end no other forward reshards what it uses."""
-        if not self.awaited and not self.holders:
-            refs = self._modules
-            if len(refs) == 1:
-                self.awaited = {id(refs[0]())}
-            else:
-                self.awaited = {id(module) for ref in refs if (module := ref()) is not None}
-        for member in (self, *self.tied_units):
-            member.holders += 1
-            member.wait(pass_number)
-            if torch_private.saved_tensor_hooks(True) is not None:
-                member.num_aliases = member.count_aliases()
 
     def count_aliases(self) -> int:
         """Return how many tensors use the memory of the full parameters; needed only while saved-tensor hooks are active.
@@ -586,13 +537,6 @@ class Unit:
         packings = [group.packing for group in self.groups if group.packing is not None]
         return sum(buffer.num_holders for packing in packings for buffer in packing.fulls)
 
-    def end_forward(self, module: nn.Module) -> bool:
-        """End the forward of ``module``; return True if all modules of the unit have run."""
-        self.awaited.discard(id(module))
-        for member in (self, *self.tied_units):
-            member.holders -= 1
-        return not self.awaited
-
     def abort_forward(self) -> None:
         """Reshard what no other forward uses, after one of the unit's modules raised."""
         self.awaited = set()
@@ -601,26 +545,38 @@ class Unit:
             if not member.holders:
                 member.reshard()
 
-    def reshard_after_forward(self) -> bool:
-        """Apply ``policy.reshard_after_forward``; return False where :meth:`reshard` with ``in_pass`` does."""
-        if self.checks.is_on and self.is_full:
+    def reshard_after_forward(self) -> None:
+        """Apply ``policy.reshard_after_forward``, unless something reads the full parameters before backward does."""
+        backward, policy = self.backward, self.policy
+        if backward.owes_weights and not policy.reshard_after_backward:
+            return  # a backward of weights alone (pipeline stages) reads the parameters that are registered
+        if backward.keeps_for_graph or (backward.is_unseen and torch.is_grad_enabled()):
+            return  # a double backward, or a backward that no hook announces, reads them
+        # Saved-tensor hooks (activation offloading) may have stored an alias of a full parameter; its memory must stay then.
+        has_hooks = torch_private.saved_tensor_hooks(True) is not None and torch.is_grad_enabled()
+        if has_hooks and self.count_aliases() > self.num_aliases:
+            return
+        if self.checks.is_on and self.state is FULL:
             self.checks.end_unit(self.groups)
-        wanted = self.policy.reshard_after_forward
-        if wanted is False or not isinstance(self.state, Unsharded):
-            return True
+        wanted = policy.reshard_after_forward
+        if wanted is False or self.state is not FULL:
+            return
         if (
-            wanted is True or not self.groups or self.diverges
-        ):  # a rank that skips the unit has no part on the smaller mesh
-            return self.reshard(in_pass=True)
-        if any(group.sub_axes is None or group.extended.params for group in self.groups):
-            return self.reshard(in_pass=True)
+            wanted is True
+            or not self.groups
+            or self.diverges  # a rank that skips the unit has no part on the smaller mesh
+            or any(group.sub_axes is None or group.extended.params for group in self.groups)
+        ):
+            self.reshard(in_pass=True)
+            return
         if find_writes(self.groups):
-            return False
-        version = self.state.version
+            self.is_late = True
+            return
         for group in self.groups:
-            group.cut_to_sub(self.policy.keeps_full_memory)
-        self.note(Op.RESHARD, lambda: (self.full_bytes, False), Subsharded(version))
-        return True
+            group.cut_to_sub(policy.keeps_full_memory)
+        self.state = SUB
+        if listeners:
+            self.emit(Op.RESHARD, self.full_bytes)
 
     # ---- changes by user code ----
 
@@ -631,23 +587,13 @@ class Unit:
             version += group.last_version if in_pass and group.seen is not None else group.version()
         return version
 
-    def _is_from_now(self, state: Gathering | Unsharded, pass_number: int | None) -> bool:
-        """Return True if the shards have not changed since they were gathered.
-
-        Raises: StateError if shards were written to in a way that torch does not count.
-        """
+    def _is_from_now(self, pass_number: int | None) -> bool:
+        """Return True if the shards have not changed since they were gathered."""
         if pass_number is None:
             self.take_writes()
-        elif state.pass_number == pass_number:
+        elif self.gathered_in == pass_number:
             return True
-        if state.version != self._version(pass_number is not None):
-            return False
-        if isinstance(state, Unsharded) and (pass_number is not None or not state.is_registered):
-            if self.checks.is_on and not is_in_backward():  # weights are exchanged outside of one
-                self.checks.use_again(self.name, self.groups)
-            self._register_full()
-            self.state = Unsharded(state.version, pass_number)
-        return True
+        return self.version == self._version(pass_number is not None)
 
     def take_writes(self, see: Callable[[Unit, Written], None] | None = None) -> None:
         """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.
@@ -655,15 +601,10 @@ class Unit:
         Every rank copies its own rows, so all ranks must have written the same values.  ``see`` is called with the written
         parameters first.
         """
-        if self.is_full and (written := find_writes(self.groups)):
+        if self.state is FULL and (written := find_writes(self.groups)):
             if see is not None:
                 see(self, written)
             take_written(written)
-
-    @property
-    def has_copies(self) -> bool:
-        """True if full parameters, or those of a smaller mesh, are registered: an optimizer step makes them stale."""
-        return self.is_full or type(self.state) is Subsharded
 
     def keep(self, see: Callable[[Unit, Written], None] | None = None) -> None:
         """Keep full parameters registered between passes; for ``see`` see :meth:`take_writes`."""
@@ -673,11 +614,9 @@ class Unit:
 
     def register_shards(self) -> None:
         """Register the shards while the unit stays unsharded, so that user code finds what optimizers have."""
-        state = self.state
-        assert isinstance(state, Unsharded)
         for group in self.groups:
             group.register_sharded(keeps_memory=True)
-        self.state = Unsharded(state.version, state.pass_number, is_registered=False)
+        self.shows_shards = True
 
     # ---- gradients ----
 
@@ -721,25 +660,6 @@ class Unit:
             if param not in gradients:
                 dtype = group.dtypes.of_reduction(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
-
-    def stash_gradients(self) -> None:
-        """Stash ``.grad`` of parameters that stay registered, so that backward accumulates from zero."""
-        for group in self.groups:
-            if group.in_place:
-                self.earlier.stash(group.in_place, self.policy.divide_factor is not None, self.backward.first)
-
-    def unstash_gradients(self) -> None:
-        """Restore stashed gradients, with those of this backward added."""
-        for group in self.groups:
-            if group.in_place:
-                self.earlier.unstash(group.in_place)
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients of an unfinished backward."""
-        for param in self.params:
-            if param.full is not None:
-                param.full.grad = None
-        self.backward.forget()
 
 
 def is_in_backward() -> bool:

@@ -19,15 +19,14 @@ Written = list[tuple[ParamGroup, ShardedParam]]
 
 
 def find_writes(groups: Sequence[ParamGroup]) -> Written:
-    """Return the parameters that the running or last forward has written to; the same on every rank.
+    """Return the parameters of a full unit that the running or last forward has written to; the same on every rank.
 
     Raises: StateError if ``.data`` was assigned to, or user code wrote between passes; such a write is dropped.
     """
     found: Written = []
     for group in groups:
         packing, (params, fulls, versions, addresses) = group.packing, group.registered
-        if packing is None or not packing.is_held:
-            continue
+        assert packing is not None
         if group.is_kept:
             group.follow_freezing()
         if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:

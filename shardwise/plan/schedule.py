@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -326,7 +326,6 @@ class _Simulation:
         self.order = order
         self.units = units
         self.budget = budget
-        self.most_staged = budget.max_reductions * max((facts.reduce_bytes for facts in units), default=0)
         self.calls: list[Call] = []
         self.prefetches: list[tuple[int, ...]] = []
         self.starts: list[int] = []
@@ -334,7 +333,6 @@ class _Simulation:
         self.is_full: set[int] = set()
         self.holders = [0] * len(units)
         self.in_backward: set[int] = set()
-        self.reduced: list[int] = []
 
     def call(self, op: Op, unit: int, num_bytes: int = 0, in_place: bool = False) -> None:
         self.calls.append(Call(op, self.units[unit].name, num_bytes, in_place))
@@ -342,8 +340,7 @@ class _Simulation:
     def unshard(self, unit: int) -> None:
         if unit not in self.is_full and unit not in self.is_gathering:
             self.is_gathering.add(unit)
-            facts = self.units[unit]
-            self.call(Op.UNSHARD, unit, facts.gather_bytes, facts.in_place)
+            self.call(Op.UNSHARD, unit, self.units[unit].gather_bytes, self.units[unit].in_place)
 
     def need(self, unit: int) -> None:
         self.unshard(unit)
@@ -378,16 +375,13 @@ class _Simulation:
         for unit in self.is_gathering.union(prefetches):
             facts = self.units[unit]
             held += facts.gather_bytes + (0 if facts.in_place else facts.full_bytes)
-        return held + self.most_staged * (event is StepEvent.PRE_BACKWARD) <= (self.budget.num_bytes or 0)
+        if event is StepEvent.PRE_BACKWARD:
+            held += self.budget.max_reductions * max(facts.reduce_bytes for facts in self.units)
+        return held <= (self.budget.num_bytes or 0)
 
     def prefetch(self, position: int, explicit: tuple[int, ...] | None, event: StepEvent) -> None:
-        chosen: list[int] = []
-        if explicit is not None:
-            chosen = [unit for unit in explicit if unit not in self.is_full and unit not in self.is_gathering]
-        else:
-            for unit in self.upcoming(position, event):
-                if unit not in self.is_gathering:
-                    chosen.append(unit)
+        wanted = self.upcoming(position, event) if explicit is None else explicit
+        chosen = [unit for unit in wanted if unit not in self.is_full and unit not in self.is_gathering]
         for unit in chosen:
             self.unshard(unit)
         self.prefetches[position] = tuple(chosen)
@@ -398,8 +392,7 @@ class _Simulation:
             self.starts.append(len(self.calls))
             self.entry(position, entry.unit, entry.event)
         self.starts.append(len(self.calls))
-        for unit in self.reduced:
-            self.call(Op.COMMIT, unit)
+        self.calls += [Call(Op.COMMIT, call.unit) for call in self.calls if call.op is Op.REDUCE]
 
     def entry(self, position: int, unit: int, event: StepEvent) -> None:
         facts = self.units[unit]
@@ -442,7 +435,6 @@ class _Simulation:
             return
         if facts.policy.sync:
             self.call(Op.REDUCE, unit, facts.reduce_bytes)
-            self.reduced.append(unit)
         else:
             self.call(Op.HOLD, unit)
 
@@ -475,40 +467,3 @@ def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], budget: Prefet
     return StepPlan(
         order, tuple(simulation.calls), tuple(simulation.prefetches), tuple(simulation.starts), buckets=buckets
     )
-
-
-# ---- The schedule that ranks share which may take different ways (fsdp/divergence.py).
-
-
-@dataclass(slots=True)
-class AgreedSchedule:
-    """The collectives of the running pass, in the order in which every rank launches them.
-
-    Attributes:
-        gathers: for each collective the number of the unit whose parameters are gathered; -1 if it is no gather.
-        reductions: the number of the unit whose gradients are reduced; -1 if it is no reduction.
-        cursor: how many of them this rank has launched.  The last entry of both lists is -1, so it is always an index.
-        whole: numbers of units that had gradients of all their parameters on this rank.
-        reach_gather: ``reach_gather(unit)`` launches for other ranks what comes before the gather of ``unit``.
-        serve_next: launches for other ranks what comes next.
-    """
-
-    reach_gather: Callable[[int], None]
-    serve_next: Callable[[], None]
-
-    gathers: list[int] = field(default_factory=lambda: [-1])
-    reductions: list[int] = field(default_factory=lambda: [-1])
-    cursor: int = 0
-    whole: list[int] = field(default_factory=list[int])
-
-    def find(self, calls: Sequence[int], unit: int) -> int | None:
-        """Return where ``unit`` comes next in ``calls``; None: it does not."""
-        try:
-            return calls.index(unit, self.cursor)
-        except ValueError:
-            return None
-
-    def append(self, gathers: Sequence[int], reductions: Sequence[int]) -> None:
-        """Append gathers, then reductions."""
-        self.gathers[-1:] = [*gathers, *[-1] * len(reductions), -1]
-        self.reductions[-1:] = [*[-1] * len(gathers), *reductions, -1]

@@ -166,7 +166,7 @@ def _tensors(subject: object) -> Iterator[torch.Tensor]:
 # has hooks for all modules and optimizers. Outside :func:`inject` none of these hooks is set.
 
 
-class Injected:
+class Injected(observe.Listener):
     """A fault that is set.
 
     Attributes:
@@ -185,7 +185,7 @@ class Injected:
         self._is_between = True
         self._occasions: Counter[int | None] = Counter()
 
-    def come(self, place: str, subject: object = None) -> bool:
+    def reach(self, place: str, what: str = "", subject: object = None) -> bool:
         """Record that this process reaches ``place``; return True to skip what begins there."""
         fault = self.fault
         if place != fault.at or self.is_over or fault.rank not in (None, this_rank()):
@@ -208,9 +208,9 @@ class Injected:
         """Handle the begin of a module's forward."""
         if self._is_between and torch.is_grad_enabled():
             self._is_between = False
-            self.come("between steps")
+            self.reach("between steps")
         if not any(True for _ in module.children()):
-            self.come("forward" if torch.is_grad_enabled() else "evaluation")
+            self.reach("forward" if torch.is_grad_enabled() else "evaluation")
 
     def after_module(self, module: nn.Module, _args: object, output: object) -> None:
         """Handle the end of a module's forward."""
@@ -223,13 +223,13 @@ class Injected:
         if self is None:
             return None
         changed = gradient.clone() if self.fault.kind == "corrupt" else gradient
-        self.come("backward", [changed])
+        self.reach("backward", subject=[changed])
         return changed if self.fault.kind == "corrupt" else None
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Handle the begin of an optimizer's step."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self.come("optimizer step", [param.grad for param in params if param.grad is not None])
+        self.reach("optimizer step", subject=[param.grad for param in params if param.grad is not None])
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Handle its end: nested optimizers, and several side by side, count the same steps."""
@@ -261,7 +261,7 @@ def inject(fault: Fault | Kind, at: str = "", **options: Any) -> Generator[Injec
         raise ConfigError("give a Fault, or a kind and its fields; found both")
     injected = Injected(fault if isinstance(fault, Fault) else Fault(fault, at, **options))
     with ExitStack() as stack:
-        stack.enter_context(observe.hearing(lambda place, _, subject: injected.come(place, subject)))
+        stack.enter_context(observe.listening(injected))
         for handle in (
             register_module_forward_pre_hook(injected.before_module),
             register_module_forward_hook(injected.after_module),

@@ -139,7 +139,7 @@ def test_frozen_thawed_converted_and_new_parameters(style: str) -> None:
         model.zero_grad()
         recorder = Recorder(engine_of(model))
         for step in range(6):
-            recorder.events.clear()
+            recorder.calls.clear()
             if step == 2:
                 for each in (reference, model):
                     each.requires_grad_(True)

@@ -46,8 +46,8 @@ def test_every_place_of_an_api_is_come_to(pool: WorkerPool, door: Any, tmp_path:
 def places_seen(program: Program, folder: str) -> list[str]:
     with faults.inject("delay", at="nowhere") as injected:
         seen: Counter[str] = Counter()
-        come = injected.come
-        injected.come = lambda place, subject=None: (seen.update([place]), come(place, subject))[1]  # type: ignore[method-assign]
+        reach = injected.reach
+        injected.reach = lambda place, *args, **more: (seen.update([place]), reach(place, *args, **more))[1]  # type: ignore[method-assign]
         train(program, Path(folder))
     return [place for place in seen if place in PLACES]
 
@@ -188,10 +188,10 @@ def test_a_fault_strikes_in_whatever_thread_comes_to_the_place() -> None:
 
 
 def test_nothing_is_left_behind_when_a_fault_is_taken_back() -> None:
-    before = len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(observe.hearers)
+    before = len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(observe.listeners)
     with faults.raise_at("forward"), faults.delay_at("backward"):
-        assert len(observe.hearers) == before[2] + 2
-    assert before == (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(observe.hearers))
+        assert len(observe.listeners) == before[2] + 2
+    assert before == (len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks), len(observe.listeners))
     nn.Linear(2, 2)(torch.ones(1, 2))  # not struck
 
 

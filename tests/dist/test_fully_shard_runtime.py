@@ -40,7 +40,7 @@ def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
             engine.comm_ctx.pool.reset_peak()
             before = engine.comm_ctx.pool.num_allocations
             loss_of(model, name=name).backward()
-            assert tuple(recorder.events) == plan.calls, (name, reshard)
+            assert tuple(recorder.calls) == plan.calls, (name, reshard)
             assert engine.exec_order.plan is plan
             assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls)
             assert engine.comm_ctx.pool.num_allocations == before, "a warm step allocated"
@@ -70,7 +70,7 @@ def test_gathers_ahead_by_bytes_go_as_planned_and_hold_no_more() -> None:
             loss = loss_of(model, name="plain")
             loss.backward()
             results.append(loss.detach())
-            assert tuple(recorder.events) == plan.calls
+            assert tuple(recorder.calls) == plan.calls
             assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls) <= (plan.ahead_bytes or 1 << 30)
             most = max(len(units) for units in plan.prefetches)
             assert most == 1 if num_bytes is None else most >= 1 if num_bytes == 0 else most > 2
@@ -315,7 +315,7 @@ def test_another_order_unshards_on_demand_and_plans_again() -> None:
     model[0](x)
     loss_of(model).backward()
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    recorder.events.clear()
+    recorder.calls.clear()
     loss_of(model).backward()
     loss_of(model).backward()
     calls = recorder.calls[-len(engine_of(model).exec_order.plan.calls) :]

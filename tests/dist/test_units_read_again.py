@@ -255,7 +255,7 @@ def test_a_unit_that_lends_a_weight_keeps_it_while_the_borrower_is_recomputed() 
     model(batch(0)).square().mean().backward()
     recorder = Recorder(engine)
     model(batch(0)).square().mean().backward()
-    assert tuple(recorder.events) == engine.exec_order.plan.calls
+    assert tuple(recorder.calls) == engine.exec_order.plan.calls
 
 
 class Aside(nn.Module):

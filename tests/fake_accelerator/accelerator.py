@@ -21,7 +21,7 @@ from fake_accelerator.allocations import Allocations, Violation
 from fake_accelerator.dispatch import Collective, OperationRecorder
 from fake_accelerator.timeline import HOST, FakeStream, Timeline
 from shardwise.collectives.streams import Device, standing_in
-from shardwise.observe import hearing
+from shardwise.observe import Call, Listener, listening
 
 
 class FakeAccelerator(Device):
@@ -38,21 +38,16 @@ class FakeAccelerator(Device):
     has_values = False
 
     def __init__(self, keeps_works: bool = False) -> None:
-        self._doing = "nothing"
-        self.timeline = Timeline(keeps_works, label=lambda: self._doing)
+        self.doing = "nothing"
+        self.timeline = Timeline(keeps_works, label=lambda: self.doing)
         self._allocations = Allocations(self.timeline)
         self._recorder = OperationRecorder(self.timeline, self._allocations)
 
     @contextmanager
     def in_use(self) -> Generator[FakeAccelerator, None, None]:
         """Record what happens inside; engines that are made inside have this device's lanes."""
-        with standing_in(self), hearing(self._hear), self._recorder:
+        with standing_in(self), listening(_Doing(self)), self._recorder:
             yield self
-
-    def _hear(self, place: str, what: str, subject: object) -> bool:
-        del subject
-        self._doing = f"{getattr(place, 'value', place)} {what}".strip()
-        return False
 
     @property
     def violations(self) -> list[Violation]:
@@ -102,3 +97,20 @@ class FakeAccelerator(Device):
         if block is not None and block.kind != "device":
             source = torch.empty(source.shape, dtype=source.dtype).copy_(source, non_blocking=True)
         return source.to(dtype)
+
+
+class _Doing(Listener):
+    """Labels the work of ``fake`` with what the engine does."""
+
+    def __init__(self, fake: FakeAccelerator) -> None:
+        self._fake = fake
+
+    def begin(self, track: str, what: str, subject: str) -> None:
+        self._fake.doing = f"{what} {subject}".strip()
+
+    def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
+        self._fake.doing = f"{what} {subject}".strip()
+
+    def reach(self, place: str, what: str, subject: object) -> bool:
+        self._fake.doing = f"{place} {what}".strip()
+        return False

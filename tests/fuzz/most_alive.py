@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fuzz.codes import Codes
+from shardwise import observe
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.unit import Unit
@@ -48,7 +49,7 @@ def _padding_of(unit: Unit) -> int:
     )
 
 
-class Watch:
+class Watch(observe.Listener):
     """Listens to an engine; counts what is registered on modules whenever a unit has been unsharded.
 
     A step counts, from the end of one backward to the end of the next, if its calls are those of the plan.
@@ -72,14 +73,15 @@ class Watch:
         engine = engine_of(attachment.unit) if attachment is not None else None
         if engine is not None and (self._engine is None or self._engine() is not engine):
             self._engine = weakref.ref(engine)
-            engine.exec_order.instruments.append(self)
+            observe.listeners.append(self)
+            weakref.finalize(engine, observe.listeners.remove, self)
 
-    def on_event(self, event: Call) -> None:
+    def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
         """Take note of a call."""
         model, engine = self._model(), self._engine() if self._engine is not None else None
-        if model is None or engine is None:
+        if model is None or engine is None or call is None or track != engine.exec_order.track.name:
             return
-        if event.op is Op.COMMIT:
+        if call.op is Op.COMMIT:
             self._padding = {unit.name: _padding_of(unit) for unit in engine.units}
             if self._calls:
                 self._compare(engine.exec_order.plan)
@@ -87,8 +89,8 @@ class Watch:
             self._before = {unit.name: unit.full_bytes for unit in engine.units if unit.is_full}
             self._most = most_full((), self._before, self._padding)
             return
-        self._calls.append(event)
-        if event.op is Op.WAIT:
+        self._calls.append(call)
+        if call.op is Op.WAIT:
             self._most = max(self._most, registered_bytes(model, self._ignored))
             count = sum(unit.is_full for unit in engine.units)
             if self._most_units is not None and count > self._most_units:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 import shardwise.collectives.host.send_recv
 import shardwise.fsdp.gradients
 import shardwise.layout
-from shardwise import set_default_transport
+from shardwise import observe, set_default_transport
 from shardwise.collectives.routes import RoutedCommunicator, Transport
 from shardwise.fsdp import engine as engines
 from shardwise.fsdp.attachment import attachment_of
@@ -73,19 +74,19 @@ def over(transport: Transport) -> Iterator[None]:
         set_default_transport("auto")
 
 
-class Recorder:
+class Recorder(observe.Listener):
     """Hears what an engine does from when it is made."""
 
     def __init__(self, engine: Engine) -> None:
-        self.events: list[Call] = []
-        engine.exec_order.instruments.append(self)
+        self.calls: list[Call] = []
+        self._track = weakref.ref(engine.exec_order.track)
+        observe.listeners.append(self)
+        weakref.finalize(engine, observe.listeners.remove, self)
 
-    @property
-    def calls(self) -> list[Call]:
-        return [event for event in self.events if isinstance(event, Call)]
-
-    def on_event(self, event: Call) -> None:
-        self.events.append(event)
+    def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
+        mine = self._track()
+        if call is not None and mine is not None and track == mine.name:
+            self.calls.append(call)
 
 
 @contextmanager

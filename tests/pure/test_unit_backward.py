@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.fsdp import unit as module
-from shardwise.fsdp.unit import Stage, UnitBackward
+from shardwise.fsdp.unit import Ending, Stage, UnitBackward
 
 MOVES: dict[str, Callable[[UnitBackward], object]] = {
     "enter": lambda each: each.enter(7),
     "arrive 0": lambda each: each.hook(_param(0))(torch.zeros(())),
     "arrive 1": lambda each: each.hook(_param(1))(torch.zeros(())),
     "leave": lambda each: each.leave(),
-    "forget": lambda each: each.forget(),
+    "forget": lambda each: each.leave(learns=False),
 }
 
 
@@ -35,14 +35,16 @@ def _in_task_7(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.sampled_from(list(MOVES)), max_size=12))
 def test_whatever_happens_the_stage_tells_what_has_come(moves: list[str]) -> None:
     backward = UnitBackward(lambda: None)
-    backward.expect(2, 2)
+    backward.counted = (2, 2)
     for move in moves:
         MOVES[move](backward)
         if move in ("leave", "forget"):
             assert backward.stage is Stage.IDLE
         assert (backward.stage is Stage.IDLE) <= (not backward.arrived)
         assert (backward.stage is Stage.ARRIVING) <= bool(backward.arrived)
-        assert backward.is_complete == (backward.counts and backward.arrived == {0, 1})
+        assert backward.is_complete == (
+            backward.learned is backward.ending is Ending.LAST_GRADIENT and backward.arrived == {0, 1}
+        )
 
 
 def test_who_listens_hears_of_what_nobody_knew_and_of_the_last_gradient() -> None:
@@ -50,10 +52,10 @@ def test_who_listens_hears_of_what_nobody_knew_and_of_the_last_gradient() -> Non
     backward = UnitBackward(lambda: cast(Any, backward))
     host = SimpleNamespace(gradient_arrived=lambda _: heard.append(backward.stage))
     backward.host = lambda: cast(Any, host)
-    backward.expect(2, 2)
+    backward.counted = (2, 2)
     MOVES["arrive 0"](backward)
     assert heard == [Stage.ARRIVING]
-    backward.forget()
+    backward.leave(learns=False)
     backward.enter(7)
     MOVES["arrive 0"](backward)
     assert heard == [Stage.ARRIVING]
@@ -63,22 +65,22 @@ def test_who_listens_hears_of_what_nobody_knew_and_of_the_last_gradient() -> Non
 
 def test_gradients_of_a_backward_within_end_nothing_until_one_has_shown_that_they_do() -> None:
     backward = UnitBackward(lambda: None)
-    backward.expect(1, 1)
+    backward.counted = (1, 1)
     backward.enter(3)  # another task than the one that runs
     MOVES["arrive 0"](backward)
     assert not backward.is_complete
     backward.leave()
-    assert not backward.counts
+    assert backward.learned is Ending.NESTED
     backward.enter(7)
     MOVES["arrive 0"](backward)
     assert not backward.is_complete
     backward.leave()
-    assert backward.counts
+    assert backward.learned is Ending.LAST_GRADIENT
 
 
 def test_a_nested_backward_ends_a_unit_unless_one_has_come_to_it_again() -> None:
     backward = UnitBackward(lambda: None)
-    backward.expect(2, 2)
+    backward.counted = (2, 2)
     for whole, comes_again in ((3, False), (4, True), (5, False)):
         backward.enter(7, whole=whole)
         MOVES["arrive 0"](backward)
@@ -92,7 +94,7 @@ def test_a_nested_backward_ends_a_unit_unless_one_has_come_to_it_again() -> None
         MOVES["arrive 0"](backward)
         assert backward.ends_with(7, is_one_module=True) is not comes_again
         backward.leave()
-        assert backward.counts is not comes_again
+        assert (backward.learned is Ending.LAST_GRADIENT) is not comes_again
         if comes_again:
             backward.enter(7, whole=whole + 4)
             assert not backward.ends_with(7, is_one_module=True)
@@ -102,8 +104,7 @@ def test_a_nested_backward_ends_a_unit_unless_one_has_come_to_it_again() -> None
 
 def test_a_frozen_parameter_may_be_read_after_the_last_gradient() -> None:
     backward = UnitBackward(lambda: None)
-    backward.expect(1, 2)
+    backward.counted = (1, 2)
     backward.enter(7)
     MOVES["arrive 0"](backward)
-    assert backward.has_frozen
     assert not backward.is_complete
