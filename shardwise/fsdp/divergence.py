@@ -81,7 +81,7 @@ _NUM_FLAGS = 10
 
 
 class Passes(Protocol):
-    """The engine, as far as ranks that take different ways need it."""
+    """The parts of an engine that ranks which take different ways need."""
 
     exec_order: ExecOrderTracker
     reductions: Reductions

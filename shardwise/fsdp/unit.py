@@ -63,7 +63,7 @@ class UnitBackward:
         arrived: ordinals of the parameters whose gradients have arrived.
         counted: the number of trainable parameters, and of all parameters.
         open_passes: passes through the unit's modules that backward has entered and not left.
-        ending: what ends this backward, as far as it has shown.
+        ending: what has been shown so far to end this backward.
         learned: the ``ending`` of the last backward that produced gradients.  Where checkpoints run nested backwards, a forward
             sets it to NESTED until a first backward has shown more.
         ended_in: the outermost autograd task of the backward in which the unit ended with a nested one.
