@@ -243,7 +243,7 @@ def _become_root(attachment: Attachment) -> Engine:
     for make in check_makers:
         engine.checks = make(root, attachments, engine)
     for unit in engine.units:
-        unit.checks = engine.checks
+        unit.checks = weakref.proxy(engine.checks)  # which know modules of the tree, and those own the unit
     for inner in attachments:
         if inner.engine is not None:
             if inner.engine.manual.is_on and inner is not attachment:
