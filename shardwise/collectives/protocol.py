@@ -1,8 +1,9 @@
 """What units need from a communicator.
 
-A collective is launched with an object that knows where bytes come from and where they go.  The transport decides how
-they travel: through one packed buffer with one equal section per rank in rank order, or in parts, straight between full
-tensors and sections.
+A collective is launched with its *ends*: an object that knows where bytes come from and where they go.  The transport
+decides how they travel: through one packed buffer with one equal section per rank in rank order, or in parts, straight
+between full tensors and sections.  ``fsdp/flat_buffer.py::Delivery`` has the ends of an all-gather,
+``fsdp/gradients.py::Reduction`` those of a reduce-scatter and an all-reduce.
 """
 
 from __future__ import annotations

@@ -281,7 +281,9 @@ def provider_of(group: dist.ProcessGroup, devices: Collection[torch.device]) -> 
 
 
 @dataclass(slots=True)
-class _Entry:
+class _LinkState:
+    """The link of one process group, and how far the running pass is with it."""
+
     prepare: Callable[[], Link | None]
     link: Link | None = None
     is_prepared: bool = False
@@ -307,14 +309,14 @@ class PassTracker:
         self._depth = 0
         self._count = 0
         self._kind: PassKind = "forward"
-        self.entries: dict[str, _Entry] = {}
+        self.entries: dict[str, _LinkState] = {}
         self.known_links: dict[str, Link | None] = {}
         self.number: int | None = None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
         """Let ``prepare`` return the link of ``group`` before each pass; None: no link."""
         old = self.entries.get(group.group_name)
-        self.entries[group.group_name] = _Entry(prepare, old.link if old is not None else None)
+        self.entries[group.group_name] = _LinkState(prepare, old.link if old is not None else None)
 
     def link(self, group: dist.ProcessGroup, takes: Callable[[Link], bool]) -> Link | None:
         """Return the link to use for the next collective of ``group``; None: use the backend.
@@ -356,7 +358,7 @@ class PassTracker:
                 entry.is_open = True
         return [name for name, entry in self.entries.items() if entry.is_agreed]
 
-    def _prepare(self, name: str, entry: _Entry) -> None:
+    def _prepare(self, name: str, entry: _LinkState) -> None:
         entry.link = self.known_links[name] = entry.prepare()
         entry.is_prepared, entry.has_no_link = True, entry.link is None
 

@@ -232,7 +232,7 @@ class _Api(Protocol[_Args, _Kind]):
 
 
 def _of(_: type[_Kind]) -> Callable[[Callable[Concatenate[Any, _Args], Any]], _Api[_Args, _Kind]]:
-    """Return the decorator of an API that gives modules the methods of a class."""
+    """Return the decorator that types an API as :class:`_Api` and gives it ``state(module)``, as torch's composable APIs."""
 
     def with_state(function: Any) -> Any:
         function.state = attachment_of

@@ -52,7 +52,10 @@ PENDING = "shardwise: attachments to complete"  # key in the memo of a deep copy
 
 
 class Pass:
-    """One pass through a unit's modules; backward has left it when all its inputs have their gradients."""
+    """One pass through a unit's modules; backward has left it when all its inputs have their gradients.
+
+    It is not a pass of the root (``PassTracker``), which contains passes through many modules.
+    """
 
     __slots__ = ("_backward", "_expected", "_missing")
 
@@ -81,7 +84,7 @@ class Attachment:
     Attributes:
         unit: the unit.
         engine: the engine of a root; None until the first forward, and for other modules.
-        is_root: None until the first forward of the root.
+        is_root: None until the first forward of the root, which sets it for all units below.
         forward_methods: names of methods that are treated like ``forward``.
         before: number of graph nodes that this thread had made before the running forward of a root, and whether one of its
             inputs needs a gradient.

@@ -196,10 +196,11 @@ class _FoundParam:
 
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
+    # Checks come before the model changes, except those of placements: a model that is refused stays usable.
     watch_optimizers()
     if torch_private.accelerator_type() == "cpu":
         torch_private.draw_as_one_process()
-    note("init", "unit")
+    note("init", "unit")  # a place at which tests inject faults (``testing/faults.py``)
     store = torch_private.default_store() if dist.is_initialized() else None
     if store is not None:
         announce(store, dist.get_rank())
@@ -218,6 +219,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     for item in found:
         _move_parameter(item, device)
     reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
+    # Tied parameters that another unit owns stay there: this unit waits for that one, and reduces no gradient of them.
     unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
     unit.uses_default_reshard = preset.reshard_after_forward is None
     unit.groups = _make_groups([item for item in found if not _register_tied(item, unit)], preset, device)

@@ -56,7 +56,7 @@ class BackwardEnd:
 
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-# By id, optimizers that have none but registered parameters of these engines.
+# By id, the optimizers that were checked: none of their parameters is an outdated form of a parameter of these engines.
 checked_optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
 
@@ -136,6 +136,7 @@ class Engine:
         if not self.forwards:
             self._begin_forward()
         self.forwards.append((unit, sys.exc_info()[1]))
+        # A forward of the unit starts with the first of its modules; it goes on while others of them are awaited.
         starts, number = not unit.awaited and not unit.holders, self.comm_ctx.pass_tracker.number
         prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else ()
         if starts:
@@ -145,6 +146,7 @@ class Engine:
             member.wait(number)
             if torch_private.saved_tensor_hooks(True) is not None:
                 member.num_aliases = member.count_aliases()
+        # Prefetches come last: on the gather stream, what this unit waits for is then in front of them.
         if starts and unit.forward_prefetch is not None:
             prefetches = [target for ref in unit.forward_prefetch if (target := ref()) is not None]
         for target in prefetches:
@@ -342,12 +344,13 @@ class Engine:
                 "backward"
             )
         task = torch_private.graph_task_id()
-        is_nested = task != self.task
+        is_nested = task != self.task  # a reentrant checkpoint runs this backward inside of the outer one
         if torch.is_grad_enabled():
             backward.keeps_for_graph = self.makes_graph = True
         if through is not None:
             backward.open_passes.add(through)
         if backward.stage is Stage.RUNNING and (unit.state is FULL or not unit.policy.unshard_in_backward):
+            # Another output of the unit: its backward has begun, and there is nothing to gather.
             if is_nested and task != backward.task != self.task:
                 backward.enter(task)
                 torch_private.call_after_backward(partial(self.nested_backward_ended, unit, task))
@@ -430,6 +433,7 @@ class Engine:
         if self.logs:
             logger.debug("FSDP::post_backward (%s)", unit.name)
         gradients = unit.take_gradients(is_late)
+        # Before the reduction, so that its input can take the memory that the full parameters leave.
         if unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph:
             unit.reshard(in_pass=True)
         if not (unit.policy.sync and reduces):
@@ -475,6 +479,8 @@ class Engine:
             for unit in self.units:
                 unit.backward.keeps_for_graph = False
         try:
+            # Units that are still open end here, in an order that does not depend on what this rank's backward has used: ranks
+            # pair their collectives by it.
             for unit in reversed(self.units):
                 # Gradients of earlier backwards are reduced now, even if this backward used no parameter of the unit.
                 may_be_due = unit.earlier.held or unit.earlier.partial or unit.policy.reduces_unused

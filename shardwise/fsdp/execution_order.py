@@ -126,7 +126,7 @@ class ExecOrderTracker:
         if position < len(expected):
             planned = expected[position]
             if planned.unit == number and planned.event is event:
-                self._entries.append(planned)
+                self._entries.append(planned)  # the plan's own entry: making one per event would cost time
                 if self._own is not None:
                     self._own.append(planned)
                 return self._prefetches[position]
@@ -137,6 +137,7 @@ class ExecOrderTracker:
         name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
         self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
         self.uncompared = f"{self._left_order} to {event.value}"
+        # Before the collective that follows: ranks which deviate in different ways would hang in it.
         if self.gathers:
             self.compare_deviation()
         return ()

@@ -104,10 +104,10 @@ class Reduction:
         params: list[ShardedParam],
         gradients: list[torch.Tensor],
     ) -> None:
-        self.units = [*map(_UNIT, launches)]  # not the launches, which own it
+        self.units = [*map(_UNIT, launches)]  # not the launches: these own the reduction, and a cycle would keep memory
         self.group, self.dtype, self._scale, self.gradients = group, dtype, scale, gradients
-        self._reduced = reduced = layout_of(group, params, dtype)
-        self.params, self.layout, self.label = reduced.params, reduced.bucket, reduced.names
+        self._reduce_layout = reduce_layout = layout_of(group, params, dtype)
+        self.params, self.layout, self.label = reduce_layout.params, reduce_layout.bucket, reduce_layout.names
         self.section_numel, self.has_elements = self.layout.section_numel, self.layout.full_numel > 0
         first = launches[0]
         self._hook, self._partial = first.unit.all_reduce_hook, first.partial
@@ -123,6 +123,7 @@ class Reduction:
                 group.gradient_dtypes = dtypes
         # The section that is received then holds the gradients that users see, without another copy.
         self._is_final = not self.is_partial and not group.place.is_offloaded and dtypes <= {dtype, None}
+        # Handles of the two stages while they are in flight: the reduce-scatter, and the all-reduce over replicas.
         self._scattered: Handle | None = None
         self._replicated: Handle | None = None
         self.is_over = self._is_dense = False
@@ -136,18 +137,17 @@ class Reduction:
     def fill(self, packed: torch.Tensor) -> None:
         """Write every section of ``packed``, and release the gradients."""
         if self.has_elements and self._result is not None and packed is self.section:
-            self._reduced.pack_whole(
-                self.gradients, self._result
-            )  # this rank has all shards: write the final gradients
+            # This rank has all shards: write the final gradients.
+            self._reduce_layout.pack_whole(self.gradients, self._result)
         elif self.has_elements:
-            self._reduced.pack(self.gradients, packed)
+            self._reduce_layout.pack(self.gradients, packed)
         self.gradients.clear()
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
         """Return the windows of the gradients that belong to ``rank``."""
         if not self._is_dense:
             self.gradients, self._is_dense = [gradient.contiguous() for gradient in self.gradients], True
-        return self._reduced.full_parts(self.gradients, rank)
+        return self._reduce_layout.full_parts(self.gradients, rank)
 
     def drop(self) -> None:
         """Release the gradients."""
@@ -157,10 +157,10 @@ class Reduction:
         """Return the section."""
         if self.section is None:
             if self._is_final:
-                self._result = self._reduced.take(self.dtype, self.group.place)
+                self._result = self._reduce_layout.take(self.dtype, self.group.place)
                 self.section = self._result.flat
             else:
-                self.section = self._reduced.empty(self.dtype, self.group.place.device)
+                self.section = self._reduce_layout.empty(self.dtype, self.group.place.device)
         return self.section
 
     def deliver(self, section: torch.Tensor) -> None:
@@ -224,7 +224,7 @@ class Reduction:
             if self._comm.reduce is not None:
                 # Without an explicit divisor both collectives average; with one the reduce-scatter has already divided.
                 scale = Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
-            self.number, num_spare = self.group.num_replica_sums, self._reduced.num_spare
+            self.number, num_spare = self.group.num_replica_sums, self._reduce_layout.num_spare
             end = section.storage_offset() + self.section_numel + num_spare
             if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
                 whole = section.as_strided((self.section_numel + 1,), (1,))
@@ -270,7 +270,7 @@ class Reduction:
 
     def windows(self) -> Gradients:
         """Return this rank's shards in the reduce dtype, windows of one buffer; reduced after :meth:`finish`."""
-        return dict(zip(self.params, self._reduced.windows(self.target()), strict=True))
+        return dict(zip(self.params, self._reduce_layout.windows(self.target()), strict=True))
 
     def set_gradients(self, is_hooked: bool, launch: Launch) -> BaseException | None:
         """Accumulate the result into ``.grad`` of the sharded parameters; call it once, after :meth:`finish`.
@@ -294,6 +294,7 @@ class Reduction:
         for param, gradient in zip(params, gradients, strict=True):
             sharded = param.sharded
             existing = sharded.grad
+            # As in autograd: the first gradient is taken as it is, later ones are added in place.
             if existing is None:
                 if param.full is sharded and param.is_strided:
                     gradient = torch.empty_like(sharded, dtype=gradient.dtype).copy_(gradient)
@@ -313,12 +314,12 @@ class Reduction:
         """Return the result as users see it: in the dtype of ``.grad``, on the device of the shards."""
         if self._is_final:
             if self._result is None:  # reduced in the memory of the gradient
-                self._result = self._reduced.section_in(self.target())
+                self._result = self._reduce_layout.section_in(self.target())
             return self._result.gradients
         place = self.group.place
         dtypes = {param.dtype_of_gradient or self.dtype for param in self.params}
         if len(dtypes) == 1:
-            self._result = self._reduced.take(dtypes.pop(), place)
+            self._result = self._reduce_layout.take(dtypes.pop(), place)
             self._result.flat.copy_(self.target(), non_blocking=place.is_offloaded)
             return self._result.gradients
         found: list[torch.Tensor] = []
@@ -364,6 +365,7 @@ def launch_reductions(entries: Sequence[Entry]) -> list[Reduction]:
 
     They are removed from ``entries``, so that their memory is free once they are packed.
     """
+    # A lot is the arguments of one ``Reduction``: launches, group, dtype, scale, parameters, gradients.
     lots: dict[object, tuple[list[Launch], ParamGroup, torch.dtype, Scale, list[ShardedParam], list[torch.Tensor]]] = {}
     for launch, group, gradients in entries:
         for dtype, params in by_reduce_dtype(group, dict(zip(gradients, map(_DTYPE, gradients.values()), strict=True))):

@@ -1,4 +1,4 @@
-"""The hooks that connect modules to an engine.  No other file registers hooks on modules and outputs."""
+"""The hooks that connect modules, their outputs and optimizers to an engine.  No other file of ``fsdp`` registers these."""
 
 from __future__ import annotations
 
@@ -122,10 +122,11 @@ class Hooks:
         It runs once per module and step, so it enters contexts only if a log, a profiler or a transform needs one.
         """
         attachment, unit = self._attachment, self._unit
+        # Before the first forward a unit may have a provisional engine (``unshard``), which ``live_engine`` replaces.
         host = unit.host_ref()
         engine = host if isinstance(host, Engine) and attachment.is_root is not None else None
         if attachment.is_root is not False:
-            refuse_forked()
+            refuse_forked()  # the root, or a module that may become it: inner ones run inside of its forward
         if attachment.asked_sync is not None and torch.is_grad_enabled() and not is_in_backward():
             cast(Any, module).set_requires_gradient_sync(attachment.asked_sync)
         if engine is None:
@@ -134,6 +135,7 @@ class Hooks:
         if self._running and not unit.holders and not is_in_backward():
             self._running.clear()  # an interrupt has ended these without the forward hooks
         precision, device, conversion = unit.precision, None, None
+        # Only the inputs of the outermost forward come from user code, perhaps on another device.
         if not engine.forwards:
             engine.logs = logger.isEnabledFor(logging.DEBUG)
             device = None if engine.comm_ctx.device.type == "cpu" else engine.comm_ctx.device
@@ -149,7 +151,8 @@ class Hooks:
         if attachment.is_root:
             needs_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
             attachment.before = torch_private.num_nodes_made(), needs_gradient
-        # If the count of gradients cannot show the end of the unit's backward, hooks on its inputs must.
+        # If the count of gradients cannot show the end of the unit's backward, hooks on its inputs must.  They are not always
+        # there, since a hook per input and step costs more than the count, which the gradients' hooks take anyway.
         backward = unit.backward
         has_frozen = backward.counted[0] < backward.counted[1]
         is_counted = backward.learned is Ending.LAST_GRADIENT and not (

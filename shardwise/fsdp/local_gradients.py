@@ -23,19 +23,20 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
     ``some``: parameters of the group; None: all.
     """
     taken: Gradients = {}
-    reduced = group.dtypes.by_gradient
+    reduce_dtypes = group.dtypes.by_gradient
     for param in group.params if some is None else some:
         full = param.full
         gradient = None if full is None else full.grad
         if full is None or gradient is None:
             continue
-        full.grad = None
+        full.grad = None  # sums over backwards are made of gradients in reduce dtypes
         if not param.sharded.requires_grad:
             continue  # user code has frozen it after forward
+        # The usual gradient is a plain dense tensor in its reduce dtype already: no call for it.
         dtype = gradient.dtype
         if (
             type(gradient) is not torch.Tensor
-            or reduced.get(dtype) is not dtype
+            or reduce_dtypes.get(dtype) is not dtype
             or param.keeps_dtype
             or param.grad_dtype
             or gradient.is_sparse

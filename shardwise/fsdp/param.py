@@ -1,4 +1,4 @@
-"""A sharded parameter: its sharded and its full form, and the places where modules register it."""
+"""A sharded parameter: its forms (sharded, full, sharded on a smaller mesh), and the places where modules register it."""
 
 from __future__ import annotations
 

@@ -305,7 +305,8 @@ class ParamGroup:
         its backward begins.
         """
         seen = self.seen
-        swap = None if self.in_place else self._swap  # the others may be registered unsharded
+        # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole group.
+        swap = None if self.in_place else self._swap
         counted = None if seen is None else seen.versions(in_step, swap)
         if seen is None or counted is None:
             self._settle()
@@ -401,6 +402,8 @@ class ParamGroup:
         """
         packing, ways = self.packing, self.bound_comm or self.comm
         assert packing is not None
+        # Three ways to the same full parameters: from a smaller mesh, from the shards of all ranks, or, where this rank has all
+        # shards (no ``comm``), by a copy on the device or from the host.
         if from_sub:
             assert self._sub is not None
             delivery, comm = Delivery(self._sub, packing.travelling, ways.pool), ways.sub
@@ -453,6 +456,7 @@ class ParamGroup:
             self._follow_writes()
         swap = self._swap
         if swap is None or not swap.register_full():
+            # The first unshard, or user code has changed something: parameter by parameter, then a new swap for later steps.
             self._check_not_replaced(self.params)
             params = [param for bucket in packing.buckets for param in bucket.params]
             for param in params:
@@ -461,6 +465,7 @@ class ParamGroup:
             swap = self._swap = Swap([*params, *self.extended.params])
             swap.register_full(is_new=True)
             self.registered = params, swap.fulls[: len(params)], [], []
+        # What writes of user code to full parameters are recognized by (``user_writes.py``).
         params, fulls, _, _ = self.registered
         self.registered = params, fulls, [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
         num_trainable = swap.num_trainable

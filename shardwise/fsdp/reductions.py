@@ -96,10 +96,8 @@ class Reductions:
         self._ended: set[int] = set()
         self._buckets: Buckets | None = None
         self._entries: dict[int, tuple[Entry, Stream | None]] = {}
-        self._split: tuple[object, tuple[UnitBucket, ...]] = (
-            None,
-            (),
-        )  # buckets of a single unit, and what they depend on
+        # The buckets of a single unit, and what they depend on.
+        self._split: tuple[object, tuple[UnitBucket, ...]] = (None, ())
 
     def have_launched(self, unit: Unit, since_commit: bool) -> bool:
         """Return True if reductions of ``unit`` were launched in this backward, or since the last commit."""
@@ -120,15 +118,18 @@ class Reductions:
             self._end(unit)
 
     def _end(self, unit: Unit) -> None:
+        # Also a unit without a gradient ends: a bucket waits for all of its units.
         self._ended.add(unit.number)
         if self._buckets is not None:
             self._send_buckets(self._buckets.take())
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and the unit's gradients of earlier backwards.  Raises: DesyncError, TransportError."""
+        # First advance what was launched before: it frees the inputs of reductions, of which few may be allocated at once.
         in_flight = self._in_flight
         while in_flight and self._is_next_due(in_flight[0]):
             self._advance(in_flight.pop(0))
+        # ``gradients`` are what is still to be sent, ``params`` what ranks compare: all that this unit reduces.
         launch, self.early = self.early, None
         gradients, params = fresh, frozenset(fresh)
         if launch is not None:

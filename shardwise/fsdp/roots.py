@@ -40,9 +40,10 @@ from shardwise.plan.schedule import PrefetchBudget
 
 # ---- Engines, with communicators, links and buffer pools for every group of their units.
 
-# Make the checks of a root; filled when shardwise is imported (checks/root.py).
+# Make the checks of a root (``checks/root.py::RootChecks``); filled when shardwise is imported, since ``fsdp`` may not import
+# ``checks``, which imports it.
 check_makers: list[Callable[[nn.Module, Sequence[Attachment], Engine], StepChecks]] = []
-# In which the ranks of engines speak that may take different ways.
+# The process groups over which engines agree on a schedule if their ranks may take different ways.
 _groups: weakref.WeakKeyDictionary[Engine, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -221,7 +222,7 @@ def _become_root(attachment: Attachment) -> Engine:
     root = modules[0]
     below = [each for module in root.modules() if (each := attachment_of(module)) is not None]
     attachments = list(dict.fromkeys([attachment, *below]))
-    _name_units(root, attachments)
+    _name_units(root, attachments)  # first, since errors name units
     for inner in attachments[1:]:
         if inner.unit.may_diverge:
             raise StateError(
@@ -236,6 +237,7 @@ def _become_root(attachment: Attachment) -> Engine:
                 "forward runs both"
             )
     check_materialized(attachments)
+    # Backward reads the parameters of the root next, so freeing them after its forward would save nothing.
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
     _give_to_readers(root, attachment.unit)

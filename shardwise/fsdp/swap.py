@@ -13,7 +13,7 @@ from shardwise import torch_private
 from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam
 
-# ---- Checks and registration for all parameters of a group at once.  ``map`` queries the tensors, since a Python loop takes
+# ``map`` queries the tensors, since a Python loop takes
 # several times as long, and every forward and backward does this for every unit.
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -100,6 +100,7 @@ class Swap:
         self._places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
         self._forms = [full for _, full, _ in rows], [param.sharded for _, _, param in rows]
         self._wants = [*map(_REQUIRES_GRAD, self._forms[1])]
+        # Modules with their own ``__setattr__``, which is called after the registration.
         self._told = [row for row in rows if row[0].setattr_module is not None]
         by_registry: dict[int, tuple[Registry, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
         for at, full, param in rows:

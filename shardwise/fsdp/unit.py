@@ -117,7 +117,8 @@ class UnitBackward:
 
     def hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
         """Return the post-accumulate-grad hook of the full parameter of ``param``."""
-        # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.
+        # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.  Names are local,
+        # since the hook runs once for every parameter and backward.
         this, ordinal, running, task_id = weakref.ref(self), param.ordinal, Stage.RUNNING, torch_private.graph_task_id
         by_last = Ending.LAST_GRADIENT
 
@@ -134,10 +135,11 @@ class UnitBackward:
                     backward.nest()  # a reentrant checkpoint inside the unit runs it: others may follow
                 is_bucket = early is not None and early.is_ready()
                 if backward.ending is not by_last or (len(arrived) < backward.counted[0] and not is_bucket):
-                    return  # the engine has seen this backward begin, and neither a bucket nor the unit is complete
+                    return  # most gradients end here: backward has begun, and neither a bucket nor the unit is complete
             elif backward.stage is Stage.IDLE:
                 backward.first = ordinal
                 backward.stage = Stage.ARRIVING
+            # The host is the engine: this leads to ``Engine.gradient_arrived``.
             host, unit = backward.host(), backward.unit()
             if host is not None and unit is not None:
                 host.gradient_arrived(unit)
@@ -180,6 +182,7 @@ class UnitBackward:
             self.ended_late = self.ended_late or (ended_late and self.learned is Ending.LAST_GRADIENT)
             if self.arrived:
                 self.learned = self.ending
+            # Only the gradients of inputs have been computed: a pipeline schedule computes those of the weights later.
             if self.stage is Stage.RUNNING and self.counted[0] and not self.arrived:
                 self.owes_weights = True
                 self.has_lost_weights = self.has_lost_weights or (is_kept and not self._began_full)
@@ -248,7 +251,8 @@ class Schedule(Protocol):
 class Unit:
     """The parameters of one ``fully_shard`` or ``replicate`` call.
 
-    ``state`` says which parameters are registered.  Each transition is one method.
+    ``state`` says which parameters are registered.  Each transition is one method: :meth:`unshard` only launches the
+    all-gather, so that it overlaps the computation of other units; :meth:`wait` ends it and registers the full parameters.
     ``backward`` is the progress of the running backward; ``earlier`` holds what earlier backwards left.
 
     Attributes:
@@ -392,6 +396,7 @@ class Unit:
                 return
             if before is GATHERING:
                 self.discard()
+        # This is ``_version``, written out: a call per unit and pass less.
         version, in_pass = self.num_commits << 40, before is SHARDED and pass_number is not None
         for group in groups:
             version += group.last_version if in_pass and group.seen is not None else group.version()
@@ -411,6 +416,8 @@ class Unit:
             check_sub(self.name, self.params)
         schedule = self.schedule
         if schedule is not None and pass_number is not None:
+            # Ranks that take different ways still have to launch the same collectives: this gather is either the next one of
+            # the schedule, or the gathers before it, which only other ranks need, are launched first.
             if schedule.gathers[schedule.cursor] == self.number:
                 schedule.cursor += 1
             else:
@@ -454,6 +461,7 @@ class Unit:
                         handle.wait()
             except RuntimeError as error:
                 raise self._explained(error) from error
+        # These numbers are what backward compares with: the gradients that have to arrive, and the packing that they belong to.
         backward = self.backward
         num_trainable = num_params = num_packs = 0
         for group in self.groups:
@@ -582,6 +590,8 @@ class Unit:
 
     def _version(self, in_pass: bool) -> int:
         """Return the version of the shards; ``in_pass``: as the check at the begin of the pass has read it."""
+        # Commits count, since a rank whose shards are empty sees no write of the optimizer, yet has to gather when the others
+        # do.
         version = self.num_commits << 40
         for group in self.groups:
             version += group.last_version if in_pass and group.seen is not None else group.version()
@@ -635,7 +645,7 @@ class Unit:
             for param, sum_over_shards in self.earlier.partial.items():
                 if param not in taken:
                     taken[param] = sum_over_shards.new_zeros(param.shard.shape)
-        self.backward.leave(is_late, not self.policy.reshard_after_backward)
+        self.backward.leave(is_late, not self.policy.reshard_after_backward)  # the unit is IDLE from here on
         return taken
 
     @property

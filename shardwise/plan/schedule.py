@@ -1,4 +1,4 @@
-"""Predict a step: every call in order, and what to prefetch.  Pure; no function takes a rank."""
+"""Predict a step: every call in order, what to prefetch, which gradients share a bucket.  Pure; no function takes a rank."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ class UnitPolicy:
 
     Attributes:
         reshard_after_forward: True: free full parameters after forward; False: keep them until backward has used them;
-            an int:
-            keep shards on a mesh of that many ranks.
+            an int: keep shards on a mesh of that many ranks.
         reshard_after_backward: free full parameters after backward.
         keeps_full_memory: keep the memory of freed full parameters, so that the next ones are at the same address.
         unshard_in_backward: False if backward of this unit reads no parameter (an embedding).
@@ -126,8 +125,7 @@ class ExecutionOrder:
         return tuple(entry for entry in self.entries if entry.event not in FORWARD)
 
 
-# ---- Buckets: which gradients share a collective if they are only summed over replicas. Pure; no function takes a
-# rank.
+# ---- Buckets: which gradients share a collective if they are only summed over replicas.
 
 LEAST_BYTES = 1 << 20  # below this size, the overhead of a collective on its ranks exceeds the cost of its bytes
 _LATENCIES = 10
@@ -320,7 +318,11 @@ class StepPlan:
 
 
 class _Simulation:
-    """The states of units, as the engine would have them, event by event."""
+    """The states of units, as the engine would have them, event by event.
+
+    Each branch of :meth:`entry` is the engine's method for that event, reduced to its calls: change both together.
+    ``tests/inproc/test_any_rank.py`` compares them.
+    """
 
     def __init__(self, order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> None:
         self.order = order
