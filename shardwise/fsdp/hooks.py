@@ -327,7 +327,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
     Raises: StateError if gradients of these parameters wait for ``finalize_backward`` or for a backward with sync.
     """
     observe.note("optimizer steps", type(optimizer).__name__)
-    if id(optimizer) not in checked_optimizers:
+    if _key_of(optimizer) not in checked_optimizers:
         _check_forms(optimizer)
     serve_others([param for group in optimizer.param_groups for param in group["params"]])
     engines = [
@@ -387,8 +387,13 @@ _NOT_OVER_SHARDS: dict[type[torch.optim.Optimizer], str] = {
 }
 
 
+def _key_of(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Return what changes when an optimizer is another one or has got more parameters."""
+    return id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
+
+
 def _check_forms(optimizer: torch.optim.Optimizer) -> None:
-    number = id(optimizer)
+    key = _key_of(optimizer)
     stepped = _stepped(optimizer)
     kind = next((kind for kind in _NOT_OVER_SHARDS if isinstance(optimizer, kind)), None)
     unknown = {id(p) for group in optimizer.param_groups for p in group["params"] if kind and isinstance(p, DTensor)}
@@ -415,7 +420,7 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
             "its steps would not reach the model. Build the optimizer after fully_shard."
         )
     if not unknown:  # else the closure runs the first forward: it is checked after the step
-        checked_optimizers[number] = weakref.ref(optimizer, lambda _: checked_optimizers.pop(number, None))
+        checked_optimizers[key] = weakref.ref(optimizer, lambda _: checked_optimizers.pop(key, None))
 
 
 def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
@@ -436,7 +441,7 @@ def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
 
 def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Bump the version counters of shards after a step: torch's multi-tensor and fused steps do not."""
-    if id(optimizer) not in checked_optimizers:
+    if _key_of(optimizer) not in checked_optimizers:
         _check_forms(optimizer)
     written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if written:
