@@ -56,8 +56,9 @@ class BackwardEnd:
 
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-# By id, the optimizers that were checked: none of their parameters is an outdated form of a parameter of these engines.
-checked_optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+# By id and number of parameters, the optimizers that were checked: none of their parameters is an outdated form of a
+# parameter of these engines.
+checked_optimizers: dict[tuple[int, int], weakref.ref[torch.optim.Optimizer]] = {}
 
 
 class Engine:

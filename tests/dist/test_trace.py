@@ -180,20 +180,25 @@ def test_collectives_of_optimizers_are_in_the_trace() -> None:
 def test_nothing_is_said_while_nobody_listens() -> None:
     model = sharded(fully_shard)
     step(model)
-    with shardwise.trace(model):
-        pass
-    places = ("fsdp.unit", "fsdp.reductions", "fsdp.execution_order")
-    with mock.patch.object(observe, "begin", side_effect=AssertionError):
-        for place in places:
-            module = __import__(f"shardwise.{place}", fromlist=["begin"])
-            assert module.listeners is observe.listeners
-            assert not module.listeners
-        patches = [mock.patch(f"shardwise.{place}.begin", side_effect=AssertionError) for place in places]
-        for patch in patches:
-            patch.start()
-        step(model)
-        for patch in patches:
-            patch.stop()
+    others = observe.listeners[:]  # of models of earlier tests that are still alive
+    observe.listeners.clear()
+    try:
+        with shardwise.trace(model):
+            pass
+        places = ("fsdp.unit", "fsdp.reductions", "fsdp.execution_order")
+        with mock.patch.object(observe, "begin", side_effect=AssertionError):
+            for place in places:
+                module = __import__(f"shardwise.{place}", fromlist=["begin"])
+                assert module.listeners is observe.listeners
+                assert not module.listeners
+            patches = [mock.patch(f"shardwise.{place}.begin", side_effect=AssertionError) for place in places]
+            for patch in patches:
+                patch.start()
+            step(model)
+            for patch in patches:
+                patch.stop()
+    finally:
+        observe.listeners.extend(others)
 
 
 def test_a_model_without_units_is_refused() -> None:

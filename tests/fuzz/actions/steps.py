@@ -78,7 +78,7 @@ class AddGroup(Action):
     rate: float = 2.0
 
     def write(self, page: Page) -> None:
-        page.write(f"s.add_group({self.rate!r})")
+        page.write("s.reshard_all()", f"s.add_group({self.rate!r})")  # full parameters may not be stepped
 
 
 @dataclass(frozen=True, slots=True)
