@@ -321,13 +321,13 @@ def test_full_parameters_in_a_group_that_comes_later_are_refused(is_ours: bool) 
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     fully_shard(model[0])
     fully_shard(model)
-    first = dict(model[0].named_parameters())
+    first = {f"0.{name}": param for name, param in model[0].named_parameters()}
     optimizer: Optimizer = (
         ShardedOptimizer(first, torch.optim.SGD, lr=0.1) if is_ours else torch.optim.SGD(first.values(), lr=0.1)
     )
     loss = model(torch.ones(2, 6)).sum()
     optimizer.step()  # without a gradient; the root stays unsharded for its backward
-    later = dict(model[1].named_parameters())
+    later = {f"1.{name}": param for name, param in model[1].named_parameters()}
     optimizer.add_param_group({"params": later if is_ours else [*later.values()]})
     loss.backward()
     with pytest.raises(StateError, match=r"an optimizer was given the full form of 1\.weight"):
