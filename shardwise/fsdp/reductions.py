@@ -377,17 +377,17 @@ class Reductions:
 
     def show_waiting(self, units: Sequence[Unit]) -> None:
         """Show in ``.grad`` of shards that their gradients wait for a later backward."""
+        # The launch of one unit also reduces parameters of other units that share its bucket.
+        deferred = {param for launch in self.deferred for param in launch.params - launch.unused}
         for unit in units:
-            if unit.earlier.held or unit.earlier.partial:
-                unit.earlier.show()
-        for launch in self.deferred:
-            launch.unit.earlier.show(launch.params - launch.unused)
+            if deferred or unit.earlier.held or unit.earlier.partial:
+                unit.earlier.show(deferred.intersection(unit.params))
 
     def withdraw_waiting(self, units: Sequence[Unit]) -> None:
         """Undo :meth:`show_waiting`, and drop the gradients that user code has cleared since."""
         for unit in (each for each in units if each.earlier.waiting):
             cleared = unit.earlier.withdraw()
-            for launch in (each for each in self.deferred if each.unit is unit):
+            for launch in self.deferred:
                 launch.unused = launch.unused | cleared
 
     # ---- failure ----
