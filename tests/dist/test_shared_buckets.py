@@ -156,6 +156,30 @@ def test_units_of_other_scales_syncs_and_sums_train_as_alone(older: bool) -> Non
             reference.zero_grad()
 
 
+@pytest.mark.parametrize("cleared", ["", "1.up.weight"])
+@on_ranks(2, 4)
+def test_a_microbatch_without_sync_between_deferred_ones_counts_once(cleared: str) -> None:
+    model = replicated(4)
+    reference = nn.Sequential(*[Block(WIDTH, 2 * WIDTH) for _ in range(4)])
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        theirs.data.copy_(local(mine.detach()))
+    for step in range(2):
+        for microbatch in range(3):
+            model.set_requires_gradient_sync(microbatch != 1)
+            model.set_is_last_backward(microbatch == 2)
+            for each in (model, reference):
+                each(batch(3 * step + microbatch)).square().sum().backward()
+                if cleared and microbatch == 1:
+                    each.get_parameter(cleared).grad = None
+        average_gradients(reference)
+        for name, param in reference.named_parameters():
+            torch.testing.assert_close(
+                local(model.get_parameter(name).grad), param.grad, msg=lambda text, n=name: f"{n}: {text}"
+            )
+        model.zero_grad()
+        reference.zero_grad()
+
+
 class Swapping(nn.Sequential):
     order = (0, 1, 2)
 
