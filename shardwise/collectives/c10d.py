@@ -81,7 +81,7 @@ def all_to_all_rows(
     return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
 
-class Launched(OnceHandle[Callable[[torch.Tensor], None]]):
+class HostWork(OnceHandle[Callable[[torch.Tensor], None]]):
     """A collective of ``group`` on the host; ``wait`` waits for ``work``, calls ``end(result)``, releases ``buffer``; once.
 
     ``take_over(buffer)`` comes first, if it is given; neither happens if it returns True.
@@ -270,7 +270,7 @@ class C10dCommunicator:
         else:
             packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, custom.all_gather)
             work = self._start_gather(packed, shard, async_op=True)
-        return Launched(work, ends.deliver, packed, buffer, self.group, ends.take_over)
+        return HostWork(work, ends.deliver, packed, buffer, self.group, ends.take_over)
 
     def _all_gather_on_stream(self, ends: GatherEnds) -> Handle:
         stream, fetch = self.stream, self.fetch
@@ -326,13 +326,13 @@ class C10dCommunicator:
         output, work = self._start_scatter(ends, by, packed, async_op=True)
         after = by.after
         if after is None:
-            return Launched(work, ends.deliver, output, buffer, self.group)
+            return HostWork(work, ends.deliver, output, buffer, self.group)
 
         def end(output: torch.Tensor) -> None:
             output.div_(after)
             ends.deliver(output)
 
-        return Launched(work, end, output, buffer, self.group)
+        return HostWork(work, end, output, buffer, self.group)
 
     def _reduce_scatter_on_stream(
         self, ends: ScatterEnds, by: Arithmetic, packed: torch.Tensor, buffer: PooledBuffer | None
@@ -375,8 +375,8 @@ class C10dCommunicator:
             with self.stream.run():
                 self.all_reduce_here(tensor, scale)
             return InPlaceStreamWork(self.stream)
-        by, mark = resolve_scale(scale, self._size), None if contents is None else contents.mark
-        summed = tensor if mark is None else mark.put()
+        by, checksum = resolve_scale(scale, self._size), None if contents is None else contents.checksum
+        summed = tensor if checksum is None else checksum.put()
         if by.before is not None:
             summed.div_(by.before)
         work = dist.all_reduce(summed, op=by.op, group=self.group, async_op=True)
@@ -384,11 +384,11 @@ class C10dCommunicator:
         def end(summed: torch.Tensor) -> None:
             if by.after is not None:
                 summed.div_(by.after)
-            if mark is not None:
+            if checksum is not None:
                 divisor = float(self._size) if scale.divisor is None else scale.divisor
-                mark.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
+                checksum.check(1.0 / divisor, dist.get_process_group_ranks(self.group), dist.get_rank())
 
-        return Launched(work, end, summed, None, self.group)
+        return HostWork(work, end, summed, None, self.group)
 
     def all_reduce_here(self, tensor: torch.Tensor, scale: Scale) -> None:
         """All-reduce ``tensor`` in place on the current stream; on the host, wait for the result."""

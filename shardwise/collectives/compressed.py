@@ -16,8 +16,8 @@ from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import (
     C10dCommunicator,
+    HostWork,
     InPlaceStreamWork,
-    Launched,
     StreamWork,
     all_gather_single,
     all_to_all_rows,
@@ -328,7 +328,7 @@ class CompressedCommunicator(RoutedCommunicator):
                 self._deliver_sum(ends, section, received, scale)
                 return StreamWork(stream, buffer.release, buffer.release, flat)
         buffer.release()
-        return Launched(work, lambda got: self._deliver_sum(ends, section, got, scale), received, None, packed.group)
+        return HostWork(work, lambda got: self._deliver_sum(ends, section, got, scale), received, None, packed.group)
 
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
         messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)
@@ -403,4 +403,4 @@ class CompressedCommunicator(RoutedCommunicator):
             buffer.release()
 
     def _complete(self, work: dist.Work | None) -> None:
-        Launched(work, lambda _: None, torch.empty(0, device="cpu"), None, self.packed.group).wait()
+        HostWork(work, lambda _: None, torch.empty(0, device="cpu"), None, self.packed.group).wait()

@@ -192,11 +192,11 @@ class SumContents(SectionContents, Protocol):
 
     Attributes:
         number: how many sums of these parameters came before, including those that were skipped on purpose.
-        mark: the checksum by which ranks notice that they sum different things if the backend sums; None for no check.
+        checksum: by which ranks notice that they sum different things if the backend sums; None for no check.
     """
 
     number: int
-    mark: ReductionChecksum | None
+    checksum: ReductionChecksum | None
 
     @property
     def label(self) -> str:

@@ -27,8 +27,8 @@ from shardwise.consistency.failure_report import (
     found_among,
     gone_in_words,
     kernel_waits,
-    leave,
     look_next,
+    publish_failure,
     store_of_job,
 )
 from shardwise.consistency.liveness import is_gone
@@ -367,7 +367,7 @@ class DeviceWatch:
 
     def tell(self, reason: str) -> None:
         """Raise ``reason`` in the waiting thread; it returns because this aborts the collectives of the process."""
-        leave(reason)
+        publish_failure(reason)
         # torch may end the process first: its own watchdog finds the closed connections.
         print(f"shardwise: {reason}", file=sys.stderr, flush=True)
         self._has_reported = True

@@ -25,8 +25,8 @@ from shardwise.consistency.failure_report import (
     cited,
     gone_in_words,
     in_short,
-    leave,
     look_next,
+    publish_failure,
     report_of,
     status_in_words,
     watch_end,
@@ -191,7 +191,7 @@ class StoreExchange:
         moment later.
         """
         names = [self.members[rank] for rank in ranks]
-        leave(late + ASKS)  # other ranks may wait for the report of this one
+        publish_failure(late + ASKS)  # other ranks may wait for the report of this one
         if self.notes is not None:
             wait_until(
                 lambda: self.gone(ranks) or all(report_of(self.notes, name) for name in names), _HEED_S, alarm.look
@@ -238,7 +238,7 @@ def begin_generation(members: Iterable[int]) -> None:
     if store is not None:
         generations, ranks = _generations.setdefault(store, {}), frozenset(members)
         generations[ranks] = generations.get(ranks, 0) + 1
-        leave("")  # earlier reports are obsolete
+        publish_failure("")  # earlier reports are obsolete
 
 
 def _generation_of(members: Iterable[int]) -> int:

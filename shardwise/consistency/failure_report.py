@@ -78,7 +78,7 @@ _ADVICE = re.compile(r" ?Look at the end of its log(; ask: shardwise diagnose \S
 NO_REPORT = "it reported no exception: killed, or its program ended"
 
 
-def leave(text: str) -> None:
+def publish_failure(text: str) -> None:
     """Report ``text``, why this rank may not continue, to the other ranks; an empty one withdraws the report.  Never raises."""
     store = store_of_job()
     if store is None or SILENCE in text or getattr(_busy, "is_on", False):
@@ -281,7 +281,7 @@ def leave_job() -> None:
     if store is None or not dist.is_initialized() or (os.getpid() not in _is_leaving and error is None):
         return
     if error is not None and not isinstance(error, ShardwiseError) and os.getpid() not in _is_leaving:
-        leave(f"{type(error).__name__}: {in_short(error)}")
+        publish_failure(f"{type(error).__name__}: {in_short(error)}")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     with suppress(TransportError):
         mark_left(store, rank)
@@ -617,7 +617,7 @@ def why_failed(
     """
     if store is None:
         return ""
-    leave(failed + ASKS)
+    publish_failure(failed + ASKS)
     if not isinstance(error, ShardwiseError):
         for group in filter(is_gloo, groups):
             with suppress(RuntimeError):
@@ -645,10 +645,10 @@ def _explain(error: BaseException) -> str:
     found, status = "", status_in_words(range(dist.get_world_size()), error)
     if not isinstance(error, ShardwiseError):  # those are reported already, and name their ranks
         said = f"{type(error).__name__}: {in_short(error)}"
-        leave(said)
+        publish_failure(said)
         if _is_of_backend(error):
             found = found_among(others, store, str(error))
-            leave(f"{said}; {found}")
+            publish_failure(f"{said}; {found}")
             found = "; ".join(filter(None, [found, status]))
     will_leave(store)
     return found
@@ -691,5 +691,5 @@ def found_among(others: Sequence[int], store: dist.Store, error: str = "") -> st
 
 
 # Registered at import: errors of this process are reported to other ranks, and a backend's own error is explained.
-observers.append(leave)
+observers.append(publish_failure)
 explainers.append(_explain)

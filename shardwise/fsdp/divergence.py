@@ -33,12 +33,12 @@ from shardwise.collectives.routes import PassKind
 from shardwise.consistency.process_groups import gather_objects, largest_words
 from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks
+from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions
-from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, listeners

@@ -14,8 +14,9 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
-from shardwise.consistency.failure_report import in_short, leave
+from shardwise.consistency.failure_report import in_short, publish_failure
 from shardwise.errors import ShardwiseError, StateError
+from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.local_gradients import run_gradient_hooks
@@ -23,7 +24,6 @@ from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions, check_weights, hold_assigned
 from shardwise.fsdp.step_checks import StepChecks
-from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import FULL, GATHERING, SUB, Ending, Stage, Unit, is_in_backward
 from shardwise.fsdp.user_writes import Written
 from shardwise.fsdp.waiting_gradients import waits_for_sync
@@ -114,7 +114,7 @@ class Engine:
             owner: [u for u in self.units if owner in u.tied_units] for u in self.units for owner in u.tied_units
         }
         for unit in self.units:
-            unit.host_ref = unit.backward.host = weakref.ref(self)
+            unit.callbacks_ref = unit.backward.callbacks = weakref.ref(self)
 
     # ---- callbacks of units (StepCallbacks in fsdp/unit.py) ----
 
@@ -172,7 +172,7 @@ class Engine:
             if not self.forwards:
                 # Errors of shardwise have reported themselves.
                 if isinstance(raised, Exception) and not isinstance(raised, ShardwiseError):
-                    leave(f"{type(raised).__name__}: {in_short(raised)}")
+                    publish_failure(f"{type(raised).__name__}: {in_short(raised)}")
                     self._has_reported = True
                 self.reset()
             return False
@@ -287,7 +287,7 @@ class Engine:
                 if unit.state is FULL and (unit.uses_default_reshard or not is_collective):
                     unit.reshard()
         if self._has_reported:  # a forward takes all ranks, so user code has handled the exception
-            leave("")
+            publish_failure("")
             self._has_reported = False
         exec_order = self.exec_order
         if is_graphless and exec_order.gathers and not exec_order.diverges and not exec_order.has_planned_forward():
@@ -308,8 +308,8 @@ class Engine:
         if self.comm_ctx.pass_tracker.number is None:
             # In a pass other ranks may read the shards, so writes of modules to full parameters are copied only now.
             for unit in self.units:
-                if unit.is_late:
-                    unit.is_late = False
+                if unit.reshards_late:
+                    unit.reshards_late = False
                     unit.take_writes(self._see_writes)
                     unit.reshard()
                 elif unit.state is FULL:
@@ -709,5 +709,5 @@ class Engine:
 
 def engine_of(unit: Unit) -> Engine | None:
     """Return the engine that runs the steps of ``unit``; None before there is one."""
-    host = unit.host_ref()
-    return host if isinstance(host, Engine) else None
+    callbacks = unit.callbacks_ref()
+    return callbacks if isinstance(callbacks, Engine) else None

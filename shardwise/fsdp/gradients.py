@@ -88,7 +88,7 @@ class Reduction:
         params: the parameters whose gradients are reduced.
         gradients: the full gradients, until they are packed.
         layout, label, section_numel: for the transports; :meth:`target` is the section that they reduce into.
-        number, mark: the checksum of the all-reduce; see :class:`ReductionChecksum`.
+        number, checksum: of the all-reduce; see :class:`ReductionChecksum`.
         has_elements: False when all parameters have size zero, so that there is nothing to send.
         has_next: :meth:`advance` will launch the stage after the reduce-scatter.
         is_partial: the gradients are reduced over the shard axis only; a later backward reduces them over replicas.
@@ -128,7 +128,7 @@ class Reduction:
         self._replicated: Handle | None = None
         self.is_over = self._is_dense = False
         self.section: torch.Tensor | None = None
-        self.number, self.mark = 0, None
+        self.number, self.checksum = 0, None
         self._result: GradientSection | None = None
         self._stored: list[torch.Tensor] | None = None
 
@@ -228,7 +228,7 @@ class Reduction:
             end = section.storage_offset() + self.section_numel + num_spare
             if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
                 whole = section.as_strided((self.section_numel + 1,), (1,))
-                self.mark = ReductionChecksum(whole, self.label, self.number)
+                self.checksum = ReductionChecksum(whole, self.label, self.number)
             self._replicated = replicas.all_reduce(section, scale, self)
         elif self._hook is not None:
             self._hook(section)

@@ -104,7 +104,7 @@ class Hooks:
         for group in unit.groups:
             if group.keeps_plain:
                 group.listen_in_place(unit.backward.hook)
-                unit.backward.host = engine_for_first_gradient
+                unit.backward.callbacks = engine_for_first_gradient
 
     def reshard_for_state_dict(self, module: nn.Module) -> None:
         """Reshard the unit before the state dict of ``module`` is taken or loaded."""
@@ -123,8 +123,8 @@ class Hooks:
         """
         attachment, unit = self._attachment, self._unit
         # Before the first forward a unit may have a provisional engine (``unshard``), which ``live_engine`` replaces.
-        host = unit.host_ref()
-        engine = host if isinstance(host, Engine) and attachment.is_root is not None else None
+        callbacks = unit.callbacks_ref()
+        engine = callbacks if isinstance(callbacks, Engine) and attachment.is_root is not None else None
         if attachment.is_root is not False:
             refuse_forked()  # the root, or a module that may become it: inner ones run inside of its forward
         if attachment.asked_sync is not None and torch.is_grad_enabled() and not is_in_backward():
@@ -176,7 +176,7 @@ class Hooks:
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
         attachment, unit, returned = self._attachment, self._unit, output
-        engine = unit.host_ref()
+        engine = unit.callbacks_ref()
         through, conversion, growing, held, num_nodes = (
             self._running.pop() if self._running else (None, None, [], {}, 0)
         )
@@ -287,7 +287,7 @@ class Hooks:
     @dynamo_disabled
     def before_backward(self, through: Pass | None, num_packs: int, *_: object) -> None:
         """Pre-backward hook, at the first gradient of an output; ``num_packs``: that of the unit at the output's forward."""
-        engine = self._unit.host_ref()
+        engine = self._unit.callbacks_ref()
         if isinstance(engine, Engine):
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
@@ -298,7 +298,7 @@ class Hooks:
     @dynamo_disabled
     def inputs_done(self, through: Pass) -> None:
         """Post-backward hook, when all inputs of one forward have their gradients."""
-        engine = self._unit.host_ref()
+        engine = self._unit.callbacks_ref()
         if isinstance(engine, Engine):
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine.inputs_done(self._unit, through)

@@ -11,11 +11,11 @@ from shardwise import torch_private
 from shardwise.collectives.streams import Stream, back_at
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
+from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.gradients import Entry, Launch, Reduction, launch_large, launch_reductions, shares, split
 from shardwise.fsdp.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, unit_in_words
 from shardwise.plan.schedule import Buckets, UnitBucket
@@ -298,7 +298,7 @@ class Reductions:
 
     # ---- the end of a backward; until then other ranks may read this rank's gradients ----
 
-    def launch_rest(self) -> None:
+    def launch_open_buckets(self) -> None:
         """Launch the open buckets: they wait for units that produced no gradient."""
         if self._buckets is not None:
             self._send_buckets(self._buckets.rest())
@@ -312,7 +312,7 @@ class Reductions:
 
     def wait_for_inputs(self) -> None:
         """Wait until no other rank reads gradients of this rank."""
-        self.launch_rest()
+        self.launch_open_buckets()
         for reduction in self._in_flight:
             self._advance(reduction)
 
@@ -324,7 +324,7 @@ class Reductions:
 
     def wait(self) -> None:
         """Wait for all reductions, pending ones of earlier backwards included."""
-        self.launch_rest()
+        self.launch_open_buckets()
         for launch in (*self.deferred, *self.launched):
             for reduction in launch.reductions:
                 if not reduction.is_over:

@@ -28,12 +28,12 @@ from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchang
 from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, roots_to_come
+from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.no_values import check_materialized
 from shardwise.fsdp.param_group import GroupComm, ParamGroup
 from shardwise.fsdp.step_checks import StepChecks
-from shardwise.fsdp.transports import CommContext
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.grouping import compress_paths
 from shardwise.plan.schedule import PrefetchBudget

@@ -101,7 +101,7 @@ class Swap:
         self._forms = [full for _, full, _ in rows], [param.sharded for _, _, param in rows]
         self._wants = [*map(_REQUIRES_GRAD, self._forms[1])]
         # Modules with their own ``__setattr__``, which is called after the registration.
-        self._told = [row for row in rows if row[0].setattr_module is not None]
+        self._with_setattr = [row for row in rows if row[0].setattr_module is not None]
         by_registry: dict[int, tuple[Registry, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
         for at, full, param in rows:
             _, fulls_of, shards_of = by_registry.setdefault(id(at.parameters), (at.parameters, {}, {}))
@@ -120,7 +120,7 @@ class Swap:
             return False
         for registry, fulls_of, _ in self._by_registry:
             registry.update(fulls_of)
-        for registration, full, _ in self._told:
+        for registration, full, _ in self._with_setattr:
             registration.call_setattr(full)
         return True
 
@@ -149,7 +149,7 @@ class Swap:
             return False
         for registry, _, shards in self._by_registry:
             registry.update(shards)
-        for at, _, param in self._told:
+        for at, _, param in self._with_setattr:
             at.call_setattr(param.sharded)
         return True
 

@@ -57,7 +57,7 @@ class UnitBackward:
     """The progress of one unit's backward.  Other classes may read the attributes; only the methods write them.
 
     Attributes:
-        host: returns the engine, which acts on gradients, or None.  unit: weak reference to the unit.
+        callbacks: returns the engine, which acts on gradients, or None.  unit: weak reference to the unit.
         stage: how far it is; only the methods here change it.
         task: the autograd task in which it began; with nested backwards, the last one.
         arrived: ordinals of the parameters whose gradients have arrived.
@@ -83,7 +83,7 @@ class UnitBackward:
 
     def __init__(self, unit: Callable[[], Unit | None]) -> None:
         self.unit = unit
-        self.host: Callable[[], StepCallbacks | None] = _no_op
+        self.callbacks: Callable[[], StepCallbacks | None] = _no_op
         self.stage = Stage.IDLE
         self.task = -1
         self.arrived: set[int] = set()
@@ -139,10 +139,10 @@ class UnitBackward:
             elif backward.stage is Stage.IDLE:
                 backward.first = ordinal
                 backward.stage = Stage.ARRIVING
-            # The host is the engine: this leads to ``Engine.gradient_arrived``.
-            host, unit = backward.host(), backward.unit()
-            if host is not None and unit is not None:
-                host.gradient_arrived(unit)
+            # The callbacks is the engine: this leads to ``Engine.gradient_arrived``.
+            callbacks, unit = backward.callbacks(), backward.unit()
+            if callbacks is not None and unit is not None:
+                callbacks.gradient_arrived(unit)
 
         return on_accumulated
 
@@ -262,7 +262,7 @@ class Unit:
         gathered_in: number of the forward or backward in which this version was read; None outside of any.
         handles: of the all-gather in flight, one per group; None for a group that has nothing to wait for.
         shows_shards: the unit stays unsharded between passes, and the shards are registered.
-        is_late: modules have written to full parameters, so it is resharded when the pass is over.
+        reshards_late: modules have written to full parameters, so it is resharded when the pass is over.
         num_packs: how often the parameters of all groups were packed, as of the begin of the pass.
         number: index among the units of its engine.
         may_diverge: the user lets ranks take different ways; the root's counts.  diverges: its engine does.
@@ -294,7 +294,7 @@ class Unit:
         self.version = self.num_packs = 0
         self.gathered_in: int | None = None
         self.handles: tuple[Handle | None, ...] = ()
-        self.shows_shards = self.is_late = False
+        self.shows_shards = self.reshards_late = False
         self.number = -1
         self.may_diverge = self.diverges = False
         self.schedule: Schedule | None = None
@@ -313,7 +313,7 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.checks = StepChecks()
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.host_ref: Callable[[], StepCallbacks | None] = _no_op
+        self.callbacks_ref: Callable[[], StepCallbacks | None] = _no_op
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
@@ -379,8 +379,8 @@ class Unit:
         emit(self.track.name, Call(op, self.name, num_bytes, in_place))
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        host = self.host_ref()
-        return error if host is None else host.explain(error, f"all-gather of {unit_in_words(self.name)}")
+        callbacks = self.callbacks_ref()
+        return error if callbacks is None else callbacks.explain(error, f"all-gather of {unit_in_words(self.name)}")
 
     # ---- parameters ----
 
@@ -409,9 +409,9 @@ class Unit:
             group.is_written = False
         if pass_number is None or is_written or before is not SHARDED:
             # The current stream may have just written to the shards.
-            host = self.host_ref()
-            if host is not None:
-                host.before_gather()
+            callbacks = self.callbacks_ref()
+            if callbacks is not None:
+                callbacks.before_gather()
         if before is SUB:
             check_sub(self.name, self.params)
         schedule = self.schedule
@@ -493,7 +493,7 @@ class Unit:
         if was_full:
             written = find_writes(self.groups)
             if written and in_pass:
-                self.is_late = True
+                self.reshards_late = True
                 return
             if listeners:
                 begin(self.track.name, "reshard", self.name)
@@ -525,7 +525,7 @@ class Unit:
         self.holders = 0
         self.awaited = set()
         self.backward.leave(learns=False)
-        self.is_late = False
+        self.reshards_late = False
         self.discard()
 
     # ---- use in a forward ----
@@ -578,7 +578,7 @@ class Unit:
             self.reshard(in_pass=True)
             return
         if find_writes(self.groups):
-            self.is_late = True
+            self.reshards_late = True
             return
         for group in self.groups:
             group.cut_to_sub(policy.keeps_full_memory)
@@ -605,20 +605,20 @@ class Unit:
             return True
         return self.version == self._version(pass_number is not None)
 
-    def take_writes(self, see: Callable[[Unit, Written], None] | None = None) -> None:
+    def take_writes(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
         """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.
 
-        Every rank copies its own rows, so all ranks must have written the same values.  ``see`` is called with the written
-        parameters first.
+        Every rank copies its own rows, so all ranks must have written the same values.  ``on_written`` is called first, with the
+        written parameters.
         """
         if self.state is FULL and (written := find_writes(self.groups)):
-            if see is not None:
-                see(self, written)
+            if on_written is not None:
+                on_written(self, written)
             take_written(written)
 
-    def keep(self, see: Callable[[Unit, Written], None] | None = None) -> None:
-        """Keep full parameters registered between passes; for ``see`` see :meth:`take_writes`."""
-        self.take_writes(see)
+    def keep(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
+        """Keep full parameters registered between passes; for ``on_written`` see :meth:`take_writes`."""
+        self.take_writes(on_written)
         for group in self.groups:
             group.is_kept = True
 

@@ -18,7 +18,7 @@ from shardwise import torch_private
 from shardwise.collectives import owned
 from shardwise.collectives.owned import Expected, Ranks, ranks_along, ranks_of_group
 from shardwise.consistency.agreement import first_difference
-from shardwise.consistency.failure_report import in_short, leave, naming_lost_peers
+from shardwise.consistency.failure_report import in_short, naming_lost_peers, publish_failure
 from shardwise.consistency.process_groups import abort_connections
 from shardwise.errors import DesyncError, StateError
 from shardwise.formatting import format_ranks
@@ -72,7 +72,7 @@ def _together(act: Callable[[], _T], ranks: Ranks) -> _T:
     except RuntimeError:  # The backend or shardwise raised it: the other ranks get it too.
         raise
     except BaseException as error:
-        leave(f"{type(error).__name__}: {in_short(error)}")
+        publish_failure(f"{type(error).__name__}: {in_short(error)}")
         if ranks.group is not None and torch_private.is_gloo(ranks.group):
             abort_connections(ranks.group)
         raise

@@ -188,7 +188,7 @@ class Summed:
 
     label: str
     number: int = 0
-    mark: None = None
+    checksum: None = None
     layout: Bucket = field(default_factory=lambda: layout_for(1))
     params: tuple[()] = ()
 

@@ -51,7 +51,7 @@ def test_who_listens_hears_of_what_nobody_knew_and_of_the_last_gradient() -> Non
     heard: list[Stage] = []
     backward = UnitBackward(lambda: cast(Any, backward))
     host = SimpleNamespace(gradient_arrived=lambda _: heard.append(backward.stage))
-    backward.host = lambda: cast(Any, host)
+    backward.callbacks = lambda: cast(Any, host)
     backward.counted = (2, 2)
     MOVES["arrive 0"](backward)
     assert heard == [Stage.ARRIVING]
