@@ -154,6 +154,7 @@ class ParamGroup:
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters stay plain tensors, and registered (``replicate``).
         num_packs: how often the parameters were packed.
+        seen: what user code could change, as the last full check has found it; None: the next check looks at everything.
         registered: the parameters in buckets, their full parameters that were registered last, and version counters and
             addresses of these at that time.
         last_version: :meth:`version` at that time; shards do not change in the forward or backward that follows.

@@ -281,6 +281,8 @@ class Unit:
         checks: those of its engine.
         ahead_bytes: the prefetch limit in bytes that the user chose for this unit; the root's counts.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
+        all_reduce_hook: the user's function that gets the section after the reduce-scatter, or after the all-reduce.
+        callbacks_ref: returns the engine, which a unit may not import; None before there is one.
     """
 
     def __init__(self, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
@@ -608,8 +610,8 @@ class Unit:
     def take_writes(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
         """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.
 
-        Every rank copies its own rows, so all ranks must have written the same values.  ``on_written`` is called first, with the
-        written parameters.
+        Every rank copies its own rows, so all ranks must have written the same values.  ``on_written`` is called first,
+        with the written parameters.
         """
         if self.state is FULL and (written := find_writes(self.groups)):
             if on_written is not None:
