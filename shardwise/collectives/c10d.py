@@ -233,6 +233,7 @@ class C10dCommunicator:
         self.custom = custom or CustomCollectives()
         self._size = group.size()
         self._rank = group.rank()
+        # The scale of the last reduction, which is the same object in every step (``scale_of``), and its arithmetic.
         self._resolved: tuple[Scale | None, Arithmetic] = None, resolve_scale(Scale(), self._size)
 
     @property
@@ -317,7 +318,7 @@ class C10dCommunicator:
             packed = buffer.tensor(dtype)
         else:
             packed, buffer = self._buffer(ends.section_numel * self._size, dtype, custom.reduce_scatter)
-        ends.fill(packed)
+        ends.fill(packed)  # it also releases the gradients: from here on only the packed buffer has them
         if self._resolved[0] is not scale:
             self._resolved = scale, resolve_scale(scale, self._size)
         by = self._resolved[1]

@@ -332,6 +332,7 @@ class PassTracker:
         if entry.link is None or not takes(entry.link):
             return None
         if not entry.is_open:
+            # All ranks open it here, at their first collective that it takes, so each learns whether any rank is watched.
             entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
             entry.is_open = True
         return entry.link if entry.is_agreed else None

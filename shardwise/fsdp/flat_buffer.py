@@ -278,6 +278,7 @@ class GradientSection:
         self._specs = torch_private.specs_of([param.sharded for param in params])
         self.is_taken = True
         del storages  # the list would be among the references that are counted next
+        # As long as only this object has the gradients.  Higher counts later show that user code keeps one of them.
         self._unheld = [*map(sys.getrefcount, self._objects)], self._count_uses()
 
     def take(self) -> bool:
@@ -532,6 +533,7 @@ class Packing:
 
     def bind(self, pool: BufferPool, sends_alone: bool) -> None:
         """Use ``pool`` for the memory of full buffers; ``sends_alone``: transports may send the shards one by one."""
+        # Made here, not in each gather: a step then makes no objects for it.
         self.delivery = Delivery(self.shards, self.travelling, pool, sends_alone) if self.travelling else None
 
     def hold(self, pool: BufferPool) -> list[torch.Tensor]:

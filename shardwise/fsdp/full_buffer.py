@@ -43,6 +43,7 @@ class FullBuffer:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
             self.is_held = True
             torch_private.swap_storage(self._storage, self._pooled.storage)
+            # Outside of inference mode: the first gather may be that of an evaluation, and training needs this tensor later.
             if self._flat is None:
                 with torch.inference_mode(False):
                     empty = torch.empty(0, dtype=self._dtype, device=self._storage.device)
@@ -66,6 +67,7 @@ class FullBuffer:
         if pooled is None:
             return None
         self.is_held = self.is_shared
+        # The storage of the full parameters is empty again, and refuses reads; the memory is back under the pool's own storage.
         torch_private.swap_storage(self._storage, pooled.storage)
         return pooled.lose() if is_lost else pooled.release()
 

@@ -60,6 +60,7 @@ def layout_of(group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype)
 
     ``params``: of the group, and in a bucket of several units of other groups after these.
     """
+    # ``by_reduce_dtype`` returns this very list in the usual case, which saves hashing every parameter.
     key = (dtype,) if params is group.by_size else (dtype, *params)
     layout = group.reduce_layouts.get(key)
     if layout is None:
@@ -215,6 +216,7 @@ class Reduction:
     def _launch_next(self) -> None:
         """Add partial sums of earlier backwards, then launch the all-reduce over replicas or run the user's hook."""
         section, replicas = self.target(), self._comm.replicas
+        # Earlier backwards without replicas have left sums over the shard axis: one all-reduce serves all of them.
         if self._partial:
             for param, window in self.windows().items():
                 if param in self._partial:
@@ -419,6 +421,7 @@ _scale = functools.lru_cache(maxsize=64)(Scale)  # the same object in every step
 
 def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
     """Return the scale of the reduce-scatter."""
+    # A sum of many float16 gradients may overflow before it is divided; bfloat16 has the exponents of float32.
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
     if policy.divide_factor is not None:
         return _scale(policy.divide_factor, policy.sum_only, risky)

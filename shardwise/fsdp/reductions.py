@@ -351,7 +351,7 @@ class Reductions:
             for reduction in launch.reductions:
                 failed = reduction.set_gradients(is_hooked, launch)
                 self.failed_hook = self.failed_hook or failed
-            launch.unit.num_commits += 1
+            launch.unit.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again
             if listeners:
                 launch.unit.emit(Op.COMMIT)
         return params
