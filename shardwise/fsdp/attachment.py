@@ -51,7 +51,7 @@ ATTACHMENT = "_shardwise_attachment"
 PENDING = "shardwise: attachments to complete"  # key in the memo of a deep copy: pairs of an attachment and its copy
 
 
-class Pass:
+class ModulePass:
     """One pass through a unit's modules; backward has left it when all its inputs have their gradients.
 
     It is not a pass of the root (``PassTracker``), which contains passes through many modules.
@@ -101,7 +101,7 @@ class Attachment:
         self.forward_methods: list[str] = []
         self.before: tuple[int, bool] = 0, False
         self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
-        self.shared_pass: Pass | None = None
+        self.shared_pass: ModulePass | None = None
         self.is_materialized = False
         self.asked_sync: bool | None = None
 

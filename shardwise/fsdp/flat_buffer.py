@@ -528,7 +528,7 @@ class Packing:
         }
         self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, place)
         self.full_bytes = sum(full.num_bytes for full in self.fulls)
-        self.travelling = [full for full in self.fulls if not full.is_shared]
+        self.travelling = [full for full in self.fulls if not full.aliases_shards]
         self.delivery: Delivery | None = None
 
     def bind(self, pool: BufferPool, sends_alone: bool) -> None:
@@ -543,7 +543,7 @@ class Packing:
     def make_full(self, param: ShardedParam, pool: BufferPool) -> nn.Parameter:
         """Return a new full parameter of ``param``: a window of its full buffer, or of the shard if that serves as full."""
         buffer, offset = self._windows[param]
-        if buffer.is_shared:
+        if buffer.aliases_shards:
             # The shard's own strides, since user code may have moved it.
             return make_full_parameter(param.local, 0, param, param.local.stride())
         return make_full_parameter(buffer.hold(pool), offset, param)
@@ -556,9 +556,9 @@ class Packing:
         in_place = any(is_in_place for _, is_in_place in stagings)
         return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
 
-    def shares(self, param: ShardedParam) -> bool:
+    def aliases_shard(self, param: ShardedParam) -> bool:
         """Return True if the full parameter of ``param`` is its shard."""
-        return self._windows[param][0].is_shared
+        return self._windows[param][0].aliases_shards
 
     def leave(self) -> None:
         """Free memory that is kept while the parameters are freed; another packing replaces this one."""

@@ -22,18 +22,19 @@ class FullBuffer:
     Autograd saves references to the storage, so that must be the same object in forward and backward.
 
     Attributes:
-        is_shared: the full parameters are the shards themselves.
-        is_held: the memory is allocated.
+        aliases_shards: the full parameters are the shards themselves.
+        has_memory: the memory is allocated.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, is_shared: bool = False) -> None:
-        """Make a buffer without memory; ``is_shared``: it needs none, since the full parameters are the shards."""
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, aliases_shards: bool = False) -> None:
+        """Make a buffer without memory; ``aliases_shards``: it needs none, since the full parameters are the shards."""
         self._pooled: PooledBuffer | None = None
-        self.is_shared = self.is_held = is_shared
+        self.aliases_shards = self.has_memory = aliases_shards
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        if not is_shared:  # without this, a kernel that reads the storage while it has no memory crashes the process
+        # Without this, a kernel that reads the storage while it has no memory crashes the process.
+        if not aliases_shards:
             torch_private.refuse_reads(self._storage, _RESHARDED)
-        self.num_bytes = 0 if is_shared else numel * dtype.itemsize
+        self.num_bytes = 0 if aliases_shards else numel * dtype.itemsize
         self._dtype = dtype
         self._flat: torch.Tensor | None = None
 
@@ -41,7 +42,7 @@ class FullBuffer:
         """Take memory from ``pool``, or that of ``gathered``, unless there is some already; return the 1-D buffer."""
         if self._pooled is None:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
-            self.is_held = True
+            self.has_memory = True
             torch_private.swap_storage(self._storage, self._pooled.storage)
             # Outside of inference mode: the first gather may be that of an evaluation, and training needs this tensor later.
             if self._flat is None:
@@ -53,7 +54,7 @@ class FullBuffer:
 
     def take_over(self, gathered: PooledBuffer) -> bool:
         """Use the memory of ``gathered``; return False if there is memory already, which must stay where it is."""
-        if self.is_held or gathered.pool is None:
+        if self.has_memory or gathered.pool is None:
             return False
         self.hold(gathered.pool, gathered)
         return True
@@ -66,7 +67,7 @@ class FullBuffer:
         pooled, self._pooled = self._pooled, None
         if pooled is None:
             return None
-        self.is_held = self.is_shared
+        self.has_memory = self.aliases_shards
         # The storage of the full parameters is empty again, and refuses reads; the memory is back under the pool's own storage.
         torch_private.swap_storage(self._storage, pooled.storage)
         return pooled.lose() if is_lost else pooled.release()
@@ -74,7 +75,7 @@ class FullBuffer:
     @property
     def num_holders(self) -> int:
         """The number of tensors that use this memory; 0 if the full parameters are the shards, which are never freed."""
-        return 0 if self.is_shared else torch_private.storage_use_count(self._storage)
+        return 0 if self.aliases_shards else torch_private.storage_use_count(self._storage)
 
 
 def make_full_parameter(

@@ -21,7 +21,7 @@ from shardwise import observe, torch_private
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.attachment import Attachment, Pass, attachment_of, diverging, roots_to_come
+from shardwise.fsdp.attachment import Attachment, ModulePass, attachment_of, diverging, roots_to_come
 from shardwise.fsdp.buffers import SHARES_BUFFERS
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
 from shardwise.fsdp.clip import before_clips
@@ -68,7 +68,7 @@ def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
 # Of a forward that runs: its pass if its inputs are watched, the conversion of its arguments, those arguments that it may put
 # tensors into, the tensors that these held before with their nodes, and how many nodes this thread had made.
 _Held = dict[int, tuple[torch.Tensor, torch.autograd.graph.Node | None]]
-_Running = tuple[Pass | None, Conversion | None, list[Any], _Held, int]
+_Running = tuple[ModulePass | None, Conversion | None, list[Any], _Held, int]
 
 _MOST_SIZES = 32  # graphs of other sizes are not searched: modules whose every graph differs would pay in every step
 
@@ -257,7 +257,7 @@ class Hooks:
             found = [each for tensor in found for each in torch_private.graphs_of(tensor)]
         return [each for each in found if each.requires_grad]
 
-    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> Pass:
+    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> ModulePass:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
         through = self._pass_of_forward()
         # If no input needs a gradient, expect one that never arrives: the unit ends with the whole backward.
@@ -271,7 +271,7 @@ class Hooks:
             tensor.register_hook(on_gradient)
         return through
 
-    def _pass_of_forward(self) -> Pass:
+    def _pass_of_forward(self) -> ModulePass:
         """Return the pass of the module that starts its forward; all modules of a unit share one pass.
 
         The backward of a unit of several modules ends when it has left all of them: resharding at the inputs of the last
@@ -281,11 +281,11 @@ class Hooks:
         is_first = unit.holders == 1 and len(unit.awaited) == len(unit.modules)
         attachment = self._attachment
         if attachment.shared_pass is None or len(unit.modules) == 1 or is_first:
-            attachment.shared_pass = Pass()
+            attachment.shared_pass = ModulePass()
         return attachment.shared_pass
 
     @dynamo_disabled
-    def before_backward(self, through: Pass | None, num_packs: int, *_: object) -> None:
+    def before_backward(self, through: ModulePass | None, num_packs: int, *_: object) -> None:
         """Pre-backward hook, at the first gradient of an output; ``num_packs``: that of the unit at the output's forward."""
         engine = self._unit.callbacks_ref()
         if isinstance(engine, Engine):
@@ -296,7 +296,7 @@ class Hooks:
                 engine.before_backward(self._unit, through, num_packs)
 
     @dynamo_disabled
-    def inputs_done(self, through: Pass) -> None:
+    def inputs_done(self, through: ModulePass) -> None:
         """Post-backward hook, when all inputs of one forward have their gradients."""
         engine = self._unit.callbacks_ref()
         if isinstance(engine, Engine):

@@ -494,7 +494,7 @@ class ParamGroup:
         if param.full is None:
             param.full = packing.make_full(param, self.comm.pool)
             param.is_hooked = False
-        elif packing.shares(param) and not _lies_as_sharded(param):
+        elif packing.aliases_shard(param) and not _lies_as_sharded(param):
             # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
             param.full.data = packing.make_full(param, self.comm.pool).detach()
 

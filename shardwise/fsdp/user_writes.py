@@ -36,7 +36,7 @@ def find_writes(groups: Sequence[ParamGroup]) -> Written:
                 full.data = packing.make_full(param, group.comm.pool).detach()
                 versions[index] = full._version
                 raise uncounted(param)
-            if full._version != versions[index] and not packing.shares(param):
+            if full._version != versions[index] and not packing.aliases_shard(param):
                 if group.is_kept:
                     versions[index] = full._version
                     torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
