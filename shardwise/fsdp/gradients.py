@@ -68,7 +68,7 @@ def layout_of(group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype)
             group.reduce_layouts.clear()
         on_host = not group.place.on.has_streams
         # On the host sections of a whole bucket are reused, too: a bucket has more gradients to make than a unit.
-        kept_bytes = 2 * FULL_BYTES_ON_HOST if on_host and is_only_summed(group) else KEPT_BYTES
+        kept_bytes = 2 * FULL_BYTES_ON_HOST if on_host and is_summed(group) else KEPT_BYTES
         # On the host all-reduces over replicas carry a checksum element, in dtypes that represent it exactly.
         is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
         num_spare = int(is_exact and on_host and not (len(params) == 1 and _is_large(group, params[0], dtype)))
@@ -440,7 +440,7 @@ FULL_BYTES_ON_STREAMS = bucket_bytes(latency_s=25e-6, bytes_per_s=1e11)
 LARGE_BYTES = LEAST_BYTES  # on the host a gradient of this size is a bucket of its own, reduced in its own memory
 
 
-def is_only_summed(group: ParamGroup) -> bool:
+def is_summed(group: ParamGroup) -> bool:
     """Return True if gradients of ``group`` take an all-reduce and nothing else: no reduce-scatter, no compression."""
     comm = group.bound_comm
     return comm is not None and comm.reduce is None and comm.replicas is not None and group.compression is None
@@ -448,7 +448,7 @@ def is_only_summed(group: ParamGroup) -> bool:
 
 def sharing_of(unit: Unit) -> Sharing | None:
     """Return the key and size by which gradients of ``unit`` share buckets with other units; None if they share none."""
-    if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not is_only_summed(unit.groups[0]):
+    if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not is_summed(unit.groups[0]):
         return None
     group, num_bytes = unit.groups[0], 0
     assert group.comm.replicas is not None
@@ -478,9 +478,7 @@ def _full_bytes(group: ParamGroup) -> int:
 
 def _is_large(group: ParamGroup, param: ShardedParam, dtype: torch.dtype) -> bool:
     """Return True if the gradient of ``param`` is reduced in its own memory: within a host a copy costs as much as sending."""
-    return (
-        is_only_summed(group) and not group.place.on.has_streams and param.shard.numel * dtype.itemsize >= LARGE_BYTES
-    )
+    return is_summed(group) and not group.place.on.has_streams and param.shard.numel * dtype.itemsize >= LARGE_BYTES
 
 
 def launch_large(launch: Launch, group: ParamGroup, gradients: Gradients) -> list[Reduction]:

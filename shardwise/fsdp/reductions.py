@@ -13,7 +13,7 @@ from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.gradients import Entry, Launch, Reduction, is_only_summed, launch_large, launch_reductions, split
+from shardwise.fsdp.gradients import Entry, Launch, Reduction, is_summed, launch_large, launch_reductions, split
 from shardwise.fsdp.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
@@ -238,7 +238,7 @@ class Reductions:
 
     def _may_share(self, unit: Unit) -> bool:
         """Return True if gradients of ``unit`` take one all-reduce and nothing else."""
-        if len(unit.groups) != 1 or not is_only_summed(unit.groups[0]) or unit.all_reduce_hook is not None:
+        if len(unit.groups) != 1 or not is_summed(unit.groups[0]) or unit.all_reduce_hook is not None:
             return False
         return unit.policy.syncs_replicas if self.syncs_replicas is None else self.syncs_replicas
 
