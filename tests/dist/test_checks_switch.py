@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import ConfigError, FSDPModule, StateError, fully_shard
+from shardwise import ConfigError, DesyncError, FSDPModule, StateError, fully_shard
 
 
 class Writer(nn.Linear):
@@ -92,3 +93,13 @@ def test_an_unknown_value_is_refused() -> None:
         patch.setenv("SHARDWISE_CHECKS", "sometimes")
         with pytest.raises(ConfigError, match="SHARDWISE_CHECKS is 'sometimes', expected always, first or off"):
             step(made())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("modes", [("first", "off"), ("always", "first")])
+def test_ranks_with_different_switches_are_named(modes: tuple[str, str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CHECKS", modes[dist.get_rank()])
+        model = made()
+        with pytest.raises(DesyncError, match=r"ranks have different SHARDWISE_CHECKS: rank \d has SHARDWISE_CHECKS="):
+            step(model)
