@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from chaos.program import DIVERGENCES, Program
 from chaos.rank_program import train
-from helpers.commands import COMMAND, clean_environment, options, wait_for_training
-from helpers.forked_commands import start_forked
+from helpers.commands import COMMAND, clean_environment, options, start, wait_for_training
 from helpers.jobs import Job, tell
 from helpers.ranks import on_ranks
 from helpers.runs import write_text
@@ -242,7 +241,7 @@ def test_a_training_run_writes_into_its_folder_by_itself(tmp_path: Path) -> None
     text, run = tmp_path / "text", tmp_path / "run"
     text.mkdir()
     more = options(data=write_text(text), out=run, steps=100_000, nproc=2)
-    with start_forked([*COMMAND, *more]) as process:
+    with start([*COMMAND, *more]) as process:  # not forked: the lines are those of the command alone
         ranks = wait_for_training(process, run)
         os.kill(ranks[-1], signal.SIGKILL)
         process.communicate(timeout=60)
