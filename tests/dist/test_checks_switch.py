@@ -96,7 +96,7 @@ def test_an_unknown_value_is_refused() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("modes", [("first", "off"), ("always", "first")])
+@pytest.mark.parametrize("modes", [("first", "off"), ("always", "first"), ("first", "never")])
 def test_ranks_with_different_switches_are_named(modes: tuple[str, str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDWISE_CHECKS", modes[dist.get_rank()])
