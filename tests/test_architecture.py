@@ -26,7 +26,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("fsdp",),
     ("checks",),
     ("optim", "reference"),
-    ("zero", "planner"),
+    ("zero", "planner", "offload"),
     ("transaction", "checkpoint", "loop"),
     ("recipes", "testing"),
     ("cli",),
@@ -333,6 +333,7 @@ BUDGETS = {
     "testing": 400,
     "plan": 400,
     "checks": 350,
+    "offload": 800,  # of 1200: host tier 450, disk tier 350
 }
 
 

@@ -1,0 +1,87 @@
+"""Where the optimizer state of units lives between updates: a protocol, and the tier in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from shardwise import torch_private
+
+State = Sequence[torch.Tensor]
+"""A unit's optimizer state with a number per element, always in the same order; empty before its first update."""
+
+
+class Tier(Protocol):
+    """Stores the optimizer state of units, by their number.
+
+    One update of a unit calls :meth:`load`, then :meth:`store`, on the thread of the updates; then either :meth:`commit` or
+    :meth:`restore`, on the thread of the user, while no update runs.  Between two updates the optimizer holds what
+    :meth:`store` or :meth:`restore` returned, which need not have memory (tensors on the device ``meta``).
+    """
+
+    def prefetch(self, unit: int) -> None:
+        """Begin to read the state of ``unit``, which is updated soon."""
+        ...
+
+    def load(self, unit: int, held: State, keeps: bool) -> State:
+        """Return the state of ``unit`` in host memory, where it may be changed; ``held``: what the optimizer holds.
+
+        ``keeps``: the state of now must be kept, since :meth:`restore` may follow.
+        """
+        ...
+
+    def store(self, unit: int, state: State) -> State:
+        """Take the updated ``state``; return what the optimizer holds until the next load."""
+        ...
+
+    def commit(self, unit: int) -> None:
+        """Make the stored state of ``unit`` the state that the next :meth:`restore` returns to."""
+        ...
+
+    def restore(self, unit: int) -> State:
+        """Drop the state stored since the last commit; return what the optimizer holds.  Empty if there was none then."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class HostTier:
+    """State in host memory: an update changes it in place, after a copy if it may have to be undone."""
+
+    def __init__(self) -> None:
+        # by unit: the state in use, and the copies, whose memory later updates reuse
+        self._state: dict[int, State] = {}
+        self._copies: dict[int, list[torch.Tensor]] = {}
+
+    def prefetch(self, unit: int) -> None:
+        """Do nothing: the state is in memory."""
+
+    def load(self, unit: int, held: State, keeps: bool) -> State:
+        """Return ``held``, of which ``keeps`` makes a copy."""
+        self._state[unit] = held
+        if keeps:
+            copies = self._copies.get(unit, [])
+            if [(each.shape, each.dtype) for each in copies] != [(each.shape, each.dtype) for each in held]:
+                copies = self._copies[unit] = [torch.empty_like(each) for each in held]
+            torch_private.copy_all(copies, list(held))
+        return held
+
+    def store(self, unit: int, state: State) -> State:
+        """Return ``state``."""
+        return state
+
+    def commit(self, unit: int) -> None:
+        """Do nothing: the state was changed in place."""
+
+    def restore(self, unit: int) -> State:
+        """Copy the state of before back."""
+        torch_private.copy_all(list(self._state[unit]), self._copies[unit])
+        return self._state[unit]
+
+    def close(self) -> None:
+        """Drop the copies."""
+        self._state, self._copies = {}, {}
