@@ -78,7 +78,7 @@ class HostTier:
         """Do nothing: the state was changed in place."""
 
     def restore(self, unit: int) -> State:
-        """Copy the state of before back."""
+        """Copy the values from before the last load back."""
         torch_private.copy_all(list(self._state[unit]), self._copies[unit])
         return self._state[unit]
 
