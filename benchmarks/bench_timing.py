@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from shardwise.one_host import read_proc
 from shardwise.recipes.gpt import next_byte_loss
-from shardwise.recipes.memory import peak_bytes
-from shardwise.recipes.sharding import RunRanks
+from shardwise.recipes.sharding import RunRanks, peak_bytes
 
 # ---- Figures of the kernel and the C library about this process: memory, page faults, bytes on the loopback device.
 # None stands for what this host does not tell (Linux with glibc tells everything).

@@ -2,7 +2,7 @@
 
 from shardwise.checkpoint.weights import full_state_dict, full_tensors
 from shardwise.checks.root import register as _register_checks
-from shardwise.collectives.codec import CompressionPolicy
+from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.collectives.host import register_transports as _register_transports
 from shardwise.collectives.routes import set_default_transport
 from shardwise.consistency.failure_report import set_wait_report

@@ -43,10 +43,10 @@ from shardwise.errors import (
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.fsdp.buffers import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.no_values import unwritten_in
-from shardwise.optim.other_class import why_other_class
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, state_places
 from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of
+from shardwise.optim.sums import why_other_class
 from shardwise.random_state import RandomState
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
 from shardwise.zero.partition import LocalSlice

@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.errors import ConfigError
 from shardwise.planner.advice import Choices, plan
-from shardwise.planner.hardware import HARDWARE, read_hardware, with_hosts
-from shardwise.planner.profile import OPTIMIZERS, STRATEGIES
+from shardwise.planner.hardware import HARDWARE, OPTIMIZERS, STRATEGIES, read_hardware, with_hosts
 from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
 from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own

@@ -57,7 +57,6 @@ from shardwise.recipes.config import (
     config_to_toml,
 )
 from shardwise.recipes.data import open_vocabulary
-from shardwise.recipes.memory import check_memory
 from shardwise.recipes.run_folder import (
     Restart,
     Start,
@@ -68,7 +67,7 @@ from shardwise.recipes.run_folder import (
     tokenizer_of,
     with_overrides,
 )
-from shardwise.recipes.sharding import STRATEGIES, RunRanks
+from shardwise.recipes.sharding import STRATEGIES, RunRanks, check_memory
 
 # ---- SIGTERM and Ctrl-C while a run trains: the first asks it to save and leave, the second ends it at once.
 

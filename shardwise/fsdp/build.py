@@ -17,8 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.arguments import Extent, find_shared
-from shardwise.collectives.codec import CompressionPolicy
-from shardwise.collectives.compressed import Compression
+from shardwise.collectives.compressed import Compression, CompressionPolicy
 from shardwise.consistency.liveness import announce
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.attachment import (

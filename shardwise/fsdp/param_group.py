@@ -12,8 +12,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, suballocate_all
 from shardwise.collectives.c10d import fetch_alone
-from shardwise.collectives.codec import Coding, takes
-from shardwise.collectives.compressed import Compression
+from shardwise.collectives.compressed import Coding, Compression, takes
 from shardwise.collectives.protocol import CustomCollectives, Handle
 from shardwise.collectives.routes import Link, RoutedCommunicator
 from shardwise.collectives.streams import CommStreams

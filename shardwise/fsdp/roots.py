@@ -12,8 +12,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.c10d import C10dCommunicator
-from shardwise.collectives.codec import Coding
-from shardwise.collectives.compressed import CompressedCommunicator
+from shardwise.collectives.compressed import Coding, CompressedCommunicator
 from shardwise.collectives.protocol import CustomCollectives
 from shardwise.collectives.routes import (
     LinkProvider,

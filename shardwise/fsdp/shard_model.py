@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise.arguments import check_whole, explains_arguments, ids_of_ignored
-from shardwise.collectives.codec import CompressionPolicy
+from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.errors import ConfigError
 from shardwise.fsdp.api import default_mesh, describe_units, fully_shard, modules_in, replicate
 from shardwise.fsdp.attachment import attachment_of

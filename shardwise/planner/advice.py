@@ -16,10 +16,17 @@ from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
 from shardwise.planner.dry_run import Loss, TensorSplit, default_loss, dry_run
-from shardwise.planner.hardware import Hardware, read_hardware
-from shardwise.planner.profile import ONE_UNIT, OPTIMIZERS, SHARED, UNIT_STRATEGIES, Profile, Setting
-from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankTime, step_of
-from shardwise.planner.rank_units import rank_units, steps_of, unit_paths
+from shardwise.planner.hardware import (
+    ONE_UNIT,
+    OPTIMIZERS,
+    SHARED,
+    UNIT_STRATEGIES,
+    Hardware,
+    Profile,
+    Setting,
+    read_hardware,
+)
+from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankTime, rank_units, step_of, steps_of, unit_paths
 
 
 def code_of(setting: Setting, device: str) -> str:

@@ -28,7 +28,7 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp.shard_model import families_of
 from shardwise.plan.grouping import group_blocks
 from shardwise.plan.schedule import StepEvent
-from shardwise.planner.profile import ROOT, ParamFacts, Profile, StepMark, Stretch, Work
+from shardwise.planner.hardware import ROOT, ParamFacts, Profile, StepMark, Stretch, Work
 
 # ---- Tensor parallelism in a dry run: a copy of the model without memory, split by ``parallelize_module``.
 

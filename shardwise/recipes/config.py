@@ -14,8 +14,8 @@ from typing import TypeVar, cast, get_args, get_type_hints
 from shardwise.collectives.routes import check_transport
 from shardwise.errors import ConfigError
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
-from shardwise.planner.profile import STRATEGIES as SHARDS
-from shardwise.planner.profile import UNIT_STRATEGIES as ENGINE_SHARDS
+from shardwise.planner.hardware import STRATEGIES as SHARDS
+from shardwise.planner.hardware import UNIT_STRATEGIES as ENGINE_SHARDS
 
 T = TypeVar("T")
 NUM_BYTES = 256  # the vocabulary without a tokenizer

@@ -27,29 +27,21 @@ from shardwise.recipes.data import (
     windows_of,
 )
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
-from shardwise.recipes.memory import (
-    HeldBytes,
-    measure_held,
-    peak_bytes,
-    unsharded_of,
-)
-from shardwise.recipes.report import (
+from shardwise.recipes.run_folder import (
     FileRunLog,
     ProgressDisplay,
-    RunLog,
-    TrainedStep,
-    memory_table,
-    open_lines,
-)
-from shardwise.recipes.run_folder import (
     Restart,
+    RunLog,
     RunProgress,
     Start,
+    TrainedStep,
     TrainRun,
     discard_new,
     load_newest,
     lock_run,
+    memory_table,
     note_restart,
+    open_lines,
     prepare_run,
     run_from_json,
     run_to_json,
@@ -58,6 +50,7 @@ from shardwise.recipes.run_folder import (
 )
 from shardwise.recipes.sharding import (
     STRATEGIES,
+    HeldBytes,
     RunRanks,
     ShardingStrategy,
     build_meshes,
@@ -65,8 +58,11 @@ from shardwise.recipes.sharding import (
     compile_blocks,
     load_init,
     local_optimizer,
+    measure_held,
+    peak_bytes,
     split_heads,
     try_own,
+    unsharded_of,
 )
 from shardwise.safe_files import opened_folder, replace_file
 

@@ -6,8 +6,11 @@ defects of that class.  Design: docs/design/004-zero.md.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -15,28 +18,421 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
+from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_object as _broadcast_object
+from shardwise.collectives.owned import launch_broadcasts, ranks_that_are, receive_tensor, send_tensor
 from shardwise.collectives.streams import watch_device
-from shardwise.consistency.agreement import open_agreement
-from shardwise.errors import StateError
+from shardwise.consistency.agreement import GroupAgreement, open_agreement
+from shardwise.consistency.store import Sketch, digest_of, sample_of
+from shardwise.errors import DesyncError, StateError
 from shardwise.fsdp.clip import clip_grad_norm_
+from shardwise.layout import OwnedSlice
 from shardwise.observe import note
-from shardwise.optim.slices import after_load, after_state_dict, before_load, before_state_dict
+from shardwise.optim.slices import after_load, after_state_dict, as_they_are, before_load, before_state_dict
 from shardwise.optim.state_dict import BlankState, HeldState, refuse_other_state
-from shardwise.zero.backend import ZeroBackend, ZeroJoinHook
 from shardwise.zero.partition import (
+    LocalOptimizer,
     Partition,
+    RankPartition,
+    addresses_of,
     agree_on,
     check_dense,
     check_partition,
     checked_optimizer_class,
     checked_params,
     describe_params,
+    elements_of,
+    flat_like,
+    flat_view,
     flatten_groups,
+    gradient_for,
+    make_layout,
     make_local_optimizer,
     make_rank_partition,
+    moving_of,
+    trainable_of,
+    with_gradients,
 )
-from shardwise.zero.state_dict import ShardedState, load_whole, whole_state_dict
+from shardwise.zero.state_dict import Consolidated, ShardedState, consolidate, load_whole, whole_state_dict
+
+# ---- Once before the first step: all ranks have the same gradients and the same parameters.
+# Each owner steps on its own copy of the gradients, and sends its values to all: without averaging, every owner would
+# silently train on another batch, and parameters that differ at the start would become a mixture. Ranks compare digests
+# of the bits through the store. Gradients with other last bits (ranks on different processors clip so) are compared by
+# random projections, and only cause a warning.
+
+logger = logging.getLogger(__name__)
+
+
+def are_same(
+    rank_partition: RankPartition,
+    agreement: GroupAgreement,
+    what: str,
+    *,
+    has_inputs: bool = True,
+    only_warn: bool = False,
+) -> bool:
+    """Return True if all ranks have the same gradients, False if no rank has any (so that nothing is known).  Collective.
+
+    ``has_inputs`` False: a rank in ``Join`` without gradients of its own; it is not compared.  ``only_warn``: for
+    gradients of a closure, which torch's class does not check.
+
+    Raises: DesyncError on every rank, with the first parameter that differs.
+    """
+    gradients = [_gradient(param) if has_inputs else None for param in rank_partition.params]
+    is_known, rows = _compare(gradients, f"the gradients of {what}", agreement, has_inputs)
+    complaint = _judge(rank_partition, f"{what}: gradients", rows)
+    if complaint:
+        text = (
+            f"{what}: gradients differ between ranks: that of {complaint}. Each owner would train on its own: "
+            "wrap the model in DistributedDataParallel, or average the gradients before step()"
+        )
+        if not only_warn:
+            raise DesyncError(text)
+        logger.warning("%s. A closure's gradients are taken as they are", text)
+    return is_known
+
+
+def check_same_params(
+    rank_partition: RankPartition, moving: Sequence[bool], agreement: GroupAgreement, what: str
+) -> None:
+    """Compare the parameters of all ranks (samples of large ones) before the first step, which sends those ``moving``.
+
+    Those become equal, to a mixture of the ranks' values: a warning, since torch's class does the same.  Collective.
+    Raises: DesyncError on every rank, with the first parameter that differs and that no step makes equal.
+    """
+    params = [sample_of(flat_like(param.detach(), param)) for param in rank_partition.params]
+    rows = _compare(params, f"the parameters before {what}", agreement)[1]
+    text = (
+        f"{what}: parameters differ between ranks before it: %s. %s: build the model with one seed on all ranks, load "
+        "weights on every rank, or wrap the model in DistributedDataParallel, which broadcasts those of the first rank"
+    )
+    stay = _judge(rank_partition, f"{what}: parameters", {i: row for i, row in rows.items() if not moving[i]})
+    if stay:
+        raise DesyncError(text % (stay, "No step sends frozen parameters, so that ranks would keep different models"))
+    complaint = _judge(rank_partition, f"{what}: parameters", {i: row for i, row in rows.items() if moving[i]})
+    if complaint:
+        logger.warning(text, complaint, "Each owner sends its own to all, so that the model becomes a mixture of them")
+
+
+def _compare(
+    tensors: Sequence[torch.Tensor | None], what: str, agreement: GroupAgreement, takes_part: bool = True
+) -> tuple[bool, dict[int, dict[int, Sketch | None]]]:
+    """Return whether ranks had tensors to compare, and the sketches of those that differ, by index and rank."""
+    digests = [None if tensor is None else digest_of(tensor) for tensor in tensors]
+    summary = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16] if takes_part else ""
+    texts = agreement.gather(f"comparing {what}", json.dumps([summary, any(digests)]))
+    summaries, are_there = zip(*(json.loads(text) for text in texts), strict=True)
+    is_known = any(are_there) and sum(map(bool, summaries)) > 1
+    if len({found for found in summaries if found}) <= 1:
+        return is_known, {}
+    every = [json.loads(text) for text in agreement.gather(f"comparing each of {what}", json.dumps(digests))]
+    unlike = [index for index, column in enumerate(zip(*every, strict=True)) if len(set(column)) > 1]
+    sketches = {index: Sketch.of(tensor).told for index in unlike if (tensor := tensors[index]) is not None}
+    told = [json.loads(text) for text in agreement.gather(f"comparing some of {what}", json.dumps(sketches))]
+    those = [rank for rank, summary in enumerate(summaries) if summary]
+    rows = [{rank: Sketch(*found) if (found := told[rank].get(str(i))) else None for rank in those} for i in unlike]
+    return is_known, dict(zip(unlike, rows, strict=True))
+
+
+def _gradient(param: torch.Tensor) -> torch.Tensor | None:
+    gradient = param.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        gradient = gradient.coalesce()
+        return torch.cat([gradient.values().reshape(-1).double(), gradient.indices().reshape(-1).double()])
+    return flat_like(gradient.detach(), param)
+
+
+def _judge(rank_partition: RankPartition, what: str, rows: Mapping[int, dict[int, Sketch | None]]) -> str:
+    """Return a text about the first tensor that differs, else ""; warn if only rounding differs."""
+    largest = 0.0
+    for index, row in rows.items():
+        present = [sketch for sketch in row.values() if sketch is not None]
+        lacking = [
+            owned_slice.owner
+            for owned_slice in rank_partition.by_param[index]
+            if row.get(owned_slice.owner, present[0]) is None
+        ]
+        apart = [present[0].distance(sketch) for sketch in present]
+        if lacking or not all(distance <= present[0].tolerance for distance in apart):  # nan counts as different
+            listing = ", ".join(
+                f"none on rank {rank}" if sketch is None else f"of norm {sketch.norm:.6g} on rank {rank}"
+                for rank, sketch in list(row.items())[:8]
+            )
+            owners = f" (rank {', '.join(map(str, lacking))} owns it)" if lacking else ""
+            return f"parameter {index} of shape {tuple(rank_partition.params[index].shape)} is {listing}{owners}"
+        largest = max(largest, *apart)
+    if largest:
+        logger.warning(
+            "%s are not the same to the bit on all ranks; they differ by %.1e of their norm at most", what, largest
+        )
+    return ""
+
+
+# ---- Uneven inputs: how a ZeroRedundancyOptimizer takes part in torch's ``Join`` after a rank's inputs are exhausted.
+
+
+class ZeroJoinHook(JoinHook):
+    """Step with the active ranks.
+
+    ``step`` takes part in their current step, with their gradients; ``end`` ends the exchange of gradients.
+    """
+
+    def __init__(self, step: Callable[[], object], end: Callable[[], object]) -> None:
+        self._step, self._end = step, end
+
+    def main_hook(self) -> None:
+        """Update this rank's partition and send it."""
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End the exchange of gradients: the inputs of all ranks are exhausted."""
+        self._end()
+
+
+def send_joined_gradients(
+    rank_partition: RankPartition, agreement: GroupAgreement, is_active: bool, what: str
+) -> dict[OwnedSlice, torch.Tensor] | None:
+    """Send the gradients of their slices to ranks that have joined, from the first active rank.  Collective.
+
+    Returns: the received gradients; None on active ranks, which have their own.  DDP leaves a joined rank with the
+    gradients of its last input; steps on those, as torch's class makes them, would make its partition drift.
+    """
+    active = ranks_that_are(is_active, agreement, rank_partition.params[0].device, what)
+    if not active:
+        return None
+    received: dict[OwnedSlice, torch.Tensor] | None = None
+    for rank in range(agreement.size):
+        if rank in active:
+            continue
+        if agreement.rank == active[0]:
+            _send(rank_partition, rank, agreement, what)
+        elif agreement.rank == rank:
+            received = _receive(rank_partition, active[0], agreement, what)
+    return received
+
+
+def _send(rank_partition: RankPartition, to: int, agreement: GroupAgreement, what: str) -> None:
+    theirs = [owned_slice for owned_slice in rank_partition.slices if owned_slice.owner == to]
+    if not theirs:
+        return
+    gradients = [rank_partition.params[owned_slice.tensor].grad for owned_slice in theirs]
+    is_present = [gradient is not None for gradient in gradients]
+    send_tensor(
+        torch.tensor(is_present, dtype=torch.uint8, device=rank_partition.params[0].device), to, agreement, what
+    )
+    for owned_slice, gradient in zip(theirs, gradients, strict=True):
+        if gradient is not None:
+            param = rank_partition.params[owned_slice.tensor]
+            elements = elements_of(owned_slice, param, gradient).to(param.grad_dtype or param.dtype)
+            send_tensor(elements.contiguous(), to, agreement, what)
+
+
+def _receive(
+    rank_partition: RankPartition, source: int, agreement: GroupAgreement, what: str
+) -> dict[OwnedSlice, torch.Tensor]:
+    received: dict[OwnedSlice, torch.Tensor] = {}
+    if not rank_partition.local_slices:
+        return received
+    mask = torch.zeros(len(rank_partition.local_slices), dtype=torch.uint8, device=rank_partition.params[0].device)
+    receive_tensor(mask, source, agreement, what)
+    for local, is_present in zip(rank_partition.local_slices, mask.tolist(), strict=True):
+        if is_present:
+            # Fused optimizers pair parameter and gradient elements in memory order, so equal shapes are not enough.
+            gradient = torch.empty_like(local.tensor, dtype=local.param.grad_dtype, requires_grad=False)
+            receive_tensor(flat_view(gradient), source, agreement, what)
+            received[local.owned_slice] = gradient
+    return received
+
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroBackend:
+    """Make the steps of a rank's partition.  All methods are collective, except the properties and ``end_join``.
+
+    Attributes:
+        local: the partition and its optimizer; replaced when a group is added.
+        agreement: where ranks agree and report failures.
+        layout: the broadcasts, and where parameters were when they were planned.
+        num_steps: steps so far.
+        has_state: a step or a load has created state, on this rank or on others.
+        consolidated: the state of the last consolidation; None once it is outdated.
+        is_joining: inside ``Join``, where ranks without inputs take part in steps.
+    """
+
+    def __init__(self, local: LocalOptimizer, agreement: GroupAgreement) -> None:
+        self.local, self.agreement = local, agreement
+        self.num_steps = 0
+        self.has_state = self.is_joining = False
+        # Whether parameters were compared with other ranks', and gradients like those of the last step were equal on all.
+        self._has_compared = self._knows_gradients = False
+        self.consolidated: Consolidated | None = None
+        self.layout = make_layout(self.rank_partition)
+
+    @property
+    def rank_partition(self) -> RankPartition:
+        """This rank's partition."""
+        return self.local.rank_partition
+
+    # ---- what changes between steps ----
+
+    def lay_out(self) -> None:
+        """Plan the broadcasts for the current parameters."""
+        self.layout = make_layout(self.rank_partition)
+        self.consolidated = None
+
+    def adopt_last_group(self) -> None:
+        """Adopt the param group that users have added."""
+        self.local = self.local.with_last_group()
+        self._knows_gradients = False
+        self.lay_out()
+
+    def refresh(self) -> None:
+        """Adapt to changes by users: replaced memory, frozen or unfrozen parameters.
+
+        Raises: StateError if the parameters of param groups have changed.
+        """
+        layout, params = self.layout, self.rank_partition.params
+        moving = moving_of(params)
+        if moving != layout.moving or trainable_of(params) != layout.trainable:
+            facts = [f"parameter {i} {'changes' if moves else 'stays'} in a step" for i, moves in enumerate(moving)]
+            self.agreement.agree("a step after requires_grad changed", [*describe_params(self.local.groups), *facts])
+            logger.info("the trainable parameters changed; laying out the broadcasts again")
+            self._knows_gradients = False
+            self.lay_out()
+        elif addresses_of(params) != layout.addresses:
+            self.lay_out()
+        if not self._has_compared and self.agreement.size > 1 and not torch_private.are_threads():
+            check_same_params(self.rank_partition, moving, self.agreement, f"step() number {self.num_steps + 1}")
+            self._has_compared = True
+        self.local.members.check(self.local.groups)
+
+    def begin_join(self) -> None:
+        """Start to send gradients to ranks whose inputs are exhausted."""
+        self.is_joining = self.agreement.size > 1
+
+    def end_join(self) -> None:
+        """Stop that: all ranks have inputs again."""
+        self.is_joining = False
+
+    def check_gradients(self, what: str, *, has_inputs: bool = True, only_warn: bool = False) -> None:
+        """Check, unless known, that ranks have the same gradients; options as for :func:`are_same`.
+
+        Raises: DesyncError on every rank if they differ between ranks.
+        """
+        if self.agreement.size > 1 and not self._knows_gradients:
+            self._knows_gradients = are_same(
+                self.rank_partition, self.agreement, what, has_inputs=has_inputs, only_warn=only_warn
+            )
+
+    # ---- the step ----
+
+    def step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any], is_active: bool = True) -> Any:
+        """Make one step; ``is_active`` is False on a rank whose inputs are exhausted (in ``Join``).
+
+        Raises: DesyncError if another rank failed or did not take part, with its rank.
+        """
+        what = f"step() number {self.num_steps + 1}"
+        self.agreement.track.note("step", what)
+        received = (
+            send_joined_gradients(self.rank_partition, self.agreement, is_active, what) if self.is_joining else None
+        )
+        self.refresh()
+        error: Exception | None = None
+        loss: Any = None
+        try:
+            if closure is None:
+                self.check_gradients(what, has_inputs=is_active)
+            loss = self._update(closure, kwargs, received)
+        except DesyncError:  # all ranks raise it
+            raise
+        except Exception as found:
+            error = found
+        try:
+            if closure is not None:
+                self.agreement.agree(f"the closure of {what}", error=error)
+            elif error is not None:
+                raised = f"rank {self.agreement.name} raised {type(error).__name__} in {what}: {error}"
+                self.agreement.report_failure(raised, may_be_caught=True)
+                raise error
+        finally:
+            del error
+        # Broadcasts do not bump version counters; bump them so that a stale backward raises on every rank.
+        torch.autograd.graph.increment_version(list(self.rank_partition.params))
+        for pending in launch_broadcasts(self.layout.broadcasts, self.agreement, what):
+            pending.wait()
+        self.mark_stepped()
+        return loss
+
+    def mark_stepped(self) -> None:
+        """Count a step, after which consolidated state is outdated."""
+        self.num_steps += 1
+        self.mark_loaded()
+
+    def mark_loaded(self) -> None:
+        """Record that the state has changed."""
+        self.has_state = True
+        self.consolidated = None
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that restores the step count and what is known of the state."""
+        return as_they_are([self], "num_steps", "has_state", "consolidated")
+
+    def renew(self) -> None:
+        """Forget what is known of other ranks, after all have restored the state before a step."""
+        self.agreement.renew()
+        self._knows_gradients = False
+
+    def _update(
+        self,
+        closure: Callable[[], float] | None,
+        kwargs: Mapping[str, Any],
+        received: Mapping[OwnedSlice, torch.Tensor] | None,
+    ) -> Any:
+        if closure is None:
+            with attached(self.rank_partition, received):
+                return self.local.step(None, kwargs)
+        with ExitStack() as attachment:
+
+            def closure_then_attach() -> float:
+                attachment.close()
+                result = closure()
+                self.check_gradients(f"the closure of step {self.num_steps + 1}", only_warn=True)
+                attachment.enter_context(attached(self.rank_partition, received))
+                return result
+
+            return self.local.step(closure_then_attach, kwargs)
+
+    def consolidate(self, to: int) -> None:
+        """Stream the full state to group rank ``to``, unless it is there already."""
+        self.agreement.track.note("consolidation", f"to rank {to}")
+        steps = f"{self.num_steps} step(s) so far"
+        self.agreement.agree(f"consolidate_state_dict(to={to})", [steps, *describe_params(self.local.groups)])
+        if self.consolidated is None or self.consolidated.to != to:
+            self.local.push_options()
+            self.consolidated = consolidate(self.local, self.agreement, to)
+
+
+def attached(
+    rank_partition: RankPartition, received: Mapping[OwnedSlice, torch.Tensor] | None
+) -> AbstractContextManager[None]:
+    """Return a context in which the local optimizer's tensors have their gradients; those that are parameters have them.
+
+    ``received``: gradients from another rank, instead of this rank's.
+    """
+    slices = rank_partition.local_slices
+    if received is not None:
+        return with_gradients((local, received.get(local.owned_slice)) for local in slices)
+    views = (local for local in slices if not local.is_param)
+    return with_gradients(
+        (local, None if local.param.grad is None else gradient_for(local, local.param.grad)) for local in views
+    )
+
+
+# ---- ZeroRedundancyOptimizer: every rank stores and updates the optimizer state of its partition of the parameters (ZeRO-1).
 
 __all__ = ["ZeroRedundancyOptimizer", "_broadcast_object"]
 

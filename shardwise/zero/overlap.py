@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.collectives.owned import Broadcast, BroadcastHandle, launch_broadcasts
 from shardwise.errors import ConfigError
 from shardwise.torch_private import call_after_backward, graph_task_id
-from shardwise.zero.backend import ZeroBackend
-from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
+from shardwise.zero.optimizer import ZeroBackend, ZeroRedundancyOptimizer, zero_backend
 from shardwise.zero.partition import gradient_for, is_dense
 
 # No ``from __future__ import annotations``: DDP compares the hook's annotations with the types themselves.

@@ -18,10 +18,9 @@ from shardwise.collectives.owned import gather_objects, receive_tensor, send_ten
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.layout import Box, OwnedSlice, boxes
-from shardwise.optim.other_class import why_other_class
 from shardwise.optim.slices import copied
 from shardwise.optim.state_dict import load_indexed, options_of
-from shardwise.optim.sums import states_after_zeros
+from shardwise.optim.sums import states_after_zeros, why_other_class
 from shardwise.zero.partition import (
     LocalOptimizer,
     LocalSlice,

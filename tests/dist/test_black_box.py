@@ -22,8 +22,7 @@ from helpers.runs import write_text
 import shardwise
 from shardwise import DesyncError, observe
 from shardwise.cli.main import main
-from shardwise.consistency.diagnosis import Diagnosis, diagnose, in_words
-from shardwise.consistency.recorder import find_records
+from shardwise.consistency.recorder import Diagnosis, diagnose, find_records, in_words
 from shardwise.testing import WorkerPool, faults
 
 PROGRAM = Program("fully_shard", "auto")

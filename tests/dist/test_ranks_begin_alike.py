@@ -177,7 +177,7 @@ def test_zero_warns_once_of_parameters_that_differ_and_its_first_step_makes_them
 ) -> None:
     model = Net(dist.get_rank()).requires_grad_(True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, partition=partition)
-    with warnings_of("shardwise.zero.compare") as told:
+    with warnings_of("shardwise.zero.optimizer") as told:
         for _ in range(2):
             if averages:
                 step(model, optimizer, averages)

@@ -444,7 +444,7 @@ def _warned(model: nn.Module, prefix: str = "", num_steps: int = 4, averages: bo
     """Return what ShardedOptimizer logs while ranks train ``model`` on batches of their own."""
     optimizer = ShardedOptimizer({prefix + name: param for name, param in model.named_parameters()}, torch.optim.AdamW)
     found = list[str]()
-    handler, logger = logging.Handler(), logging.getLogger("shardwise.optim.not_averaged")
+    handler, logger = logging.Handler(), logging.getLogger("shardwise.optim.sharded_optimizer")
     handler.emit = lambda record: found.append(record.getMessage())
     logger.addHandler(handler)
     try:

@@ -31,8 +31,8 @@ from shardwise import (
 )
 from shardwise.observe import Call, Op
 from shardwise.planner.dry_run import dry_run
-from shardwise.planner.profile import SHARED, Profile, Setting
-from shardwise.planner.rank_units import rank_units, steps_of
+from shardwise.planner.hardware import SHARED, Profile, Setting
+from shardwise.planner.rank_step import rank_units, steps_of
 
 
 def hooked_transfers(profile: Profile, bucket_bytes: Sequence[int]) -> Iterator[tuple[str, int]]:

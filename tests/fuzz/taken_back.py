@@ -31,8 +31,9 @@ from shardwise.optim.elementwise import ElementwiseStep
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.optim.state_dict import copy_options
 from shardwise.torch_private import parameters_of
-from shardwise.zero import backend, overlap, partition
-from shardwise.zero.backend import ZeroBackend
+from shardwise.zero import optimizer as backend
+from shardwise.zero import overlap, partition
+from shardwise.zero.optimizer import ZeroBackend
 from shardwise.zero.partition import LocalOptimizer
 
 # What the functions of these modules look up by name.

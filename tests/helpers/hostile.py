@@ -25,8 +25,7 @@ from shardwise.checkpoint import finish, load, save
 from shardwise.checkpoint.convert import convert, export_model
 from shardwise.checkpoint.format import LENGTH_BYTES, sum_of
 from shardwise.cli.main import main as command
-from shardwise.consistency.diagnosis import diagnose, in_words
-from shardwise.consistency.recorder import read_record
+from shardwise.consistency.recorder import diagnose, in_words, read_record
 from shardwise.errors import ShardwiseError
 from shardwise.recipes.data import read_facts
 from shardwise.recipes.run_folder import Start, check_start, read_metrics, read_progress, read_run_config

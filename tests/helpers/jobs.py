@@ -27,7 +27,7 @@ PRELOAD = (
     "shardwise.cli.main",
     "shardwise.cli.train",
     "shardwise.recipes.train",
-    "shardwise.recipes.report",
+    "shardwise.recipes.run_folder",
     "helpers.models",
     "shardwise.testing.frozen",
 )

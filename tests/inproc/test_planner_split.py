@@ -21,8 +21,7 @@ from shardwise import ConfigError
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.advice import Choices, evaluate
 from shardwise.planner.dry_run import TensorSplit, dry_run
-from shardwise.planner.hardware import HARDWARE
-from shardwise.planner.profile import Setting, StepMark
+from shardwise.planner.hardware import HARDWARE, Setting, StepMark
 
 WIDTH, INNER, BATCH, COUNT = 32, 128, 16, 3
 HALVES = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -67,7 +67,7 @@ def test_what_ddp_itself_raises_is_the_users_and_what_comes_from_our_optimizer_i
     known = replace(raw, text="Connection closed\nshardwise: rank 1 is gone")
     assert wrong(job, replace(known, trace="torch/nn/parallel/distributed.py"), GONE) == ""
     assert "does not name rank 1" in wrong(job, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE)
-    assert "raw" in wrong(job, replace(raw, trace="shardwise/zero/backend.py"), GONE)
+    assert "raw" in wrong(job, replace(raw, trace="shardwise/zero/optimizer.py"), GONE)
     assert "raw" in wrong(KILL, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE)
 
 

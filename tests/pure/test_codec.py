@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise import CompressionPolicy, ConfigError
-from shardwise.collectives import codec as block_codes
-from shardwise.collectives.codec import BlockCode, CodedSection, Coding, takes
+from shardwise.collectives import compressed as block_codes
+from shardwise.collectives.compressed import BlockCode, CodedSection, Coding, takes
 from shardwise.layout import ChunkShard, build_bucket
 
 

@@ -12,8 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise
-from shardwise.consistency.diagnosis import diagnose, first_parting, in_words
-from shardwise.consistency.recorder import Event, Reason, Record, Stack, from_text, lines_of, own_line, to_text
+from shardwise.consistency.recorder import (
+    Event,
+    Reason,
+    Record,
+    Stack,
+    diagnose,
+    first_parting,
+    from_text,
+    in_words,
+    lines_of,
+    own_line,
+    to_text,
+)
 from shardwise.observe import ERROR
 
 MAIN = 7

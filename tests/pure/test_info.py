@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.cli import info as host_facts
-from shardwise.cli.info import HostFacts, HostFeature, in_lines, look_at_host, why_no_shared_memory
-from shardwise.cli.main import main
+from shardwise.cli import main as host_facts
+from shardwise.cli.main import HostFacts, HostFeature, in_lines, look_at_host, main, why_no_shared_memory
 from shardwise.one_host import UNKNOWN, find_version, host_memory_bytes, usable_cores
 
 

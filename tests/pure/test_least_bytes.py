@@ -9,7 +9,7 @@ import pytest
 from shardwise import ConfigError
 from shardwise.recipes.config import NUM_BYTES, ModelShape, TrainConfig
 from shardwise.recipes.gpt import build_gpt
-from shardwise.recipes.memory import check_memory, count_gpt_parameters
+from shardwise.recipes.sharding import check_memory, count_gpt_parameters
 
 SHAPE = ModelShape(layers=2, width=32, heads=2, context=16)
 

@@ -16,9 +16,9 @@ from shardwise.layout import ChunkShard
 from shardwise.plan.grouping import Child
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.advice import Choices, Search, evaluate, step_under
-from shardwise.planner.hardware import HARDWARE, read_hardware
-from shardwise.planner.profile import (
+from shardwise.planner.hardware import (
     COLLECTIVE,
+    HARDWARE,
     ONE_UNIT,
     SHARED,
     ParamFacts,
@@ -27,9 +27,9 @@ from shardwise.planner.profile import (
     StepMark,
     Stretch,
     Work,
+    read_hardware,
 )
-from shardwise.planner.rank_step import KINDS, RankMemory
-from shardwise.planner.rank_units import rank_units
+from shardwise.planner.rank_step import KINDS, RankMemory, rank_units
 
 MB = 1_000_000
 BLOCK, NORM = 4_096_000, 4096  # bytes of the parameters of a block, and of the root

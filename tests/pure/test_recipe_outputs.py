@@ -20,15 +20,16 @@ from shardwise.formatting import format_bytes
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.data import TextFacts, Windows
 from shardwise.recipes.gpt import build_gpt, generate, next_byte_loss
-from shardwise.recipes.memory import (
+from shardwise.recipes.run_folder import FileRunLog, ProgressDisplay, TrainedStep, TrainRun, memory_table
+from shardwise.recipes.sharding import (
+    STRATEGIES,
     HeldBytes,
+    RunRanks,
+    build_adamw,
     local_bytes,
     measure_held,
     unsharded_of,
 )
-from shardwise.recipes.report import FileRunLog, ProgressDisplay, TrainedStep, memory_table
-from shardwise.recipes.run_folder import TrainRun
-from shardwise.recipes.sharding import STRATEGIES, RunRanks, build_adamw
 from shardwise.recipes.train import Trainer, _train_step
 
 SHAPE = ModelShape(layers=2, width=16, heads=2, context=12)
