@@ -45,7 +45,7 @@ from shardwise.recipes.run_folder import Start
 from shardwise.recipes.sharding import RunRanks
 from shardwise.recipes.train import train
 
-PRELOAD = ["torch", "shardwise.recipes.train", "shardwise.recipes.run_folder"]
+PRELOAD = ["torch", "shardwise.recipes.train", "shardwise.recipes.report"]
 CONFIG = TrainConfig(
     model=ModelShape(layers=2, width=32, heads=2, context=16),
     steps=1_000_000, batch=4, warmup=10, lr=3e-3, log_every=1, eval_every=1_000_000, eval_windows=4, save_every=1, keep=2,

@@ -27,7 +27,7 @@ from shardwise.checkpoint.format import MANIFEST, Manifest, bytes_of, step_of, s
 from shardwise.cli import EXIT_FAILED
 from shardwise.errors import ConfigError, DamagedCheckpointError
 from shardwise.formatting import format_bytes, plain
-from shardwise.recipes.run_folder import PlainConsole
+from shardwise.recipes.report import PlainConsole
 
 # ---- The tables that ``shardwise checkpoint`` prints.
 

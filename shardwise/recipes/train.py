@@ -27,21 +27,16 @@ from shardwise.recipes.data import (
     windows_of,
 )
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
+from shardwise.recipes.report import FileRunLog, ProgressDisplay, RunLog, TrainedStep, memory_table, open_lines
 from shardwise.recipes.run_folder import (
-    FileRunLog,
-    ProgressDisplay,
     Restart,
-    RunLog,
     RunProgress,
     Start,
-    TrainedStep,
     TrainRun,
     discard_new,
     load_newest,
     lock_run,
-    memory_table,
     note_restart,
-    open_lines,
     prepare_run,
     run_from_json,
     run_to_json,
