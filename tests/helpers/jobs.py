@@ -27,7 +27,7 @@ PRELOAD = (
     "shardwise.cli.main",
     "shardwise.cli.train",
     "shardwise.recipes.train",
-    "shardwise.recipes.run_folder",
+    "shardwise.recipes.report",
     "helpers.models",
     "shardwise.testing.frozen",
 )
