@@ -142,10 +142,11 @@ class PooledBuffer:
     Every user of the storage gets the same object and the same tensors, so a warm step makes none.
 
     Attributes:
+        flat: of the dtype that it was acquired for, 1-D, over the storage.
         reuser: the side stream whose later allocations may get the memory although the current stream has read it.
     """
 
-    __slots__ = ("_tensors", "num_bytes", "pool", "reuser", "size", "storage")
+    __slots__ = ("flat", "num_bytes", "pool", "reuser", "size", "storage", "tensors")
 
     def __init__(self, storage: torch.UntypedStorage, size: int) -> None:
         """``size``: the size class, and bytes of the storage."""
@@ -154,21 +155,14 @@ class PooledBuffer:
         self.storage = storage
         self.size = size
         self.num_bytes = 0
-        self._tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self.tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
-    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor of ``num_bytes // itemsize`` elements over the storage.
-
-        A later user of the same storage, size and dtype gets the same tensor object, so windows can be cached by its id.
-        """
-        key = (dtype, self.num_bytes)
-        tensor = self._tensors.get(key)
-        if tensor is None:
-            with torch.inference_mode(False):
-                empty = torch.empty(0, dtype=dtype, device=self.storage.device)
-                tensor = empty.set_(self.storage, 0, (self.num_bytes // dtype.itemsize,), (1,))
-            self._tensors[key] = tensor
-        return tensor
+    def view(self, dtype: torch.dtype) -> None:
+        """Make a 1-D tensor over the storage for :attr:`flat`."""
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=dtype, device=self.storage.device)
+            tensor = empty.set_(self.storage, 0, (self.num_bytes // dtype.itemsize,), (1,))
+        self.flat = self.tensors[dtype, self.num_bytes] = tensor
 
     def release(self) -> None:
         """Return the storage to the pool; the caller must not access its bytes afterwards."""
@@ -217,8 +211,12 @@ class BufferPool:
         self.peak_used_bytes = 0
         self.num_allocations = 0
 
-    def acquire(self, num_bytes: int) -> PooledBuffer:
-        """Return a storage of at least ``num_bytes``: an idle one of its size class, or a new one."""
+    def acquire(self, num_bytes: int, dtype: torch.dtype | None = None) -> PooledBuffer:
+        """Return a storage of at least ``num_bytes``: an idle one of its size class, or a new one.
+
+        ``dtype``: of its ``flat``.  A later user of the same storage, size and dtype gets the same tensor object there, so
+        windows can be cached by its id.
+        """
         self.used_bytes += num_bytes
         if self.used_bytes > self.peak_used_bytes:
             self.peak_used_bytes = self.used_bytes
@@ -239,12 +237,18 @@ class BufferPool:
                 self.num_allocations += 1
                 buffer = PooledBuffer(storage, size)
         buffer.pool, buffer.num_bytes = self, num_bytes
+        if dtype is not None:
+            flat = buffer.tensors.get((dtype, num_bytes))
+            if flat is None:
+                buffer.view(dtype)
+            else:
+                buffer.flat = flat
         return buffer
 
     def acquire_tensor(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer]:
         """Return a 1-D tensor of ``numel`` elements and its buffer."""
-        buffer = self.acquire(numel * dtype.itemsize)
-        return buffer.tensor(dtype), buffer
+        buffer = self.acquire(numel * dtype.itemsize, dtype)
+        return buffer.flat, buffer
 
     def reset_peak(self) -> None:
         """Start a new measurement of ``peak_used_bytes``."""

@@ -1,4 +1,4 @@
-"""The communicator for any backend of torch.distributed: one packed buffer per collective.
+"""The communicator of a group of ranks: over its link, or over any backend through one packed buffer per collective.
 
 Every call looks the collective up on ``torch.distributed``, so that tools and tests may wrap it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.collectives.protocol import (
+    Arithmetic,
     CustomCollective,
     CustomCollectives,
     GatherEnds,
@@ -25,11 +25,13 @@ from shardwise.collectives.protocol import (
     Scale,
     ScatterEnds,
     SumContents,
+    resolve_scale,
 )
+from shardwise.collectives.routes import ByBackend, LeftOut, Link, PassTracker, collectives_are_watched
 from shardwise.collectives.streams import SideStream
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import FIRST, await_collective, outlast
-from shardwise.observe import EVERYBODY, now, remember, thread
+from shardwise.observe import EVERYBODY, listeners, note, now, remember, tell, thread
 
 # torch's functions spend part of their time on cases that do not occur here: tensor subclasses, ranks outside of the group,
 # coalesced collectives.  So call the process group directly, unless a tool has replaced the function.
@@ -81,13 +83,14 @@ def all_to_all_rows(
     return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
 
-class HostWork(OnceHandle[Callable[[torch.Tensor], None]]):
+class HostWork:
     """A collective of ``group`` on the host; ``wait`` waits for ``work``, calls ``end(result)``, releases ``buffer``; once.
 
     ``take_over(buffer)`` comes first, if it is given; neither happens if it returns True.
     """
 
-    __slots__ = ("_buffer", "_group", "_result", "_take_over", "_work")
+    __slots__ = ("_buffer", "_end", "_group", "_result", "_take_over", "_work")
+    holds_input = True
 
     def __init__(
         self,
@@ -98,16 +101,18 @@ class HostWork(OnceHandle[Callable[[torch.Tensor], None]]):
         group: dist.ProcessGroup,
         take_over: Callable[[PooledBuffer], bool] | None = None,
     ) -> None:
-        super().__init__(end)
         self._work, self._result, self._group, self._buffer = work, result, group, buffer
+        self._end: Callable[[torch.Tensor], None] | None = end
         self._take_over = take_over
 
     def is_done(self) -> bool:
-        return self._ends is None or self._work is None or self._work.is_completed()
+        return self._end is None or self._work is None or self._work.is_completed()
 
-    def finish(self, ends: Callable[[torch.Tensor], None]) -> None:
-        work = self._work
-        if work is not None:
+    def wait(self) -> None:
+        work, end, self._end = self._work, self._end, None  # the end keeps gradients: let it go
+        if end is None:
+            return
+        if work is not None and not work.is_completed():
             remember((now(), thread(), "", 0, EVERYBODY, ""))
             try:
                 work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a custom collective's own Work class
@@ -116,15 +121,17 @@ class HostWork(OnceHandle[Callable[[torch.Tensor], None]]):
         buffer, take_over = self._buffer, self._take_over
         if take_over is not None and buffer is not None and take_over(buffer):
             return
-        ends(self._result)
+        end(self._result)
         if buffer is not None:
             buffer.release()
 
-    def drop(self, ends: Callable[[torch.Tensor], None]) -> None:
+    def cancel(self) -> None:
         # The backend may still write to the buffers, so they must live until its work is done.
         self._take_over = None
+        if self._end is not None:
+            self._end = _drop
         with contextlib.suppress(RuntimeError):  # a peer may be gone; then the buffer is never released to the pool
-            self.finish(lambda _: None)
+            self.wait()
 
     def _outlast(self, work: dist.Work, error: RuntimeError) -> None:
         """Continue to wait after a first wait that raised ``error``.  Raises: RuntimeError that names the other ranks."""
@@ -135,6 +142,10 @@ class HostWork(OnceHandle[Callable[[torch.Tensor], None]]):
         except RuntimeError as last:
             name_partners(last, self._group)
             raise
+
+
+def _drop(_: torch.Tensor) -> None:
+    pass
 
 
 class StreamWork(OnceHandle[Callable[[], None]]):
@@ -207,13 +218,17 @@ def fetch_alone(fetch: SideStream, ends: GatherEnds) -> Handle:
     return StreamWork(fetch, end, lambda: None, None)
 
 
-class C10dCommunicator:
-    """Collectives of a process group.
+class GroupCommunicator:
+    """The collectives of one group of ranks along a mesh axis, over its link or its backend.
+
+    The choice depends on the sizes of a collective and on the agreement of the ranks at the begin of the pass, so it is the
+    same on every rank.
 
     Args:
         group: the process group.
         stream: the stream of its collectives.
         pool: the pool of packed buffers.
+        passes: knows the links of the running pass.
         custom: replacements of the collectives.
         fetch: the side stream that copies offloaded shards from the host; None if shards are not offloaded.
     """
@@ -223,6 +238,7 @@ class C10dCommunicator:
         group: dist.ProcessGroup,
         stream: SideStream,
         pool: BufferPool,
+        passes: PassTracker,
         custom: CustomCollectives | None = None,
         fetch: SideStream | None = None,
     ) -> None:
@@ -231,6 +247,8 @@ class C10dCommunicator:
         self.fetch = fetch
         self.pool = pool
         self.custom = custom or CustomCollectives()
+        self._passes = passes
+        self._name = group.group_name
         self._size = group.size()
         self._rank = group.rank()
         # The scale of the last reduction, which is the same object in every step (``scale_of``), and its arithmetic.
@@ -256,17 +274,29 @@ class C10dCommunicator:
             device
         )
 
+    @property
+    def planned_link(self) -> Link | None:
+        """The link that collectives are expected to use, for planning."""
+        return self._passes.known_links.get(self._name)
+
     def all_gather(self, ends: GatherEnds) -> Handle:
-        """All-gather sections into one packed buffer, which ``wait`` passes to ``ends.take_over`` or ``ends.deliver``.
+        """All-gather by the link, or sections into one packed buffer, which ``wait`` gives ``ends.take_over`` or ``deliver``.
 
         The side stream does not wait for the current stream; the engine orders it after writes to shards.
         """
+        if listeners and tell("all-gather", "", ends):
+            return LeftOut(ends, self._size)
+        entry, custom = self._passes.entries.get(self._name), self.custom
+        if entry is not None and not entry.has_no_link and custom.all_gather is None:
+            link = self._passes.link(self.group, lambda link: link.takes_gather(ends))
+            if link is not None:
+                return link.all_gather(ends)
         if self.stream.is_concurrent:
             return self._all_gather_on_stream(ends)
-        shard, custom = ends.shard(), self.custom
+        shard = ends.shard()
         if custom.all_gather is None and not custom.allocates_from_group:
-            buffer = self.pool.acquire(shard.numel() * self._size * shard.dtype.itemsize)
-            packed = buffer.tensor(shard.dtype)
+            buffer = self.pool.acquire(shard.numel() * self._size * shard.dtype.itemsize, shard.dtype)
+            packed = buffer.flat
             work = all_gather_single(packed, shard, self.group)
         else:
             packed, buffer = self._buffer(shard.numel() * self._size, shard.dtype, custom.all_gather)
@@ -307,15 +337,21 @@ class C10dCommunicator:
         return self.custom.all_gather(packed, shard, self.group, async_op=async_op)
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Fill one packed buffer, reduce-scatter it, and pass this rank's section to ``ends.deliver``.
+        """Reduce-scatter by the link, or fill one packed buffer, reduce it, and pass this rank's section to ``ends.deliver``.
 
         The section is delivered on a stream at once, on the host in ``wait``.  The buffer is in use until ``wait`` in either
         case.
         """
-        custom, dtype = self.custom, ends.dtype
+        if listeners and tell("reduction", ends.label, ends):
+            return LeftOut(ends)
+        entry, custom, dtype = self._passes.entries.get(self._name), self.custom, ends.dtype
+        if entry is not None and not entry.has_no_link and custom.reduce_scatter is None:
+            link = self._passes.link(self.group, lambda link: link.takes_scatter(ends, scale))
+            if link is not None:
+                return link.reduce_scatter(ends, scale)
         if custom.reduce_scatter is None and not custom.allocates_from_group:
-            buffer = self.pool.acquire(ends.section_numel * self._size * dtype.itemsize)
-            packed = buffer.tensor(dtype)
+            buffer = self.pool.acquire(ends.section_numel * self._size * dtype.itemsize, dtype)
+            packed = buffer.flat
         else:
             packed, buffer = self._buffer(ends.section_numel * self._size, dtype, custom.reduce_scatter)
         ends.fill(packed)  # it also releases the gradients: from here on only the packed buffer has them
@@ -371,6 +407,16 @@ class C10dCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """All-reduce ``tensor`` in place; on a stream, after the work that is enqueued on the current stream."""
+        if note("reduction", "replicas", [tensor]):
+            return LeftOut()
+        sums = self._passes.sums(self.group, tensor, scale)
+        if sums is None:
+            return self.all_reduce_by_backend(tensor, scale, contents)
+        by_backend = ByBackend(collectives_are_watched(), lambda: self.all_reduce_by_backend(tensor, scale, contents))
+        return sums.all_reduce(tensor, scale, contents, by_backend)
+
+    def all_reduce_by_backend(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None) -> Handle:
+        """Do :meth:`all_reduce` without a link."""
         if self.stream.is_concurrent:
             self.stream.wait_current()
             with self.stream.run():
@@ -411,29 +457,5 @@ class C10dCommunicator:
         if self._allocates_from_group:
             backend = torch_private.backend_of(self.group, self.pool.device)
             return backend.allocate_tensor(numel, dtype=dtype, device=self.pool.device), None
-        buffer = self.pool.acquire(numel * dtype.itemsize)
-        return buffer.tensor(dtype), buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """The steps of a scaled reduction: divide by ``before`` (None: do not), reduce by ``op``, divide by ``after``."""
-
-    before: float | None
-    op: Any
-    after: float | None
-
-
-def resolve_scale(scale: Scale, size: int) -> Arithmetic:
-    """Return the arithmetic of ``scale`` for a group of ``size`` ranks."""
-    divisor = float(size) if scale.divisor is None else scale.divisor
-    if scale.split:
-        before = 1.0
-        while divisor % before == 0 and divisor / before > before:
-            before *= 2
-        return Arithmetic(before if before != 1 else None, dist.ReduceOp.SUM, divisor / before)
-    if divisor == 1:
-        return Arithmetic(None, dist.ReduceOp.SUM, None)
-    if divisor == size and not scale.sum_only:
-        return Arithmetic(None, dist.ReduceOp.AVG, None)
-    return Arithmetic(None, dist.ReduceOp.SUM, divisor)
+        buffer = self.pool.acquire(numel * dtype.itemsize, dtype)
+        return buffer.flat, buffer

@@ -20,7 +20,7 @@ from shardwise import torch_private
 from shardwise.arguments import explains_fields
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import (
-    C10dCommunicator,
+    GroupCommunicator,
     HostWork,
     InPlaceStreamWork,
     StreamWork,
@@ -29,6 +29,7 @@ from shardwise.collectives.c10d import (
 )
 from shardwise.collectives.protocol import (
     BucketEnds,
+    CustomCollectives,
     GatherEnds,
     Handle,
     NamedTensor,
@@ -37,7 +38,8 @@ from shardwise.collectives.protocol import (
     SectionContents,
     SumContents,
 )
-from shardwise.collectives.routes import LeftOut, Link, PassTracker, RoutedCommunicator, section_parts
+from shardwise.collectives.routes import LeftOut, PassTracker, section_parts
+from shardwise.collectives.streams import SideStream
 from shardwise.consistency.process_groups import await_collective
 from shardwise.errors import ConfigError
 from shardwise.layout import Bucket, align
@@ -571,47 +573,49 @@ class _CodedGather:
             start += section.message_bytes
 
 
-class CompressedCommunicator(RoutedCommunicator):
+class CompressedCommunicator(GroupCommunicator):
     """A group of ranks whose tensors travel coded.  Uncoded tensors travel through the backend, never through a link.
 
     Collectives that a user has set take precedence.
     """
 
-    def __init__(self, packed: C10dCommunicator, pass_tracker: PassTracker, compression: Compression) -> None:
-        super().__init__(packed, pass_tracker)
+    def __init__(
+        self,
+        compression: Compression,
+        group: dist.ProcessGroup,
+        stream: SideStream,
+        pool: BufferPool,
+        custom: CustomCollectives | None = None,
+        fetch: SideStream | None = None,
+    ) -> None:
+        super().__init__(group, stream, pool, PassTracker(), custom, fetch)
         self._compression = compression
-
-    @property
-    def planned_link(self) -> Link | None:
-        return None
 
     def all_gather(self, ends: GatherEnds) -> Handle:
         """Gather sections as messages of bytes."""
-        if listeners and tell("all-gather", "", ends):
-            return LeftOut(ends, self.size)
-        coding, packed, bucket_ends = self._compression.policy.gather, self.packed, ends.buckets()
-        if coding is None or packed.custom.all_gather is not None:
-            return packed.all_gather(ends)
+        coding, bucket_ends = self._compression.policy.gather, ends.buckets()
+        if coding is None or self.custom.all_gather is not None:
+            return super().all_gather(ends)
         sections = [self._compression.section_of(each, each.full_dtype, coding) for each in bucket_ends]
         if not any(section.runs for section in sections):
-            return packed.all_gather(ends)
+            return super().all_gather(ends)
         others = self.size - 1
         plain = sum(section.numel * section.dtype.itemsize for section in sections)
         self._compression.gathers.count(sum(each.message_bytes for each in sections) * others, plain * others)
-        return packed.all_gather(_CodedGather(bucket_ends, sections, self._compression, packed.pool))
+        return super().all_gather(_CodedGather(bucket_ends, sections, self._compression, self.pool))
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Send every rank its section, coded; decode and sum in float32, in rank order; scale the sum."""
-        if listeners and tell("reduction", ends.label, ends):
-            return LeftOut(ends)
-        coding, packed = self._compression.policy.reduce, self.packed
-        if coding is None or packed.custom.reduce_scatter is not None:
-            return packed.reduce_scatter(ends, scale)
+        coding = self._compression.policy.reduce
+        if coding is None or self.custom.reduce_scatter is not None:
+            return super().reduce_scatter(ends, scale)
         section = self._compression.section_of(ends, ends.dtype, coding)
         if not section.runs:
-            return packed.reduce_scatter(ends, scale)
-        stream, size = packed.stream, self.size
-        flat, buffer = packed.pool.acquire_tensor(section.numel * size, ends.dtype)
+            return super().reduce_scatter(ends, scale)
+        if listeners and tell("reduction", ends.label, ends):
+            return LeftOut(ends)
+        stream, size = self.stream, self.size
+        flat, buffer = self.pool.acquire_tensor(section.numel * size, ends.dtype)
         ends.fill(flat)
         self._compression.reductions.count(
             section.message_bytes * (size - 1), section.numel * ends.dtype.itemsize * (size - 1)
@@ -620,14 +624,14 @@ class CompressedCommunicator(RoutedCommunicator):
         with stream.run():
             sent = self._messages(flat.view(size, -1), section, ends.params)
             received = torch.empty_like(sent)
-            work = all_to_all_rows(received, sent, packed.group, async_op=not stream.is_concurrent)
+            work = all_to_all_rows(received, sent, self.group, async_op=not stream.is_concurrent)
             if stream.is_concurrent:
                 if work is not None:
                     work.wait()  # the side stream waits, not the host
                 self._deliver_sum(ends, section, received, scale)
                 return StreamWork(stream, buffer.release, buffer.release, flat)
         buffer.release()
-        return HostWork(work, lambda got: self._deliver_sum(ends, section, got, scale), received, None, packed.group)
+        return HostWork(work, lambda got: self._deliver_sum(ends, section, got, scale), received, None, self.group)
 
     def _messages(self, rows: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor]) -> torch.Tensor:
         messages = torch.zeros(rows.shape[0], section.message_bytes, dtype=torch.uint8, device=rows.device)
@@ -651,14 +655,14 @@ class CompressedCommunicator(RoutedCommunicator):
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """All-reduce in place: each rank sums one coded part, codes the sum again, and sends it to all."""
-        if note("reduction", "replicas", [tensor]):
-            return LeftOut()
-        coding, stream = self._compression.policy.reduce, self.packed.stream
+        coding, stream = self._compression.policy.reduce, self.stream
         if contents is None or coding is None:
-            return self.packed.all_reduce(tensor, scale)
+            return super().all_reduce(tensor, scale)
         section = self._compression.section_of(contents, tensor.dtype, coding)
         if not section.runs:
-            return self.packed.all_reduce(tensor, scale)
+            return super().all_reduce(tensor, scale)
+        if note("reduction", "replicas", [tensor]):
+            return LeftOut()
         stream.wait_current()
         with stream.run():
             self._sum(tensor, section, contents.params, scale)
@@ -666,17 +670,17 @@ class CompressedCommunicator(RoutedCommunicator):
 
     def _sum(self, tensor: torch.Tensor, section: CodedSection, params: Sequence[NamedTensor], scale: Scale) -> None:
         """Sum ``tensor`` in place, with the current stream; on the host, wait: for the parts, then for their sums."""
-        packed, code, size = self.packed, section.code, self.size
+        code, size = section.code, self.size
         windows = [tensor.narrow(0, start, numel) for start, numel in section.rest]
         if windows:
             exact = torch.cat(windows)
-            packed.all_reduce_here(exact, scale)
+            self.all_reduce_here(exact, scale)
             torch_private.copy_all(windows, list(exact.split([window.numel() for window in windows])))
         numel = align(-(-section.coded_numel // size), code.block)  # elements that one rank sums
         coded_bytes = code.num_bytes(numel)
         num_bytes = align(coded_bytes, 16)
         takes = [(size * numel, torch.float32), *[(size * num_bytes, torch.uint8)] * 2]
-        taken = [packed.pool.acquire_tensor(*each) for each in takes]
+        taken = [self.pool.acquire_tensor(*each) for each in takes]
         whole, sent, received = (flat.view(1 if flat.is_floating_point() else size, -1) for flat, _ in taken)
         section.take_coded(tensor.view(1, -1), whole)
         self._compression.add_residuals(whole, section, params)
@@ -686,8 +690,8 @@ class CompressedCommunicator(RoutedCommunicator):
         self._compression.reductions.count(
             2 * num_bytes * (size - 1), 2 * section.coded_numel * tensor.dtype.itemsize * (size - 1) // size
         )
-        is_async = not packed.stream.is_concurrent
-        self._complete(all_to_all_rows(received, sent, packed.group, is_async))
+        is_async = not self.stream.is_concurrent
+        self._complete(all_to_all_rows(received, sent, self.group, is_async))
         total = torch.zeros(1, numel, dtype=torch.float32, device=tensor.device)
         for row in received.unsqueeze(1):
             total += code.decode(row[:, :coded_bytes], numel)
@@ -695,11 +699,11 @@ class CompressedCommunicator(RoutedCommunicator):
         code.encode(total, result[:, :coded_bytes], total)
         rows[self.rank] += total[0]  # the error of the coded sum; this rank adds it to its own next gradient
         self._compression.store_residuals(whole, section, params)
-        self._complete(all_gather_single(received.view(-1), result.view(-1), packed.group, is_async))
+        self._complete(all_gather_single(received.view(-1), result.view(-1), self.group, is_async))
         code.decode_run(received[:, :coded_bytes], numel, 0, rows)
         section.put_coded(whole.div_(self._divisor(scale)), tensor.view(1, -1))
         for _, buffer in taken:
             buffer.release()
 
     def _complete(self, work: dist.Work | None) -> None:
-        HostWork(work, lambda _: None, torch.empty(0, device="cpu"), None, self.packed.group).wait()
+        HostWork(work, lambda _: None, torch.empty(0, device="cpu"), None, self.group).wait()

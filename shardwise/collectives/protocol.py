@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -305,6 +305,30 @@ class Scale:
     divisor: float | None = None
     sum_only: bool = False
     split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The steps of a scaled reduction: divide by ``before`` (None: do not), reduce by ``op``, divide by ``after``."""
+
+    before: float | None
+    op: Any
+    after: float | None
+
+
+def resolve_scale(scale: Scale, size: int) -> Arithmetic:
+    """Return the arithmetic of ``scale`` for a group of ``size`` ranks."""
+    divisor = float(size) if scale.divisor is None else scale.divisor
+    if scale.split:
+        before = 1.0
+        while divisor % before == 0 and divisor / before > before:
+            before *= 2
+        return Arithmetic(before if before != 1 else None, dist.ReduceOp.SUM, divisor / before)
+    if divisor == 1:
+        return Arithmetic(None, dist.ReduceOp.SUM, None)
+    if divisor == size and not scale.sum_only:
+        return Arithmetic(None, dist.ReduceOp.AVG, None)
+    return Arithmetic(None, dist.ReduceOp.SUM, divisor)
 
 
 class Communicator(Protocol):

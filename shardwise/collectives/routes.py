@@ -13,11 +13,17 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool
-from shardwise.collectives.c10d import C10dCommunicator, resolve_scale
-from shardwise.collectives.protocol import GatherEnds, Handle, OnceHandle, Scale, ScatterEnds, SumContents
+from shardwise.collectives.protocol import (
+    GatherEnds,
+    Handle,
+    OnceHandle,
+    Scale,
+    ScatterEnds,
+    SumContents,
+    resolve_scale,
+)
 from shardwise.errors import ConfigError
 from shardwise.layout import Bucket
-from shardwise.observe import listeners, note, tell
 
 # ---- Shards in sections: pack them, and sum them in an order that gives the same bits over every transport.
 
@@ -277,7 +283,7 @@ def provider_of(group: dist.ProcessGroup, devices: Collection[torch.device]) -> 
     return next((each for each in link_providers if each.can_link(group, devices)), None)
 
 
-# ---- The communicator of units: in a pass it uses the group's link if that takes the collective, else the backend.
+# ---- The links of the running pass.
 
 
 @dataclass(slots=True)
@@ -421,64 +427,6 @@ class LeftOut(OnceHandle[GatherEnds | ScatterEnds | None]):
 
     def drop(self, ends: GatherEnds | ScatterEnds | None) -> None:
         pass
-
-
-class RoutedCommunicator:
-    """The communicator of one group of ranks along a mesh axis, over its link or its backend.
-
-    The choice depends on the sizes of a collective and on the agreement of the ranks at the begin of the pass, so it is the
-    same on every rank.
-    """
-
-    def __init__(self, packed: C10dCommunicator, pass_tracker: PassTracker) -> None:
-        self.packed = packed
-        self._pass_tracker = pass_tracker
-        self._name = packed.group.group_name
-
-    @property
-    def size(self) -> int:
-        return self.packed.size
-
-    @property
-    def rank(self) -> int:
-        return self.packed.rank
-
-    @property
-    def planned_link(self) -> Link | None:
-        """The link that collectives are expected to use, for planning."""
-        return self._pass_tracker.known_links.get(self._name)
-
-    def all_gather(self, ends: GatherEnds) -> Handle:
-        """Launch an all-gather by the link, or by the backend through one packed buffer."""
-        if listeners and tell("all-gather", "", ends):
-            return LeftOut(ends, self.size)
-        entry = self._pass_tracker.entries.get(self._name)
-        if entry is not None and not entry.has_no_link and self.packed.custom.all_gather is None:
-            link = self._pass_tracker.link(self.packed.group, lambda link: link.takes_gather(ends))
-            if link is not None:
-                return link.all_gather(ends)
-        return self.packed.all_gather(ends)
-
-    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Launch a reduce-scatter by the link, or by the backend through one packed buffer."""
-        if listeners and tell("reduction", ends.label, ends):
-            return LeftOut(ends)
-        entry = self._pass_tracker.entries.get(self._name)
-        if entry is not None and not entry.has_no_link and self.packed.custom.reduce_scatter is None:
-            link = self._pass_tracker.link(self.packed.group, lambda link: link.takes_scatter(ends, scale))
-            if link is not None:
-                return link.reduce_scatter(ends, scale)
-        return self.packed.reduce_scatter(ends, scale)
-
-    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
-        """Launch an in-place all-reduce by the link or by the backend."""
-        if note("reduction", "replicas", [tensor]):
-            return LeftOut()
-        sums = self._pass_tracker.sums(self.packed.group, tensor, scale)
-        if sums is not None:
-            by_backend = ByBackend(collectives_are_watched(), lambda: self.packed.all_reduce(tensor, scale, contents))
-            return sums.all_reduce(tensor, scale, contents, by_backend)
-        return self.packed.all_reduce(tensor, scale, contents)
 
 
 _WATCHED = (

@@ -459,7 +459,7 @@ def sharing_of(unit: Unit) -> Sharing | None:
     if not num_bytes:
         return None
     place = group.place
-    key = (group.comm.replicas.packed.group.group_name, str(place.device), place.is_offloaded, place.pins)
+    key = (group.comm.replicas.group.group_name, str(place.device), place.is_offloaded, place.pins)
     return Sharing(key, num_bytes, _full_bytes(group))
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, suballocate_all
-from shardwise.collectives.c10d import fetch_alone
+from shardwise.collectives.c10d import GroupCommunicator, fetch_alone
 from shardwise.collectives.compressed import Coding, Compression, takes
 from shardwise.collectives.protocol import CustomCollectives, Handle
-from shardwise.collectives.routes import Link, RoutedCommunicator
+from shardwise.collectives.routes import Link
 from shardwise.collectives.streams import CommStreams
 from shardwise.errors import StateError
 from shardwise.fsdp.extension import ExtensionParams
@@ -50,12 +50,12 @@ class GroupComm:
         sub: for all-gathers along the smaller mesh of ``reshard_after_forward``.
     """
 
-    shards: RoutedCommunicator | None
-    reduce: RoutedCommunicator | None
-    replicas: RoutedCommunicator | None
+    shards: GroupCommunicator | None
+    reduce: GroupCommunicator | None
+    replicas: GroupCommunicator | None
     pool: BufferPool
     streams: CommStreams
-    sub: RoutedCommunicator | None = None
+    sub: GroupCommunicator | None = None
 
 
 # ---- Resharding to a smaller mesh after forward: each rank keeps a slice of each full parameter until backward.
@@ -230,7 +230,7 @@ class ParamGroup:
     def _takes_over(self, packing: Packing, keeps_memory: bool) -> bool:
         """Return True if the buffer of a collective becomes the full parameter: one tensor, as it is, in a pooled buffer."""
         comm = None if self.bound_comm is None else self.bound_comm.shards
-        if keeps_memory or comm is None or not comm.packed.gathers_to_pool or self._planned_link(packing) is not None:
+        if keeps_memory or comm is None or not comm.gathers_to_pool or self._planned_link(packing) is not None:
             return False
         return self.gather_coding is None and not self.extended.params and packing.shards.are_full(packing.travelling)
 
@@ -425,7 +425,7 @@ class ParamGroup:
         comm = self.comm.shards
         if self.packing is None or comm is None:
             return True
-        link = self._planned_link(self.packing) if comm.packed.group.group_name in links else None
+        link = self._planned_link(self.packing) if comm.group.group_name in links else None
         return link is not None and link.is_one_sided
 
     def give_shards(self) -> tuple[Handle, Sequence[FullBuffer]] | None:

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.collectives.c10d import C10dCommunicator
+from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.compressed import Coding, CompressedCommunicator
 from shardwise.collectives.protocol import CustomCollectives
 from shardwise.collectives.routes import (
     LinkProvider,
     LinkUsers,
-    RoutedCommunicator,
     Transport,
     default_transport,
     provider_of,
@@ -136,11 +135,11 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
         coding: Coding | None = None,
         fetch: SideStream | None = None,
         custom: CustomCollectives = group.custom,
-    ) -> RoutedCommunicator:
-        packed = C10dCommunicator(process_group, stream, comm_ctx.pool, custom, fetch)
+    ) -> GroupCommunicator:
+        pool = comm_ctx.pool
         if coding is not None and group.compression is not None:
-            return CompressedCommunicator(packed, comm_ctx.pass_tracker, group.compression)
-        return RoutedCommunicator(packed, comm_ctx.pass_tracker)
+            return CompressedCommunicator(group.compression, process_group, stream, pool, custom, fetch)
+        return GroupCommunicator(process_group, stream, pool, comm_ctx.pass_tracker, custom, fetch)
 
     has_replicas = axes.num_replicas > 1
     shards = reduce = replicas = sub = None
@@ -179,12 +178,12 @@ def bind_units(engine: Engine) -> None:
             comm_ctx.pass_tracker.register(process_group, link.prepare)
 
 
-def _linked(group: ParamGroup, way: RoutedCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
+def _linked(group: ParamGroup, way: GroupCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
     """Return the process group of ``way`` and the provider of its links; None if ``group`` cannot use a link there."""
     if way is None or isinstance(way, CompressedCommunicator):
         return None
-    provider = provider_of(way.packed.group, (group.device, group.place.storage_device))
-    return None if provider is None else (way.packed.group, provider)
+    provider = provider_of(way.group, (group.device, group.place.storage_device))
+    return None if provider is None else (way.group, provider)
 
 
 def may_share_memory(group: ParamGroup) -> bool:

@@ -21,8 +21,8 @@ from helpers.ranks import on_ranks
 from helpers.ways import LINKS, SUM_SLOT_BYTES, WAYS, Way, way_over
 from torch.distributed.tensor.debug import CommDebugMode
 
+from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.protocol import Scale
-from shardwise.collectives.routes import RoutedCommunicator
 from shardwise.errors import TransportError
 from shardwise.layout import Bucket
 
@@ -151,12 +151,11 @@ def test_sums_of_many_replicas_are_the_same_bits_on_every_rank_and_in_rank_order
 @on_ranks(2, 4)
 def test_one_rank_whose_collectives_are_watched_sends_all_sums_to_the_backend() -> None:
     with way_over("shared memory") as way:
-        assert isinstance(way.comm, RoutedCommunicator)
+        assert isinstance(way.comm, GroupCommunicator)
         numels = (3, 6 * SUM_SLOT_BYTES)  # one chunk, more of them than there are slots
         for watching in (1, None):
             found = [whole((numel,), way.rank) for numel in numels]
-            packed = way.comm.packed
-            counted = mock.patch.object(packed, "all_reduce", wraps=packed.all_reduce)
+            counted = mock.patch.object(way.comm, "all_reduce_by_backend", wraps=way.comm.all_reduce_by_backend)
             mode = CommDebugMode() if way.rank == watching else nullcontext()
             with counted as calls, way.in_pass("backward") as comm, mode:
                 for pending in [comm.all_reduce(each, Scale(1.0)) for each in found]:

@@ -16,7 +16,8 @@ import shardwise.collectives.host.send_recv
 import shardwise.fsdp.gradients
 import shardwise.layout
 from shardwise import observe, set_default_transport
-from shardwise.collectives.routes import RoutedCommunicator, Transport
+from shardwise.collectives.c10d import GroupCommunicator
+from shardwise.collectives.routes import Transport
 from shardwise.fsdp import engine as engines
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import Engine
@@ -54,13 +55,13 @@ def full_from(num_bytes: int) -> Iterator[None]:
 def all_reduced() -> Iterator[list[int]]:
     """Collect how many elements each all-reduce has."""
     seen: list[int] = []
-    real = RoutedCommunicator.all_reduce
+    real = GroupCommunicator.all_reduce
 
     def all_reduce(self: Any, tensor: torch.Tensor, *args: Any) -> Any:
         seen.append(tensor.numel())
         return real(self, tensor, *args)
 
-    with mock.patch.object(RoutedCommunicator, "all_reduce", all_reduce):
+    with mock.patch.object(GroupCommunicator, "all_reduce", all_reduce):
         yield seen
 
 

@@ -14,7 +14,7 @@ from helpers.ends import Ends, Shapes
 from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
 from shardwise.collectives.buffer_pool import BufferPool
-from shardwise.collectives.c10d import C10dCommunicator, all_gather_single, reduce_scatter_single
+from shardwise.collectives.c10d import GroupCommunicator, all_gather_single, reduce_scatter_single
 from shardwise.collectives.host.local_peers import (
     HEADER_BYTES,
     ArenaPlace,
@@ -27,7 +27,7 @@ from shardwise.collectives.host.local_peers import (
 from shardwise.collectives.host.send_recv import PeerLink
 from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, sums_bytes
 from shardwise.collectives.protocol import Communicator
-from shardwise.collectives.routes import Link, PassTracker, RoutedCommunicator
+from shardwise.collectives.routes import Link, PassTracker
 from shardwise.collectives.streams import SideStream, device_of
 
 SLOT_BYTES = 4096
@@ -107,9 +107,9 @@ def _fake(way: Way) -> Link | None:
 
 
 def _custom(way: Way) -> Link | None:
-    assert isinstance(way.comm, RoutedCommunicator)
-    way.comm.packed.custom.all_gather = Custom(all_gather_single)
-    way.comm.packed.custom.reduce_scatter = Custom(reduce_scatter_single)
+    assert isinstance(way.comm, GroupCommunicator)
+    way.comm.custom.all_gather = Custom(all_gather_single)
+    way.comm.custom.reduce_scatter = Custom(reduce_scatter_single)
     return None
 
 
@@ -161,7 +161,7 @@ def way_over(name: str, group: dist.ProcessGroup | None = None) -> Iterator[Way]
     group = dist.group.WORLD if group is None else group
     assert group is not None
     pool, pass_tracker = BufferPool(CPU), PassTracker()
-    comm = RoutedCommunicator(C10dCommunicator(group, SideStream(device_of(CPU), "gather"), pool), pass_tracker)
+    comm = GroupCommunicator(group, SideStream(device_of(CPU), "gather"), pool, pass_tracker)
     way = Way(group, pool, pass_tracker, comm, None, lambda _: None)
     with parts_from(10):
         way.link = WAYS[name](way)

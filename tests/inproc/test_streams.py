@@ -316,7 +316,7 @@ HOLDS = [
     ),
     (
         "a lane carries out its collectives itself",
-        c10d.C10dCommunicator,
+        c10d.GroupCommunicator,
         "_start_gather",
         is_asynchronous,
         "plain",

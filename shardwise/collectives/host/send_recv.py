@@ -204,9 +204,9 @@ class Messages(OnceHandle[_Ends]):
 
     def staged(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a message, released with this handle."""
-        buffer = self.peer_link.pool.acquire(numel * dtype.itemsize)
+        buffer = self.peer_link.pool.acquire(numel * dtype.itemsize, dtype)
         self._buffers.append(buffer)
-        return buffer.tensor(dtype)
+        return buffer.flat
 
     def wait_works(self) -> None:
         """Wait for the messages; after an error keep their memory."""
