@@ -225,7 +225,7 @@ MISSED: dict[Site, tuple[str, str]] = {
     ("release", "wait_current", "gather"): ("matrices", "reuse: empty"),
     ("_all_gather_on_stream", "wait_event", "gather"): ("offload", "race: _allgather_base_"),
     ("_reduce_scatter_on_stream", "wait_current", "reduce"): ("plain", "race: _reduce_scatter_base_"),
-    ("all_reduce", "wait_current", "replicas"): ("replicate", "race: allreduce_"),
+    ("all_reduce_by_backend", "wait_current", "replicas"): ("replicate", "race: allreduce_"),
     ("_follow_on_streams", "wait_current", "store"): ("offload", "race: copy_"),
     ("current_waits_for_reductions", "current_waits", "reduce"): ("hook on sums", "race: "),
     ("current_waits_for_reductions", "current_waits", "replicas"): ("replicate", "race: "),
