@@ -1,4 +1,4 @@
-"""Strategies as rows of a table: where parameters, gradients and optimizer state lie, and what a step sends between.
+"""Strategies as rows of a table: where parameters, gradients and optimizer state lie.
 
 Sources: ZeRO, arXiv 1910.02054 (stages 1 to 3); hybrid sharding, arXiv 2304.11277; state over all ranks beside hybrid
 sharding ("HFSDP"), Megatron-FSDP.
@@ -6,27 +6,14 @@ sharding ("HFSDP"), Megatron-FSDP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from fractions import Fraction
-from math import prod
 from types import MappingProxyType
 from typing import Literal
 
 from shardwise.errors import ConfigError
 
 Placement = Literal["replicated", "sharded", "owned"]
-
-# The collective that leads from one placement to another, and its cost in sizes of the tensor per rank, for many ranks.
-MOVES: Mapping[tuple[str, str], tuple[str, int]] = MappingProxyType(
-    {
-        ("partial", "replicated"): ("all-reduce", 2),  # a gradient that each rank has computed from its own batch
-        ("partial", "sharded"): ("reduce-scatter", 1),
-        ("sharded", "replicated"): ("all-gather", 1),
-        ("owned", "replicated"): ("broadcast", 1),
-    }
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Placements:
@@ -60,30 +47,6 @@ class Placements:
     def strategy(self) -> str:
         """The name of the strategy."""
         return next(name for name, row in _ROWS.items() if row == astuple(self))
-
-    def held(self, what: Literal["parameter", "gradient", "optimizer"], sizes: Sequence[int]) -> Fraction:
-        """Return the part of the whole that one rank holds on a mesh of these ``sizes``."""
-        placements: tuple[Placement, ...] = getattr(self, what)
-        return Fraction(1, prod(n for n, each in zip(sizes, placements, strict=True) if each != "replicated"))
-
-    def moves(self, axis: int) -> tuple[str, ...]:
-        """Return the collectives of a step along ``axis``."""
-        state, kept = self.optimizer[axis], self.parameter[axis]
-        reduced = MOVES["partial", self.gradient[axis]][0]
-        if state == "replicated":
-            return (reduced,)
-        gather = MOVES[state, "replicated"][0]
-        return (reduced, gather) if kept == "replicated" else (gather, gather, reduced)  # for forward and for backward
-
-    def sent(self, axis: int, sizes: Sequence[int]) -> Fraction:
-        """Return what one rank sends along ``axis`` in a step, in sizes of the model, for many ranks per axis.
-
-        Along an axis travels what the axes inside it have left of a tensor.
-        """
-        costs = dict(MOVES.values())
-        inside = zip(sizes[axis + 1 :], self.gradient[axis + 1 :], strict=True)
-        divided = prod(n for n, each in inside if each != "replicated")
-        return Fraction(sum(costs[move] for move in self.moves(axis)), divided)
 
 
 _R, _S = "replicated", "sharded"

@@ -238,7 +238,6 @@ def _become_root(attachment: Attachment) -> Engine:
     # Backward reads the parameters of the root next, so freeing them after its forward would save nothing.
     if attachment.unit.uses_default_reshard:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
-    _give_to_readers(root, attachment.unit)
     engine = new_engine([each.unit for each in attachments])
     for make in check_makers:
         engine.checks = make(root, attachments, engine)
@@ -259,20 +258,6 @@ def _become_root(attachment: Attachment) -> Engine:
     attachment.is_root, attachment.engine = True, engine
     roots_to_come.pop(attachment, None)
     return engine
-
-
-def _give_to_readers(module: nn.Module, unit: Unit) -> None:
-    """Unshard units together with a module that reads their parameters without calling their modules.
-
-    ``nn.MultiheadAttention`` does so: it passes the weight of ``out_proj`` to a function.
-    """
-    own = attachment_of(module)
-    unit = unit if own is None else own.unit
-    read = attachment_of(module.out_proj) if isinstance(module, nn.MultiheadAttention) else None
-    if read is not None and read.unit is not unit:
-        unit.use_tied(read.unit)
-    for child in module.children():
-        _give_to_readers(child, unit)
 
 
 def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:

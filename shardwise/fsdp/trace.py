@@ -1,4 +1,4 @@
-"""``trace``: record the calls of a model's steps with their times, and compare them with the plan."""
+"""``trace``: record the calls of a model's steps with their times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.fsdp.attachment import attachment_of
-from shardwise.fsdp.engine import engine_of
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Call, Listener, listening
 
@@ -72,29 +71,10 @@ class Trace:
     Attributes:
         spans: all spans, in the order of their ends.
         calls: the calls of the engine, in order, in the form in which plans predict them.
-        planned: the planned calls of a step: from the plan that the engine had when the trace began, or that it made of the
-            first step; empty without an engine.
-        num_unplanned: how many of ``calls`` came before there was a plan: those of the first step, or 0.
     """
 
     spans: list[Span] = field(default_factory=list[Span])
     calls: list[Call] = field(default_factory=list[Call])
-    planned: tuple[Call, ...] = ()
-    num_unplanned: int = 0
-
-    @property
-    def departure(self) -> str | None:
-        """The first call that differs from the plan, over all planned steps; None if none does, or there is no plan."""
-        if not self.planned:
-            return None
-        for number, call in enumerate(self.calls[self.num_unplanned :]):
-            expected = self.planned[number % len(self.planned)]
-            if call != expected:
-                return (
-                    f"call {number % len(self.planned)} of step {number // len(self.planned)}: planned {expected.op.value} of "
-                    f"'{expected.unit}', found {call.op.value} of '{call.unit}'"
-                )
-        return None
 
     def exposed_s(self) -> dict[str, float]:
         """Return the seconds that this host waited for other ranks, by unit, the longest first."""
@@ -105,7 +85,7 @@ class Trace:
         return dict(sorted(waits.items(), key=lambda item: -item[1]))
 
     def table(self) -> str:
-        """Return a table of the times of each unit, the longest waits first, and a line that compares with the plan."""
+        """Return a table of the times of each unit, the longest waits first."""
         rows = [["unit", "waits exposed", "forward", "backward", "all-gathers", "reductions", "bytes"]]
         for unit in dict.fromkeys([*self.exposed_s(), *[each.unit for each in self.spans]]):
             mine = [each for each in self.spans if each.unit == unit]
@@ -115,20 +95,7 @@ class Trace:
             sent = sum(each.num_bytes for each in mine if each.what in _WITH_BYTES)
             rows.append([unit or "(root)", *[f"{1e3 * seconds:.2f} ms" for seconds in cells], f"{sent / 1e6:.2f} MB"])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([*lines, self._compared_with_plan()])
-
-    def _compared_with_plan(self) -> str:
-        if not self.planned:
-            return "no engine has planned these steps"
-        first = f"{self.num_unplanned} calls made the plan, then " if self.num_unplanned else ""
-        if self.departure is not None:
-            return f"{first}left the plan: {self.departure}"
-        num_calls = len(self.calls) - self.num_unplanned
-        if first and not num_calls:
-            return f"{self.num_unplanned} calls made the plan; trace more than the first step to compare with it"
-        steps = num_calls / len(self.planned)
-        return f"{first}{num_calls} calls, {steps:g} steps of {len(self.planned)}: as planned"
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
     def to_json(self) -> str:
         """Return the Chrome trace format, which Perfetto reads too: one row for each lane, microseconds from the first."""
@@ -176,7 +143,6 @@ class _Recorder(Listener):
         """Record that the last such span ends, and a call of the engine."""
         is_ours = self._unit is None or not track.startswith("engine") or track == self._unit.track.name
         if call is not None and is_ours:
-            self.note_plan()
             self._trace.calls.append(call)
         stack = self._open.get(threading.get_ident(), [])
         found = next((each for each in reversed(stack) if each[:2] == (what, subject)), None)
@@ -195,21 +161,14 @@ class _Recorder(Listener):
             begin_s, lane = launched
             spans.append(Span(f"{lane.removesuffix('s')} on its way", subject, lane, begin_s, now, num_bytes))
 
-    def note_plan(self) -> None:
-        """Store the plan of the engine as soon as there is one, and how many calls were recorded before."""
-        engine = engine_of(self._unit) if self._unit is not None and not self._trace.planned else None
-        if engine is not None and engine.exec_order.plan is not None:
-            self._trace.planned, self._trace.num_unplanned = engine.exec_order.plan.calls, len(self._trace.calls)
-
 
 @contextmanager
 def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
     """Record every call of the body with its begin, end, lane, bytes and unit.
 
     Args:
-        model: a model after ``fully_shard``, ``shard_model`` or ``replicate``: only its engine is recorded, and compared with
-            its plan, which its first step makes.  None: all engines of this process.  The collectives of
-            ``ZeroRedundancyOptimizer`` and ``ShardedOptimizer`` are recorded in any case.
+        model: a model after ``fully_shard``, ``shard_model`` or ``replicate``: only its engine is recorded.  None: all engines
+            of this process.  Collectives of ``ZeroRedundancyOptimizer`` and ``ShardedOptimizer`` are recorded in any case.
 
     Yields: a :class:`Trace`; read it after the body.  Times are from this host's clock: on an accelerator they are times of
     launches and of waits of the host.  A span costs about 2 microseconds; without a trace there is no cost.
@@ -229,8 +188,5 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
         )
     unit = attachment.unit if attachment is not None else None
     recorded = Trace()
-    recorder = _Recorder(recorded, unit)
-    recorder.note_plan()
-    with listening(recorder):
+    with listening(_Recorder(recorded, unit)):
         yield recorded
-        recorder.note_plan()

@@ -121,7 +121,7 @@ def shards() -> FSDPModule:
     register_fsdp_forward_method(model, "embed")
     together: FSDPModule = shard_model(Net(), min_unit_bytes=0, mesh=mesh, reshard_after_forward=2)
     row = Placements(("replicated",), ("sharded",), ("sharded",))
-    print(row.strategy, row.held("gradient", (2,)), row.sent(0, (2,)), fully_shard(Net(), placements=row))
+    print(row.strategy, fully_shard(Net(), placements=row))
     print(shard_model(Net(), strategy="zero2"))
     init_parameters(together)
     init_parameters(together, lambda net: net.apply(print), device="cpu")
