@@ -604,7 +604,6 @@ class Engine:
         self.manual.check_launch(self.is_in_backward)
         if not self.manual.is_open:
             return None
-        self.manual.stay_open()
         self._after_rest(self.defer)
         return self.manual.launch()
 
@@ -636,7 +635,7 @@ class Engine:
         except BaseException:
             self.unstash_gradients()
             raise
-        self.manual.complete()
+        self.manual.forget()
         self.run_hooks(params)
 
     # ---- gradient accumulation without no_sync (fsdp/reductions.py) ----

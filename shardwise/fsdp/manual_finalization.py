@@ -56,18 +56,10 @@ class ManualFinalization:
         self.completion = object()
         return self.completion
 
-    def complete(self) -> None:
-        """Record that gradients are set."""
-        self.is_open, self.completion = False, None
-
     def forget(self) -> None:
-        """Drop the state: gradients that are not set yet are lost."""
+        """Record that gradients are set, or that they are lost."""
         self.is_open = self._was_open = False
         self.completion = None
-
-    def stay_open(self) -> None:
-        """Stay open if the launch that follows raises, so that user code may try again."""
-        self._was_open = self.is_open
 
     # ---- checks ----
 
@@ -77,15 +69,13 @@ class ManualFinalization:
             raise StateError(
                 "finalize_backward must be called after backward completes; call it after the last backward()"
             )
-        if self.completion is not None:
-            raise StateError(
-                "The previous gradient reduction must be waited on before finalizing backward again; call wait() on its handle"
-            )
+        self.check_completed("finalizing backward again")
         if not self.is_on:
             raise StateError(
                 "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) on the "
                 "root before forward"
             )
+        self._was_open = self.is_open  # it stays open if the launch that follows raises, so that user code may try again
 
     def check_completion(self, completion: object) -> None:
         """Raise StateError if ``completion`` was invalidated."""
