@@ -35,9 +35,9 @@ from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
 from shardwise.fsdp.initial_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, place, smaller_axes
-from shardwise.fsdp.param import Registration, ShardedParam
+from shardwise.fsdp.param import Registration, ShardedParam, refuse_grad_dtype
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.precision import CPUOffloadPolicy, GradDtype, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
+from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.fsdp.roots import may_share_memory
 from shardwise.fsdp.unit import Unit
 from shardwise.layout import ChunkShard
@@ -123,8 +123,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.
         copied = ShardedParam(
             param.fqn, registrations, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape
         )
-        copied.keeps_dtype, copied.grad_dtype, copied.beginning = param.keeps_dtype, param.grad_dtype, param.beginning
-        copied.follow_grad_dtype()
+        copied.keeps_dtype, copied.beginning = param.keeps_dtype, param.beginning
         copied.refuse_gradients()
         copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
         params.append(copied)
@@ -292,6 +291,7 @@ def _find_parameters(managed: Iterable[tuple[str, nn.Module]], ignored: frozense
 
 def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
     for item in found:
+        refuse_grad_dtype(item.param, item.fqn)
         if is_lazy(item.param):
             raise ConfigError(
                 f"{item.fqn} has no shape yet: it belongs to a lazy module before its first forward. Run one forward of the "
@@ -491,9 +491,6 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
         _memory_of[result] = item.memory
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
-    if torch_private.has_chosen_grad_dtype(item.param):
-        result.grad_dtype = GradDtype(item.param.grad_dtype)
-        result.follow_grad_dtype()
     result.register(sharded)
     if preset.keeps_plain:
         _managed_plain[id(item.param)] = result

@@ -119,11 +119,11 @@ class Reduction:
         self.has_next = comm.replicas is not None or bool(self._partial) or self._hook is not None
         dtypes = group.gradient_dtypes if params is group.by_size else None
         if dtypes is None:
-            dtypes = {param.dtype_of_gradient for param in params}
+            dtypes = {param.dtype for param in params}
             if params is group.by_size:
                 group.gradient_dtypes = dtypes
         # The section that is received then holds the gradients that users see, without another copy.
-        self._is_final = not self.is_partial and not group.place.is_offloaded and dtypes <= {dtype, None}
+        self._is_final = not self.is_partial and not group.place.is_offloaded and dtypes == {dtype}
         # Handles of the two stages while they are in flight: the reduce-scatter, and the all-reduce over replicas.
         self._scattered: Handle | None = None
         self._replicated: Handle | None = None
@@ -319,18 +319,17 @@ class Reduction:
                 self._result = self._reduce_layout.section_in(self.target())
             return self._result.gradients
         place = self.group.place
-        dtypes = {param.dtype_of_gradient or self.dtype for param in self.params}
+        dtypes = {param.dtype for param in self.params}
         if len(dtypes) == 1:
             self._result = self._reduce_layout.take(dtypes.pop(), place)
             self._result.flat.copy_(self.target(), non_blocking=place.is_offloaded)
             return self._result.gradients
         found: list[torch.Tensor] = []
         for param, window in self.windows().items():
-            dtype = param.dtype_of_gradient or self.dtype
             if place.is_offloaded:
-                flat = place.on.host_memory(window.numel(), dtype, place.pins)
+                flat = place.on.host_memory(window.numel(), param.dtype, place.pins)
                 window = flat.view(window.shape).copy_(window, non_blocking=True)
-            found.append(as_gradient(param, window if place.is_offloaded else window.to(dtype, copy=True)))
+            found.append(as_gradient(param, window if place.is_offloaded else window.to(param.dtype, copy=True)))
         return found
 
     def _give_back(self) -> None:

@@ -38,7 +38,6 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
             type(gradient) is not torch.Tensor
             or reduce_dtypes.get(dtype) is not dtype
             or param.keeps_dtype
-            or param.grad_dtype
             or gradient.is_sparse
         ):
             gradient = local_form(gradient, param, group)
@@ -52,11 +51,8 @@ def local_form(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -
         gradient = gradient.to_dense()
     if type(gradient) is not torch.Tensor:
         gradient = _local_gradient(gradient, param, group)
-    dtype = None
-    if param.grad_dtype is None and not param.keeps_dtype:
-        dtype = group.dtypes.by_gradient.get(gradient.dtype)
-    if dtype is None:
-        dtype = group.dtypes.of_reduction(param, gradient.dtype)
+    dtype = None if param.keeps_dtype else group.dtypes.by_gradient.get(gradient.dtype)
+    dtype = dtype or group.dtypes.of_reduction(param)
     return gradient if gradient.dtype is dtype else gradient.to(dtype)
 
 
@@ -265,9 +261,8 @@ class EarlierGradients:
             else:
                 self.unsynced.add(param)
             if synced is None or held is None:
-                gradient = synced if held is None else held
-                wanted = param.sharded.grad_dtype  # it differs if the parameter was converted after its forward
-                param.sharded.grad = gradient if gradient is None or wanted is None else gradient.to(wanted)
+                gradient = synced if held is None else held  # its dtype differs if the parameter was converted since
+                param.sharded.grad = gradient if gradient is None else gradient.to(param.sharded.dtype)
             else:
                 param.sharded.grad = synced.add_(held)  # in place like autograd, for references of user code
                 self.mixed.add(param)

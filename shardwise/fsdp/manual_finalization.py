@@ -75,7 +75,9 @@ class ManualFinalization:
                 "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) on the "
                 "root before forward"
             )
-        self._was_open = self.is_open  # it stays open if the launch that follows raises, so that user code may try again
+        self._was_open = (
+            self.is_open
+        )  # it stays open if the launch that follows raises, so that user code may try again
 
     def check_completion(self, completion: object) -> None:
         """Raise StateError if ``completion`` was invalidated."""

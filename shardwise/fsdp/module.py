@@ -26,7 +26,6 @@ from shardwise.fsdp.compression_report import CompressionState, UnitCompression,
 from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.no_values import materializing
-from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (
     bind_units,
@@ -164,16 +163,11 @@ def converting(
         groups: the groups of the module's own unit.
         units: the units whose parameters its tree uses.
     """
-    # torch registers new parameters, which have neither attributes nor a ``grad_dtype``, and converts gradients by ``fn``, too.
-    gradients: list[tuple[ShardedParam, torch.Tensor | None]] = []
     for group in groups:
         group.adopt_registered()
     params = [param for group in groups for param in group.params]
     for param in params:
         param.accumulator = None  # a conversion may swap the contents of two parameters, which torch refuses beside it
-        if param.grad_dtype is not None:
-            gradients.append((param, param.sharded.grad))
-            param.sharded.grad = None
     places = [at.setattr_module for unit in units for param in unit.params for at in param.registrations]
     owners = dict.fromkeys(owner for ref in places if ref is not None and (owner := ref()) is not None)
     waits = withdrawn(unit.earlier.waiting for unit in units)
@@ -182,13 +176,8 @@ def converting(
             yield convert
     finally:
         for param in params:
-            param.hand_on_attributes()
+            param.hand_on_attributes()  # torch registers new parameters, which have none
             param.refuse_gradients()
-        for param, gradient in gradients:
-            param.adopt_registered()
-            param.follow_grad_dtype()
-            if gradient is not None:
-                param.sharded.grad = gradient.to(param.sharded.device)
 
 
 # Mixed classes by original class and mixin, so that equal modules have equal classes; filled by mix_in alone.
@@ -342,8 +331,7 @@ class FSDPModule(_Base):
         A step of ranks that take the same way takes five small all-reduces more, on the host.  With
         ``reshard_after_forward`` as an int units are resharded to all ranks.
 
-        Raises: StateError if this is not the root module; ConfigError if ``grad_dtype`` of a parameter is None and
-            ``reduce_dtype`` is not set.
+        Raises: StateError if this is not the root module.
         """
         attachment = self._root("set_allow_rank_divergence")
         attachment.unit.may_diverge = enabled

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.precision import GradDtype, MixedPrecisionPolicy, dtype_of_full
+from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_full
 from shardwise.layout import ChunkShard
 from shardwise.torch_private import DTensorSpec
 
@@ -114,6 +114,15 @@ class _Probe(torch.autograd.Function):
         return torch.empty((), device="cpu")
 
 
+def refuse_grad_dtype(param: nn.Parameter, fqn: str) -> None:
+    """Raise ConfigError if user code has assigned a ``grad_dtype`` to ``param``."""
+    if torch_private.has_chosen_grad_dtype(param):
+        raise ConfigError(
+            f"{fqn} has grad_dtype {param.grad_dtype}; gradients of sharded parameters have the parameter's dtype "
+            f"({param.dtype}). Leave it out, and pass MixedPrecisionPolicy(reduce_dtype=...) for the dtype of their sums"
+        )
+
+
 @dataclass(eq=False)
 class ShardedParam:
     """A parameter that a unit manages, in its three forms: sharded, full, and sharded on a smaller mesh.
@@ -137,7 +146,6 @@ class ShardedParam:
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter has the hook that reports its gradient; ``hook_id`` identifies the hook.
         keeps_dtype: it is used in its own dtype, whatever the mixed precision of its unit.
-        grad_dtype: the value that was assigned to ``grad_dtype`` of the sharded or the original parameter; None: none was.
         module: weak reference to the module of the first registration.
         original: weak reference to the parameter that it was made from, which user code may still reference.
         attributes: the attributes that users have set on it, one dict for all forms; a parameter that conversions or loading
@@ -164,7 +172,6 @@ class ShardedParam:
     is_hooked: bool = False
     hook_id: int = -1
     keeps_dtype: bool = False
-    grad_dtype: GradDtype | None = None
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
     beginning: tuple[int, int] | None = None
@@ -179,11 +186,6 @@ class ShardedParam:
     def dtype(self) -> torch.dtype:
         """The parameter's own dtype."""
         return torch_private.local_of(self.sharded).dtype
-
-    @property
-    def dtype_of_gradient(self) -> torch.dtype | None:
-        """The dtype of ``.grad``; None: any dtype that backward produces."""
-        return torch_private.local_of(self.sharded).dtype if self.grad_dtype is None else self.grad_dtype.dtype
 
     def dtype_of_full(self, precision: MixedPrecisionPolicy) -> torch.dtype:
         """Return the dtype in which the parameter is all-gathered and used."""
@@ -272,8 +274,8 @@ class ShardedParam:
     def adopt_registered(self) -> None:
         """Make the parameter that is registered at the first place the sharded one; user code may have replaced it.
 
-        Raises: ConfigError if it is a tensor but no parameter (``torch.func.functional_call`` registers those), StateError if
-        there is none any more.
+        Raises: ConfigError if it is a tensor but no parameter (``torch.func.functional_call`` registers those), or has a
+        ``grad_dtype``; StateError if there is none any more.
         """
         current = self.registrations[0].parameters.get(self.registrations[0].name)
         if current is None:
@@ -287,8 +289,8 @@ class ShardedParam:
                 )
             self.sharded = current
             self.hand_on_attributes()
-            self.follow_grad_dtype()
             self.refuse_gradients()
+        refuse_grad_dtype(self.sharded, self.fqn)
 
     def refuse_gradients(self) -> None:
         """Make backward raise StateError where a loss has read the shard: no unit would average that gradient over ranks."""
@@ -316,10 +318,3 @@ class ShardedParam:
             current = registration.parameters.get(registration.name)
             if current is not None and vars(current) is not self.attributes:
                 torch_private.give_attributes(self.attributes, current)
-
-    def follow_grad_dtype(self) -> None:
-        """Store an assigned ``grad_dtype``, or set the stored one on a parameter that user code has registered."""
-        if torch_private.has_chosen_grad_dtype(self.sharded):
-            self.grad_dtype = GradDtype(self.sharded.grad_dtype)
-        elif self.grad_dtype is not None:
-            self.sharded.grad_dtype = self.grad_dtype.dtype

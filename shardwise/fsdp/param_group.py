@@ -102,25 +102,15 @@ class Dtypes:
         """Return the dtype in which ``param`` is all-gathered and used."""
         return param.dtype_of_full(self.precision)
 
-    def of_reduction(self, param: ShardedParam, found: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype in which gradients of ``param`` are reduced and accumulated.
-
-        ``found``: the dtype of the local gradient; it is the result if ``grad_dtype`` of the parameter is None.
-        """
-        full = self.of_full(param)
-        if param.grad_dtype is not None and self.precision.reduce_dtype is None:
-            return param.grad_dtype.dtype or found or full
-        return dtype_of_reduction(self.precision, param.dtype, full)
-
-    def takes_any_gradient(self, param: ShardedParam) -> bool:
-        """Return True if gradients of ``param`` are reduced in the dtype that backward produces."""
-        return self.precision.reduce_dtype is None and param.dtype_of_gradient is None
+    def of_reduction(self, param: ShardedParam) -> torch.dtype:
+        """Return the dtype in which gradients of ``param`` are reduced and accumulated."""
+        return dtype_of_reduction(self.precision, param.dtype, self.of_full(param))
 
     def look_at(self, params: Iterable[ShardedParam]) -> None:
         """Compute :attr:`by_gradient` from the present dtypes of ``params``."""
         found: dict[torch.dtype, set[torch.dtype]] = {}
         for param in params:
-            if param.grad_dtype is None and not param.keeps_dtype:
+            if not param.keeps_dtype:
                 found.setdefault(self.of_full(param), set()).add(self.of_reduction(param))
         self.by_gradient = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
 
@@ -208,7 +198,7 @@ class ParamGroup:
         self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
         self.bound_comm: GroupComm | None = None
         self.num_replica_sums = 0
-        self.gradient_dtypes: set[torch.dtype | None] | None = None
+        self.gradient_dtypes: set[torch.dtype] | None = None
 
     # ---- flat memory ----
 
@@ -369,14 +359,11 @@ class ParamGroup:
         for param in self.params:
             self.num_packs += not param.is_registered
             param.adopt_registered()
-            param.follow_grad_dtype()
 
     def _is_in_place(self, param: ShardedParam) -> bool:
         if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
             return False
-        if param.dtype is not self.dtypes.of_full(param):
-            return False
-        return self.dtypes.takes_any_gradient(param) or param.dtype_of_gradient is self.dtypes.of_reduction(param)
+        return param.dtype is self.dtypes.of_full(param) is self.dtypes.of_reduction(param)
 
     # ---- unshard and reshard ----
 
@@ -479,14 +466,10 @@ class ParamGroup:
     def _follow_settings(
         self, params: Iterable[ShardedParam], on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
     ) -> None:
-        """Give the full parameters of ``params`` the ``grad_dtype`` and ``requires_grad`` of their shards, and hooks."""
+        """Give the full parameters of ``params`` the ``requires_grad`` of their shards, and hooks."""
         for param in params:
             full = param.registered_form = param.full
             assert full is not None
-            if param.grad_dtype is not None:
-                wanted = None if self.dtypes.takes_any_gradient(param) else self.dtypes.of_reduction(param)
-                if full.grad_dtype is not wanted:
-                    full.grad_dtype = wanted
             self.sync_requires_grad(param, full, on_gradient)
 
     def _make_full(self, param: ShardedParam, packing: Packing) -> None:

@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError
 
 Placement = Literal["replicated", "sharded", "owned"]
 
+
 @dataclass(frozen=True, slots=True)
 class Placements:
     """Where the ranks of a data-parallel strategy hold what they train: one entry per axis of the mesh, outermost first.

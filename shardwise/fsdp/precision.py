@@ -13,13 +13,6 @@ from shardwise.arguments import explains_fields
 from shardwise.errors import ArgumentTypeError, ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class GradDtype:
-    """The value that was assigned to ``parameter.grad_dtype``; None: gradients of any dtype."""
-
-    dtype: torch.dtype | None
-
-
 @explains_fields
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -27,16 +20,15 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: dtype of the all-gather and of forward and backward; None: the parameter's own.
-        reduce_dtype: dtype of the gradient reduction and of unsynced gradients; None: the parameter's ``grad_dtype`` if one
-            was assigned, else the same as torch's FSDP2 of the installed version: ``param_dtype`` up to torch 2.14, the
-            parameter's own dtype from 2.15 on.
+        reduce_dtype: dtype of the gradient reduction and of unsynced gradients; None: the same as torch's FSDP2
+            of the installed version: ``param_dtype`` up to torch 2.14, the parameter's own dtype from 2.15 on.
         output_dtype: dtype to which floating-point outputs of forward are cast; None: no cast.
         cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``, in containers too: forward then gets a
             copy of the container, and what it adds, removes or writes there reaches the caller's.
         param_dtype_override_fn: called once for each parameter.  If it returns the parameter's own dtype, forward and
             backward use that; None or ``param_dtype`` changes nothing.
 
-    Sharded parameters and optimizer states keep the parameter's own dtype; so do gradients without a ``grad_dtype``.
+    Sharded parameters, gradients and optimizer states keep the parameter's own dtype.
     Source: torch.distributed.fsdp.MixedPrecisionPolicy.
 
     Example:
@@ -125,7 +117,7 @@ def dtype_of_full(policy: MixedPrecisionPolicy, original: torch.dtype) -> torch.
 
 
 def dtype_of_reduction(policy: MixedPrecisionPolicy, original: torch.dtype, full: torch.dtype) -> torch.dtype:
-    """Return the reduce dtype for a parameter without ``grad_dtype``, of dtype ``original``, used in dtype ``full``."""
+    """Return the reduce dtype for a parameter of dtype ``original``, used in dtype ``full``."""
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
     return full if torch_private.reduces_in_param_dtype() else original

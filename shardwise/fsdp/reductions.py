@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from shardwise import torch_private
 from shardwise.collectives.streams import Stream, back_at
 from shardwise.consistency.failure_report import concerns_others
@@ -141,9 +139,6 @@ class Reductions:
             if launch.held:
                 gradients = add_gradients(launch.held, fresh)
                 params = frozenset(gradients)
-        for param, partial in launch.partial.items():  # dtypes differ only if ``grad_dtype`` is None
-            dtype = torch.promote_types(gradients[param].dtype, partial.dtype)
-            gradients[param] = gradients[param].to(dtype)
         self._compare(unit, params)
         if listeners:
             begin(self._exec_order.track.name, "reduce", unit.name)

@@ -72,10 +72,7 @@ def new_engine(units: list[Unit]) -> Engine:
 
 
 def set_divergence(engine: Engine, is_allowed: bool) -> None:
-    """Set whether the ranks of ``engine`` may take different ways.  Collective.
-
-    Raises: ConfigError if the dtype of some gradients is unknown, so that a rank without them could not send zeros.
-    """
+    """Set whether the ranks of ``engine`` may take different ways.  Collective."""
     check = engine.exec_order.mismatch_check
     if check is None:
         return
@@ -89,10 +86,6 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     engine.divergence = engine.reductions.syncs_replicas = None
     diverging.pop(engine, None)
     engine.exec_order.allow_divergence(is_allowed)
-    for unit in engine.units if is_allowed else ():
-        for group in unit.groups:
-            for param in group.params:
-                unit.check_zeros(group, param, "set_allow_rank_divergence")
     if not is_allowed:
         return
     refuse_manual(engine.manual.is_on)

@@ -15,7 +15,6 @@ from shardwise import torch_private
 from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
-from shardwise.errors import ConfigError
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
@@ -655,21 +654,10 @@ class Unit:
         """True if a backward reduces the sums over shards of earlier ones over the replicas."""
         return bool(self.earlier.partial) and self.policy.sync and self.policy.syncs_replicas
 
-    def check_zeros(self, group: ParamGroup, param: ShardedParam, sender: str) -> None:
-        """Raise ConfigError, on every rank, if the dtype of the zeros that ``sender`` sends for ``param`` is unknown."""
-        if group.dtypes.takes_any_gradient(param):
-            raise ConfigError(
-                f"{param.fqn} ({unit_in_words(self.name)}) has grad_dtype None, so on a rank that does not use it the dtype of "
-                f"the zeros that {sender} sends is unknown; set reduce_dtype in mp_policy, or set grad_dtype to a dtype"
-            )
-
     def add_zeros(self, group: ParamGroup, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
         """Add zeros for trainable parameters without a gradient, except for those that were ``sent`` already."""
         for param in group.params:
-            if not param.sharded.requires_grad or param in sent:
-                continue
-            self.check_zeros(group, param, "set_reduce_scatter_unused_params")  # also if its gradient has arrived
-            if param not in gradients:
+            if param.sharded.requires_grad and param not in sent and param not in gradients:
                 dtype = group.dtypes.of_reduction(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
 

@@ -39,8 +39,7 @@ class WaitingGradient(torch.Tensor):
     @classmethod
     def of(cls, param: ShardedParam) -> WaitingGradient:
         """Return one for ``param``."""
-        local = param.local
-        mark = torch_private.tensor_without_memory(cls, param.sharded, param.dtype_of_gradient or local.dtype)
+        mark = torch_private.tensor_without_memory(cls, param.sharded, param.dtype)
         mark.fqn, mark.param, mark.before = param.fqn, weakref.ref(param), None
         return mark
 

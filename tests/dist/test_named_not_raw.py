@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -78,34 +77,6 @@ def test_an_average_may_be_evaluated_and_then_updated(how: str, reshard: bool | 
                         old.copy_(new)
     for (name, found), expected in zip(average.state_dict().items(), plain_average.parameters(), strict=True):
         torch.testing.assert_close(full(found), expected.detach(), msg=name)
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.unsqueeze(1).expand(-1, 4, -1)
-        return self.attention(x, x, x, need_weights=False)[0][:, 0]
-
-
-@pytest.mark.parametrize("order", ["inner first", "root"])
-@on_ranks(2)
-def test_attention_may_have_its_projection_as_a_unit(order: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Attention(), Attention())
-    plain = copy.deepcopy(model)
-    for each in (model[1].attention, model[2].attention):
-        units = [each.out_proj] if order == "root" else [each.out_proj, each]
-        for unit in units:
-            fully_shard(unit)
-    fully_shard(model)
-    assert_trains_alike(model, plain)
-    for each in (model, plain):
-        each.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(batch(0)), plain(batch(0)))
 
 
 @on_ranks(2)

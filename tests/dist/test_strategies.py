@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import on_ranks
+from helpers.strategies import held, moves
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -83,18 +84,18 @@ def test_a_rank_holds_what_the_row_says(name: str) -> None:
     row, sizes = STRATEGIES[name], tuple(mesh.shape)
     blocks = [*model][:3]  # the root keeps its parameters, as with FSDP2
     kept, of_blocks = (_bytes_of(p for block in each for p in block.parameters()) for each in (blocks, [*_model()][:3]))
-    assert kept == of_blocks * row.held("parameter", sizes)
+    assert kept == of_blocks * held(row.parameter, sizes)
     loss.backward()
     optimizer.step()
     if name != "zero1":  # whose partition is of whole tensors
-        assert _bytes_of(p.grad for p in model.parameters()) == whole * row.held("gradient", sizes)
+        assert _bytes_of(p.grad for p in model.parameters()) == whole * held(row.gradient, sizes)
         state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
-        assert _bytes_of(state) == 2 * whole * row.held("optimizer", sizes)
+        assert _bytes_of(state) == 2 * whole * held(row.optimizer, sizes)
         return
-    held: list[Any] = [None] * dist.get_world_size()
+    sizes_of_state: list[Any] = [None] * dist.get_world_size()
     own = [v for values in optimizer.optim.state.values() for v in values.values() if v.dim()]  # type: ignore[attr-defined]
-    dist.all_gather_object(held, _bytes_of(own))
-    assert sum(held) == 2 * whole
+    dist.all_gather_object(sizes_of_state, _bytes_of(own))
+    assert sum(sizes_of_state) == 2 * whole
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "hsdp", "hfsdp"])
@@ -117,7 +118,7 @@ def test_every_unit_issues_the_collectives_of_the_row(name: str) -> None:
     axes = (
         range(mesh.ndim) if name == "hsdp" else [mesh.ndim - 1]
     )  # else collectives of both axes are one over all ranks
-    for move in (move for axis in axes for move in row.moves(axis)):
+    for move in (move for axis in axes for move in moves(row, axis)):
         expected[COLLECTIVES[move]] = expected.get(COLLECTIVES[move], 0) + UNITS
     assert {name: counts.get(name, 0) for name in expected} == expected
     assert prod(mesh.shape) == 4
