@@ -318,7 +318,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 6800,  # with plan 5900, and checks 600
+    "fsdp": 6400,  # with plan 5900, and checks 600
     "collectives": 2700,
     "checkpoint": 2550,  # with transaction 2900
     "recipes": 1800,
