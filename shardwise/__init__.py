@@ -43,6 +43,7 @@ from shardwise.fsdp.shard_model import shard_model
 from shardwise.fsdp.trace import Span, Trace, trace
 from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import StepMeter
+from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
@@ -57,6 +58,7 @@ _register_transports()
 _register_checks()
 
 __all__ = [
+    "ActivationPolicy",
     "ArgumentTypeError",
     "CPUOffloadPolicy",
     "CheckpointError",
@@ -98,6 +100,7 @@ __all__ = [
     "UsageError",
     "Wire",
     "ZeroRedundancyOptimizer",
+    "apply_activations",
     "clip_grad_norm_",
     "describe_units",
     "full_state_dict",

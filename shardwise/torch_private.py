@@ -187,6 +187,30 @@ saved_tensor_hooks: Callable[[bool], object | None] = torch._C._autograd._top_sa
 """Called with True: returns the innermost ``saved_tensors_hooks`` of this thread, None if there are none."""
 
 
+def checkpoint_region(
+    forward: Callable[..., object], contexts: Callable[[], Any], args: tuple[Any, ...]
+) -> AbstractContextManager[None]:
+    """Return the context of a call ``forward(*args)`` that backward repeats, as ``torch.utils.checkpoint`` does it.
+
+    ``contexts``: its ``context_fn``.
+    """
+    from torch.utils import checkpoint
+
+    region = contextmanager(checkpoint._checkpoint_without_reentrant_generator)
+    return region(forward, True, contexts, "default", False, True, *args)
+
+
+def is_last_pre_hook(module: nn.Module, hook: Callable[..., object]) -> bool:
+    """Return True if ``hook``, or a ``partial`` of it, is called last before the forward of ``module``."""
+    last: Any = next(reversed(module._forward_pre_hooks.values()))
+    return getattr(last, "func", last) == hook
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return True if ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
 innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 """Returns what ``torch.func`` runs on this thread (``vmap``, ``grad``, ``jvp``), or None."""
 

@@ -54,6 +54,12 @@ def families_of(model: nn.Module, ignored: frozenset[int]) -> Iterator[tuple[Chi
         todo += reversed(inner)
 
 
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of ``model`` by their path."""
+    children = (child for family in families_of(model, frozenset()) for child in repeated_blocks(family))
+    return {child.path: model.get_submodule(child.path) for child in children}
+
+
 def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
     # The norms or projections inside a layer are equal modules, too.  So outside of containers only a module with children can
@@ -78,7 +84,7 @@ def _weighed(child: Child, module: nn.Module, counted: set[int]) -> Child:
 
 
 def _has_parameters(module: nn.Module, ignored: frozenset[int]) -> bool:
-    return attachment_of(module) is not None or any(id(param) not in ignored for param in _own_parameters(module))
+    return any(id(param) not in ignored for param in module.parameters())
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

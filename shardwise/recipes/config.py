@@ -140,11 +140,10 @@ def _check_own_model(config: TrainConfig) -> None:
             f"--model-from is {config.model_from!r}, expected module:function, for a function that returns a torch.nn.Module "
             "(in a file module.py of this folder, or installed)."
         )
-    if config.tp > 1 or config.recompute:
-        name = f"--tp {config.tp}" if config.tp > 1 else "--recompute"
+    if config.tp > 1:
         raise ConfigError(
-            f"{name} does not go with --model-from: it changes the blocks of shardwise's own GPT. Leave it out, and do it in "
-            f"{config.model_from} (torch.distributed.tensor.parallel, torch.utils.checkpoint)."
+            f"--tp {config.tp} does not go with --model-from: it changes the blocks of shardwise's own GPT. Leave it out, and "
+            f"do it in {config.model_from} (torch.distributed.tensor.parallel)."
         )
 
 

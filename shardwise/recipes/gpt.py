@@ -10,7 +10,6 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
 from shardwise.recipes.config import NUM_BYTES, ModelShape
@@ -168,26 +167,16 @@ class Experts(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """Attention and MLP, each on a normalised input and added to the residual stream.
+    """Attention and MLP, each on a normalised input and added to the residual stream."""
 
-    With ``recompute`` only the input is saved for backward, which computes the rest again.  That happens inside
-    forward, so that hooks on the block see one forward.
-    """
-
-    def __init__(self, shape: ModelShape, *, recompute: bool) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.recompute = recompute
         self.attention_norm = nn.LayerNorm(shape.width)
         self.attention = Attention(shape)
         self.mlp_norm = nn.LayerNorm(shape.width)
         self.mlp = Experts(shape) if shape.experts else MLP(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._compute, x, use_reentrant=False)
-        return self._compute(x)
-
-    def _compute(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -198,11 +187,11 @@ class GPT(nn.Module):
     Shape: ``tokens`` (batch, time <= context) int64 in [0, vocabulary) -> (batch, time, vocabulary).
     """
 
-    def __init__(self, shape: ModelShape, *, recompute: bool = False, vocabulary: int = NUM_BYTES) -> None:
+    def __init__(self, shape: ModelShape, *, vocabulary: int = NUM_BYTES) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(GPTBlock(shape, recompute=recompute) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(GPTBlock(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, vocabulary, bias=False)
 
@@ -214,12 +203,12 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build_gpt(shape: ModelShape, seed: int, *, recompute: bool = False, vocabulary: int = NUM_BYTES) -> GPT:
+def build_gpt(shape: ModelShape, seed: int, *, vocabulary: int = NUM_BYTES) -> GPT:
     """Return a GPT whose weights depend only on ``shape`` and ``seed``, so that every rank builds the same one.
 
     Source: GPT-2 initialisation: normal(0, 0.02), outputs of residual branches scaled by 1/sqrt(2 * layers).
     """
-    model = GPT(shape, recompute=recompute, vocabulary=vocabulary)
+    model = GPT(shape, vocabulary=vocabulary)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:

@@ -48,8 +48,7 @@ from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.placements import STRATEGIES as PLACEMENTS
-from shardwise.fsdp.shard_model import families_of
-from shardwise.plan.grouping import repeated_blocks
+from shardwise.fsdp.shard_model import blocks_of as repeated_blocks_of
 from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks
 from shardwise.recipes.data import first_line
 from shardwise.recipes.gpt import GPT, Experts, GPTBlock, logits_of
@@ -214,10 +213,7 @@ def try_own(model: nn.Module, model_from: str, vocabulary: int, window: Tensor) 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     """Return the blocks of a model that are sharded and compiled separately; none if it has no repeated ones."""
-    if isinstance(model, GPT):
-        return list(model.blocks)
-    children = (child for family in families_of(model, frozenset()) for child in repeated_blocks(family))
-    return [model.get_submodule(child.path) for child in children]
+    return list(model.blocks) if isinstance(model, GPT) else list(repeated_blocks_of(model).values())
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:

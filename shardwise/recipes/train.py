@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise import StepMeter, Trace, __version__, describe_units, record, trace
+from shardwise import (
+    ActivationPolicy,
+    StepMeter,
+    Trace,
+    __version__,
+    apply_activations,
+    describe_units,
+    record,
+    trace,
+)
 from shardwise.checkpoint import finish
 from shardwise.consistency.recorder import BLACK_BOX
 from shardwise.errors import ConfigError, ShardwiseError
@@ -48,6 +57,7 @@ from shardwise.recipes.sharding import (
     HeldBytes,
     RunRanks,
     ShardingStrategy,
+    blocks_of,
     build_meshes,
     build_own,
     compile_blocks,
@@ -133,6 +143,10 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
         split_heads(plain, meshes.tensor)
     if config.compile:
         compile_blocks(plain, config.compile_backend)
+    if config.recompute:
+        blocks = set(blocks_of(plain))
+        paths = [path for path, module in plain.named_modules() if module in blocks]
+        apply_activations(plain, ActivationPolicy(dict.fromkeys(paths, "recompute")))
     model = strategy.wrap(plain, config, meshes.data)
     optimizer = strategy.build_optimizer(model, config)
     if config.init is not None and run.checkpoint is None:
@@ -150,7 +164,7 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
     config, vocabulary = run.config, run.facts.vocabulary
     if config.model_from is None:
-        return build_gpt(config.model, config.seed, recompute=config.recompute, vocabulary=vocabulary).to(ranks.device)
+        return build_gpt(config.model, config.seed, vocabulary=vocabulary).to(ranks.device)
     model = build_own(config.model_from, config.seed, vocabulary, config.model.context)
     model.to(ranks.device)
     window = torch.zeros(1, config.model.context, dtype=torch.long, device=ranks.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import weakref
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, _random, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import noop_context_fn
 
 from shardwise import torch_private as private
 from shardwise.collectives import c10d
@@ -48,6 +50,39 @@ def test_swapped_storages_exchange_bytes_under_their_tensors() -> None:
     del large
     assert empty.untyped_storage().nbytes() == 4 << 20
     empty.untyped_storage().resize_(0)
+
+
+def test_a_region_under_a_checkpoint_is_called_again_in_backward() -> None:
+    calls: list[float] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        calls.append(float(x))
+        return x.exp().exp()
+
+    x = torch.tensor(0.5, requires_grad=True)
+    with private.checkpoint_region(forward, noop_context_fn, (x,)):
+        y = forward(x)
+    y.backward()
+    assert calls == [0.5, 0.5]
+    plain = x.detach().requires_grad_()
+    forward(plain).backward()
+    assert torch.equal(x.grad, plain.grad)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_last_pre_hook_of_a_module_and_a_compiled_module_are_known() -> None:
+    module, hook = nn.Linear(1, 1), _nothing
+    module.register_forward_pre_hook(functools.partial(hook))
+    module.register_forward_pre_hook(lambda *_: None, prepend=True)
+    assert private.is_last_pre_hook(module, hook)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert not private.is_last_pre_hook(module, hook)
+    assert not private.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert private.is_compiled_in_place(module)
+
+
+def _nothing(*_: object) -> None:
+    return None
 
 
 def test_weights_that_lstms_share_can_be_exchanged_where_their_weak_references_are_set_aside() -> None:

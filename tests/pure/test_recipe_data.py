@@ -93,7 +93,6 @@ def test_windows_of_tokens_are_read_in_their_width(tmp_path: Path) -> None:
     [
         ({"model_from": "module"}, "expected module:function"),
         ({"model_from": "a:b", "tp": 2}, "--tp 2 does not go with --model-from"),
-        ({"model_from": "a:b", "recompute": True}, "--recompute does not go with --model-from"),
     ],
 )
 def test_what_is_for_the_own_gpt_does_not_go_with_another_model(changes: dict[str, object], expected: str) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import (
+    ActivationPolicy,
     ArgumentTypeError,
     CheckpointError,
     Choices,
@@ -56,6 +57,7 @@ from shardwise import (
     UsageError,
     Wire,
     ZeroRedundancyOptimizer,
+    apply_activations,
     clip_grad_norm_,
     describe_units,
     full_state_dict,
@@ -118,6 +120,9 @@ def shards() -> FSDPModule:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
     sharded = fully_shard(model, mesh=mesh, shard_placement_fn=place, ignored_params=set(), dp_mesh_dims=None)
+    activations = ActivationPolicy({"blocks.0": "offload"}, keep_ops=[torch.ops.aten.mm.default], min_offload_bytes=0)
+    choices: dict[str, Literal[keep, recompute, offload]] = apply_activations(model, activations)
+    print(choices)
     register_fsdp_forward_method(model, "embed")
     together: FSDPModule = shard_model(Net(), min_unit_bytes=0, mesh=mesh, reshard_after_forward=2)
     row = Placements(("replicated",), ("sharded",), ("sharded",))
