@@ -333,7 +333,7 @@ BUDGETS = {
     "testing": 400,
     "plan": 400,
     "checks": 350,
-    "offload": 800,  # of 1200: host tier 450, disk tier 350
+    "offload": 1000,  # of 1200: host tier 450, disk tier 350, activations 200
 }
 
 

@@ -46,11 +46,11 @@ class ActivationPolicy:
 
 
 # ---- Offload.  Copies are made per storage, since tensors that a block saves are often views of one (q, k and v).  Two blocks
-# have their saved tensors on the device: the one that runs, and the one before it, whose copies are on their way.
+# have their saved tensors on the device: the one that runs, and the one before it, which is being copied.
 
 
 @dataclass(frozen=True)
-class _View:
+class _Geometry:
     """The place of a tensor in its storage."""
 
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class _View:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _View:
+    def of(cls, tensor: torch.Tensor) -> _Geometry:
         return cls(tensor.dtype, (*tensor.size(),), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, memory: torch.Tensor, shift: int = 0) -> torch.Tensor:
@@ -77,7 +77,7 @@ class _Weight:
 
     module: nn.Module
     name: str
-    view: _View
+    view: _Geometry
     offset: int
     version: int
 
@@ -99,7 +99,7 @@ class _Saved:
 
     block: _Forward
     stored: _Stored
-    view: _View
+    view: _Geometry
     original: torch.Tensor | None
     version: int
     is_changed: bool = False
@@ -145,7 +145,7 @@ class _Forward:
                 begin = int(param.storage_offset())
                 is_its = begin <= tensor.storage_offset() < begin + param.numel() and param.dtype == tensor.dtype
                 if is_its and param.untyped_storage().data_ptr() == address:
-                    return _Weight(module, name, _View.of(tensor), begin, param._version)
+                    return _Weight(module, name, _Geometry.of(tensor), begin, param._version)
             if any(each.untyped_storage().data_ptr() == address for each in module.buffers(recurse=False)):
                 return tensor
         num_bytes = tensor.untyped_storage().nbytes()
@@ -154,7 +154,7 @@ class _Forward:
         if address not in self.by_address:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self.by_address[address] = _Stored(memory)
-        found = _Saved(self, self.by_address[address], _View.of(tensor), tensor, tensor._version)
+        found = _Saved(self, self.by_address[address], _Geometry.of(tensor), tensor, tensor._version)
         self.saved.append(weakref.ref(found))
         return found
 
@@ -183,15 +183,15 @@ class _Offloader:
     """The copies of the blocks of one model on ``place``, on a stream of their own.
 
     Attributes:
-        leaving: the forwards whose saved tensors are on the device, at most two; the first is being copied.
+        resident: the forwards whose saved tensors are on the device, at most two; the first is being copied.
         last: reference to the last forward.
         coming: memory of copies to the device that nothing has waited for, and the event at their end.
     """
 
     def __init__(self, place: torch.device, device: Device, min_bytes: int) -> None:
         self.place, self.device, self.min_bytes = place, device, min_bytes
-        self.lane = SideStream(device, "activations")
-        self.leaving: list[_Forward] = []
+        self.stream = SideStream(device, "activations")
+        self.resident: list[_Forward] = []
         self.last: Callable[[], _Forward | None] = lambda: None
         self.coming: tuple[list[_Stored], Any] = [], None
 
@@ -201,8 +201,8 @@ class _Offloader:
 
     def begin(self, module: nn.Module, name: str) -> _Forward:
         """Free what the block before the last one saved, whose copies have had the time of a block."""
-        while len(self.leaving) > 1:
-            self._leave(self.leaving.pop(0))
+        while len(self.resident) > 1:
+            self._release(self.resident.pop(0))
         found = _Forward(self, module, name)
         self.last = weakref.ref(found)
         return found
@@ -213,33 +213,33 @@ class _Offloader:
         stored = {id(saved.stored): saved.stored for saved in forward.living()}
         if not stored:
             return
-        self.lane.wait_current()
+        self.stream.wait_current()
         for each in stored.values():
             assert each.on_device is not None
             each.on_host = self.device.host_memory(each.on_device.numel(), torch.uint8, pins=self.device.can_pin)
-            with self.lane.run():
+            with self.stream.run():
                 each.on_host.copy_(each.on_device, non_blocking=True)
-        forward.copied = self.lane.mark()
-        self.leaving.append(forward)
+        forward.copied = self.stream.mark()
+        self.resident.append(forward)
 
-    def _leave(self, forward: _Forward) -> None:
-        self.lane.current_waits(forward.copied)
+    def _release(self, forward: _Forward) -> None:
+        self.stream.current_waits(forward.copied)
         for saved in forward.living():
             saved.check()
             saved.original = saved.stored.on_device = None
 
     def use(self, forward: _Forward) -> None:
-        """Have the saved tensors of ``forward`` on the device, and those of the block before it on their way."""
-        if forward in self.leaving:  # still on the device; what reads them frees them afterwards
-            self.leaving.remove(forward)
+        """Wait until the saved tensors of ``forward`` are on the device, and launch the copies of the block before it."""
+        if forward in self.resident:  # still on the device; what reads them frees them afterwards
+            self.resident.remove(forward)
             forward.fetched = forward.copied
-            self.lane.current_waits(forward.copied)
+            self.stream.current_waits(forward.copied)
         elif forward.fetched is None:
             self._fetch(forward)
         if self.coming[1] is forward.fetched:
             self._arrive()
         before = forward.before()
-        if before is not None and before.fetched is None and before not in self.leaving:
+        if before is not None and before.fetched is None and before not in self.resident:
             self._fetch(before)
 
     def _fetch(self, forward: _Forward) -> None:
@@ -250,15 +250,15 @@ class _Offloader:
             if each.on_device is None and each.on_host is not None:
                 each.on_device = torch.empty(each.on_host.numel(), dtype=torch.uint8, device=self.place)
                 copies.append((each.on_device, each.on_host))
-        self.lane.wait_current()  # what had the memory of these before may still be at work
-        with self.lane.run():
+        self.stream.wait_current()  # what had the memory of these before may still be at work
+        with self.stream.run():
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        forward.fetched = self.lane.mark()
+        forward.fetched = self.stream.mark()
         self.coming = stored, forward.fetched
 
     def _arrive(self) -> None:
-        self.lane.current_waits(self.coming[1])
+        self.stream.current_waits(self.coming[1])
         self.coming = [], None
 
 
