@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.consistency.agreement import MismatchCheck
@@ -77,29 +76,18 @@ def _start_of(param: ShardedParam) -> int | None:
 
 
 class TreeWatch:
-    """Watches the module tree of one root, and the storages of its shards.
+    """Watches the module tree of one root: each rank would train its own copy of a parameter that was added to the tree."""
 
-    Without it training would go wrong silently: each rank would train its own copy of a parameter that was added to the tree;
-    an assignment to ``.data`` of a DTensor has no effect.
-    """
-
-    def __init__(self, root: nn.Module, attachments: Iterable[Attachment]) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self._root = weakref.ref(root)
-        self._params = [param for each in attachments for param in each.unit.params]
         self._note_tree(root)
-        self._check_data()
 
     def check(self) -> None:
-        """Check the tree and the shards; it takes microseconds if nothing has changed.
-
-        Raises: StateError that names parameters without a unit, or shards whose ``.data`` was assigned to.
-        """
+        """Raise StateError that names parameters without a unit; it takes microseconds if nothing has changed."""
         if self._size() != self._num_params or [*chain.from_iterable(map(_VALUES, self._children))] != self._modules:
             root = self._root()
             assert root is not None  # its forward is running
             self._note_tree(root)
-        if [*map(torch_private.storage_id, [param.sharded for param in self._wrapped])] != self._storages:
-            self._check_data()
 
     def _size(self) -> int:
         return sum(map(len, self._tables))
@@ -112,23 +100,6 @@ class TreeWatch:
         self._tables = [torch_private.parameters_of(module) for module in modules]
         self._tables += self._children  # counts children, too, except a first child of a module that had none
         self._num_params = self._size()
-
-    def _check_data(self) -> None:
-        """Raise StateError if a DTensor has another storage than before, but the same local tensor."""
-        self._wrapped = [param for param in self._params if isinstance(param.sharded, DTensor)]
-        self._storages = [torch_private.storage_id(param.sharded) for param in self._wrapped]
-        assigned: list[str] = []
-        for param, storage in zip(self._wrapped, self._storages, strict=True):
-            before, local = param.made_of
-            if storage != before and local() is param.local:
-                assigned.append(param.fqn)
-            param.made_of = storage, weakref.ref(param.local)
-        if assigned:
-            raise StateError(
-                f".data of {few(assigned)} was assigned to, which changes nothing: torch's DTensors compute with the local "
-                "tensor that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
-                "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
-            )
 
 
 def check_tree(root: nn.Module) -> None:

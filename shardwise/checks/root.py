@@ -62,7 +62,7 @@ class RootChecks(StepChecks):
 
     def __init__(self, root: nn.Module, attachments: Sequence[Attachment], engine: Engine, is_always: bool) -> None:
         self._root, self._engine = weakref.ref(root), weakref.ref(engine)
-        self._tree = TreeWatch(root, attachments)
+        self._tree = TreeWatch(root)
         self._is_always = is_always
         self._num_forwards = self._num_steps = 0
         self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks
@@ -73,7 +73,7 @@ class RootChecks(StepChecks):
             compare_beginnings(engine.units, check)
 
     def begin_forward(self) -> None:
-        """Check the module tree and the storages of shards."""
+        """Check the module tree."""
         self._num_forwards += 1
         self.is_on = self._is_always or self._num_forwards <= _NUM_FIRST
         self._tree.check()

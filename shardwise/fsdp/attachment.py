@@ -17,31 +17,18 @@ from shardwise.fsdp.unit import Unit
 # It is global, since an inner module has no reference to the units of outer modules.  The order is that of creation, which is
 # the same on all ranks.
 _units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
-_unit_of: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
     """Add ``unit`` to the registry, so that later units find its parameters; give these their ordinals."""
     _units[unit] = None
     for ordinal, param in enumerate(unit.params):
-        param.ordinal = ordinal
-        _unit_of[param] = weakref.ref(unit)
-
-
-def all_units() -> list[Unit]:
-    """Return the units of all living models."""
-    return list(_units)
-
-
-def unit_of(param: ShardedParam) -> Unit | None:
-    """Return the unit that manages ``param``, None if that was deleted."""
-    ref = _unit_of.get(param)
-    return None if ref is None else ref()
+        param.ordinal, param.unit = ordinal, weakref.ref(unit)
 
 
 def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
     """Return all managed parameters by registration: the id of a module's dict of parameters, and a name."""
-    params = (param for unit in all_units() for param in unit.params)
+    params = (param for unit in list(_units) for param in unit.params)
     return {(id(at.parameters), at.name): param for param in params for at in param.registrations}
 
 

@@ -29,7 +29,6 @@ from shardwise.fsdp.attachment import (
     managed_by_registration,
     remember,
     roots_to_come,
-    unit_of,
 )
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
@@ -147,8 +146,6 @@ ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None
 _sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Parameters that stay plain tensors, by id: torch could not swap their contents if there were weak references to them.
 _managed_plain: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-# Where sharded parameters were before: another parameter over the same memory may be sharded by a later call.
-_memory_of: weakref.WeakKeyDictionary[ShardedParam, Extent] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +218,6 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
     unit.uses_default_reshard = preset.reshard_after_forward is None
     unit.groups = _make_groups([item for item in found if not _register_tied(item, unit)], preset, device)
-    for param in unit.params:
-        if isinstance(param.sharded, DTensor):
-            param.made_of = torch_private.storage_id(param.sharded), weakref.ref(param.local)
     remember(unit)
     attachment = Attachment(unit)
     attachment.ignored = _ignored_in(managed, preset.ignored)
@@ -323,7 +317,7 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     paths = {id(torch_private.parameters_of(module)): path for path, module in prefixed}
     units = dict.fromkeys(each.unit for _, module in prefixed if (each := attachment_of(module)) is not None)
     earlier = [param for unit in units for param in unit.params]
-    sharded = [(param.registrations[0], _memory_of.get(param)) for param in dict.fromkeys(earlier)]
+    sharded = [(param.registrations[0], param.memory) for param in dict.fromkeys(earlier)]
     for item in found:
         if _manager_of(item.param) is None:
             item.memory = Extent.of(torch_private.local_of(item.param), item.param.requires_grad)
@@ -375,7 +369,7 @@ def _move_parameter(item: _FoundParam, device: torch.device) -> None:
 def _register_tied(item: _FoundParam, unit: Unit) -> bool:
     """If another unit owns the parameter of ``item``, register that at the places of ``item``; return False if none does."""
     tied = _manager_of(item.param)
-    owner = None if tied is None else unit_of(tied)
+    owner = None if tied is None else tied.unit()
     if tied is None or owner is None:
         return False
     tied.registrations += item.registrations
@@ -391,11 +385,10 @@ def _register_tied(item: _FoundParam, unit: Unit) -> bool:
 
 def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device) -> list[ParamGroup]:
     by_mesh: dict[MeshAxes, list[tuple[_FoundParam, Shard | None]]] = {}
-    infos: dict[int, tuple[object, MeshAxes]] = {}
     for item in found:
-        axes, shard = _resolve_placement(item, preset, infos)
+        axes, shard = _resolve_placement(item, preset)
+        axes = next((each for each in by_mesh if each.groups == axes.groups), axes)
         by_mesh.setdefault(axes, []).append((item, shard))
-    _check_shared_groups(by_mesh)
     groups: list[ParamGroup] = []
     for axes, items in by_mesh.items():
         if preset.syncs:
@@ -415,13 +408,8 @@ def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device)
     return groups
 
 
-def _resolve_placement(
-    item: _FoundParam, preset: Preset, infos: dict[int, tuple[object, MeshAxes]]
-) -> tuple[MeshAxes, Shard | None]:
-    """Return the mesh and the shard dim of a parameter.
-
-    ``infos``: a cache from ids of mesh infos to the infos, which keeps them alive, and their axes.
-    """
+def _resolve_placement(item: _FoundParam, preset: Preset) -> tuple[MeshAxes, Shard | None]:
+    """Return the mesh and the shard dim of a parameter."""
     wanted: object = preset.placement_fn(item.param) if preset.placement_fn is not None else None
     if wanted is None:
         return preset.axes, None
@@ -429,26 +417,13 @@ def _resolve_placement(
         return preset.axes, wanted
     # The result may be shardwise's or torch's class, so read its attributes.
     info, placement = getattr(wanted, "mesh_info", None), getattr(wanted, "placement", None)
-    axes = infos[id(info)][1] if id(info) in infos else axes_from(info)
+    axes = axes_from(info)
     if axes is None or not (placement is None or isinstance(placement, Shard)):
         raise ConfigError(
             f"Invalid shard_placement_fn result: {wanted} for parameter '{item.fqn}'; "
             "return None, a Shard or a ShardPlacementResult"
         )
-    infos[id(info)] = (info, axes)
     return axes, placement
-
-
-def _check_shared_groups(all_axes: Iterable[MeshAxes]) -> None:
-    seen: dict[tuple[str, ...], MeshAxes] = {}
-    for axes in all_axes:
-        dims = [dim for dim in (axes.shard_mesh_dim, axes.replicate_mesh_dim) if dim is not None]
-        key = tuple(axes.mesh.get_group(dim).group_name for dim in dims)
-        if seen.setdefault(key, axes) is not axes:
-            raise ConfigError(
-                "Params sharing the same process group must use the same FSDPMeshInfo object, but got different objects: "
-                f"{seen[key]} vs {axes}"
-            )
 
 
 def _hand_on(source: nn.Parameter, target: nn.Parameter) -> None:
@@ -487,8 +462,7 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
             sharded = torch_private.parameter_from_local(local, spec, item.param.requires_grad)
         _hand_on(item.param, sharded)
     result = ShardedParam(item.fqn, item.registrations, cut, spec, inner_spec, sharded, shape, preset.keeps_plain)
-    if item.memory is not None:
-        _memory_of[result] = item.memory
+    result.memory = item.memory
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
     result.register(sharded)

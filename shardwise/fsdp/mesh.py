@@ -89,6 +89,12 @@ class MeshAxes(DataParallelMeshInfo):
         """The number of ranks on the replica axis; 1 without such an axis."""
         return 1 if self.replicate_mesh_dim is None else self.mesh.size(self.replicate_mesh_dim)
 
+    @functools.cached_property
+    def groups(self) -> tuple[str | None, ...]:
+        """The names of the process groups of the axis that shards and of the one that replicates."""
+        dims = self.shard_mesh_dim, self.replicate_mesh_dim
+        return tuple(None if dim is None else self.mesh.get_group(dim).group_name for dim in dims)
+
     @property
     def device(self) -> torch.device:
         """This rank's device."""
@@ -121,8 +127,7 @@ class ShardPlacementResult:
 
     Attributes:
         placement: the dim to shard; None: dim 0.
-        mesh_info: the data-parallel mesh, a :class:`FSDPMeshInfo` or :class:`HSDPMeshInfo`; parameters on one mesh must share
-            one object.
+        mesh_info: the data-parallel mesh, a :class:`FSDPMeshInfo` or :class:`HSDPMeshInfo`.
 
     Source: torch.distributed.fsdp.ShardPlacementResult.
     """

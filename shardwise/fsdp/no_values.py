@@ -67,11 +67,8 @@ def check_materialized(attachments: Sequence[Attachment]) -> None:
     """Adopt what is registered before the first forward.  Raises: StateError for parameters on meta, or on another device."""
     groups = [group for each in attachments for group in each.unit.groups]
     params = [param for group in groups for param in group.params]
-    for param in params:
-        param.check_places()
-        if len(param.registrations) > 1:
-            param.check_ties()
-        param.adopt_registered()
+    for group in groups:
+        group.adopt_registered()
     on_meta = [param.fqn for param in params if param.sharded.device.type == "meta"]
     if on_meta:
         raise StateError(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
+from shardwise.arguments import Extent
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_full
 from shardwise.layout import ChunkShard
@@ -150,9 +151,11 @@ class ShardedParam:
         original: weak reference to the parameter that it was made from, which user code may still reference.
         attributes: the attributes that users have set on it, one dict for all forms; a parameter that conversions or loading
             register lacks them.
+        memory: where the parameter was before it was sharded: a later call may shard another one over the same memory.
         beginning: digests of its values before sharding and of its shard, until ranks have compared them (``initial_values``).
         accumulator: the node by which a backward would accumulate into the shard; see :meth:`refuse_gradients`.
-        made_of: the identity of the sharded parameter's storage, and its shard, when both were made.
+        made_of: the identity of the sharded DTensor's storage, and its shard, at the last :meth:`check_data`.
+        unit: returns the unit, None if that was deleted.
     """
 
     fqn: str
@@ -175,7 +178,9 @@ class ShardedParam:
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
     beginning: tuple[int, int] | None = None
+    memory: Extent | None = None
     made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
+    unit: Callable[[], Any] = field(default=_nothing)
     accumulator: Any = None
     attributes: dict[str, Any] = field(init=False)
 
@@ -218,11 +223,6 @@ class ShardedParam:
         for registration in self.registrations:
             registration.put(parameter)
 
-    @property
-    def is_registered(self) -> bool:
-        """True if one of this parameter's own forms is registered at its first place."""
-        return self.is_own(self.registrations[0].parameters.get(self.registrations[0].name))
-
     def is_own(self, current: nn.Parameter | None) -> bool:
         """Return True if ``current`` is one of this parameter's forms, not a parameter from user code."""
         return current is not None and any(
@@ -239,6 +239,19 @@ class ShardedParam:
                     "which then shards the parameters that they train; remove parameters before it, too"
                 )
 
+    def check_data(self) -> None:
+        """Raise StateError if the DTensor has another storage than before, but the same local tensor."""
+        if not isinstance(self.sharded, DTensor):
+            return
+        (storage, local), current = self.made_of, self.local
+        self.made_of = torch_private.storage_id(self.sharded), weakref.ref(current)
+        if local() is current and storage != self.made_of[0]:
+            raise StateError(
+                f".data of {self.fqn} was assigned to, which changes nothing: torch's DTensors compute with the local tensor "
+                "that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
+                "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
+            )
+
     def check_ties(self) -> None:
         """Tie a shared parameter again after user code has replaced it at all its places; the first one is registered.
 
@@ -250,6 +263,7 @@ class ShardedParam:
         first, *others = [registration.parameters.get(registration.name) for registration in self.registrations]
         if all(other is first for other in others):
             return
+        self.check_places()
         mine = (self.sharded, self.full, self.subsharded)
         is_old = [any(each is form for form in mine) for each in (first, *others)]
         if any(is_old) and not all(is_old):

@@ -309,10 +309,9 @@ class ParamGroup:
     def _settle(self) -> None:
         """Adopt what user code has registered, pack it, and prepare the tables of the next passes."""
         self.gradient_dtypes = self.seen = self._swap = None
-        for param in self.params:
-            param.check_ties()
         self.adopt_registered()
         for param in self.params:
+            param.check_data()
             if param.local is not param.count.local():
                 param.count.continue_with(param.sharded, param.local)
         packing, comm = self.packing, self.bound_comm
@@ -357,7 +356,9 @@ class ParamGroup:
     def adopt_registered(self) -> None:
         """Adopt what is registered on the modules as the shards; parameters that user code put there count as a packing."""
         for param in self.params:
-            self.num_packs += not param.is_registered
+            param.check_ties()
+            at = param.registrations[0]
+            self.num_packs += not param.is_own(at.parameters.get(at.name))
             param.adopt_registered()
 
     def _is_in_place(self, param: ShardedParam) -> bool:

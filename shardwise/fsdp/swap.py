@@ -48,7 +48,8 @@ class Snapshot:
 
     def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
         numbers = map(len, map(_DICT, locals_))  # of attributes: user code may patch extensions on
-        return [*map(_FACTS_OF_LOCAL, locals_), *map(_GRAD_DTYPE, self._shards), *numbers]
+        storages = map(torch_private.storage_id, self._shards)  # that of a DTensor changes if ``.data`` is assigned to
+        return [*map(_FACTS_OF_LOCAL, locals_), *map(_GRAD_DTYPE, self._shards), *numbers, *storages]
 
     def _apart(self, locals_: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of ``locals_`` that are not the shards themselves: torch swaps no tensors with weak references."""
@@ -58,8 +59,8 @@ class Snapshot:
         """Return the version counters of the parameters; None if user code has changed something else.
 
         Args:
-            in_step: the backward begins whose forward has made the full check.  Then dtype, device, ``grad_dtype`` and
-                attributes are not checked again.
+            in_step: the backward begins whose forward has made the full check.  Then dtype, device, ``grad_dtype``,
+                attributes and storages of DTensors are not checked again.
             swap: may have the full parameters registered.
         """
         locals_ = [*map(self._local, self._shards)]

@@ -338,7 +338,7 @@ def test_data_that_is_assigned_to_a_sharded_parameter_is_no_secret(assign: Calla
         if warm:
             _step(model)
         assign(model)
-        with pytest.raises(StateError, match=r"\.data of 0\.norm\.weight, .* was assigned to, which changes nothing"):
+        with pytest.raises(StateError, match=r"\.data of 0\.norm\.weight was assigned to, which changes nothing"):
             _step(model)
     model = _sharded(_blocks())
     for convert in (nn.Module.double, nn.Module.float):

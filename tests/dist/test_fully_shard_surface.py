@@ -28,6 +28,7 @@ from shardwise import (
     fully_shard,
     replicate,
 )
+from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.mesh import names_of
 
 ops = torch.ops.c10d
@@ -111,17 +112,19 @@ def test_any_dim_can_be_cut_unevenly() -> None:
 @on_ranks(4)
 def test_parameters_of_one_unit_on_two_meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    everyone = FSDPMeshInfo(init_device_mesh("cpu", (4,)), 0)
-    inner = FSDPMeshInfo(mesh["inner"], 0)
+    everyone, inner = init_device_mesh("cpu", (4,)), mesh["inner"]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     reference = copy.deepcopy(model)
     experts = set(model[1].parameters())
     fully_shard(
         model,
-        mesh=everyone.mesh,
-        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), inner if p in experts else everyone),
+        mesh=everyone,  # mesh infos of the same ranks need not be the same object
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), FSDPMeshInfo(inner if p in experts else everyone, 0)),
     )
+    attachment = attachment_of(model)
+    assert attachment is not None
+    assert len(attachment.unit.groups) == 2
     assert model[0].weight.device_mesh.size() == 4
     assert model[1].weight.device_mesh.size() == 2
     with pytest.raises(ValueError, match="not supported with multiple param groups"):
