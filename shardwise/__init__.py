@@ -35,9 +35,15 @@ from shardwise.fsdp.api import (
 from shardwise.fsdp.clip import clip_grad_norm_
 from shardwise.fsdp.compression_report import CodedTraffic, CompressionState, UnitCompression
 from shardwise.fsdp.init_parameters import init_parameters
-from shardwise.fsdp.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from shardwise.fsdp.mesh import (
+    DataParallelMeshDims,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    Placements,
+    ShardPlacementResult,
+)
 from shardwise.fsdp.module import FSDPModule, GradientReductionHandle, UnshardHandle, get_cls_to_fsdp_cls, policy
-from shardwise.fsdp.placements import Placements
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import shard_model
 from shardwise.fsdp.trace import Span, Trace, trace

@@ -41,8 +41,8 @@ from shardwise.errors import (
     TransportError,
 )
 from shardwise.formatting import format_ranks, ranks_by_text
-from shardwise.fsdp.buffers import SHARES_BUFFERS, unlike_buffers, unlike_in_words
-from shardwise.fsdp.no_values import unwritten_in
+from shardwise.fsdp.equal_values import SHARES_BUFFERS, unlike_buffers, unlike_in_words
+from shardwise.fsdp.init_parameters import unwritten_in
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, state_places
 from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of

@@ -17,7 +17,7 @@ from shardwise.consistency.agreement import MismatchCheck
 from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import DesyncError
 from shardwise.formatting import format_ranks
-from shardwise.fsdp.initial_values import digest_of_some
+from shardwise.fsdp.equal_values import digest_of_some
 from shardwise.fsdp.unit import Unit
 
 # ---- Checks that all ranks start with the same values.

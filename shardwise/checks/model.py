@@ -15,7 +15,7 @@ from shardwise.consistency.agreement import MismatchCheck
 from shardwise.consistency.store import digest_of
 from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_torch, managed_by_registration
-from shardwise.fsdp.no_values import bytes_of, unwritten_in
+from shardwise.fsdp.init_parameters import bytes_of, unwritten_in
 from shardwise.fsdp.param import ShardedParam
 
 _VALUES = dict.values

@@ -20,12 +20,11 @@ from shardwise.checks.writes import check_copies, check_forward, digests_of
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, TransportError
 from shardwise.fsdp.attachment import Attachment
-from shardwise.fsdp.buffers import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.equal_values import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import check_makers
-from shardwise.fsdp.step_checks import StepChecks
-from shardwise.fsdp.user_writes import Written
+from shardwise.fsdp.user_writes import StepChecks, Written
 
 _logger = logging.getLogger(__name__)
 _NUM_FIRST = 2  # passes that are checked by default, and forwards per unit whose writes are compared between ranks

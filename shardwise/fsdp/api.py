@@ -31,9 +31,8 @@ from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch
 from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
-from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, names_of
+from shardwise.fsdp.mesh import DataParallelMeshDims, MeshAxes, Placements, names_of
 from shardwise.fsdp.module import FSDPModule, mix_in
-from shardwise.fsdp.placements import Placements
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 from shardwise.fsdp.roots import bind_units, provisional_engine
 from shardwise.fsdp.unit import Unit

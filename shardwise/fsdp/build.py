@@ -30,9 +30,9 @@ from shardwise.fsdp.attachment import (
     remember,
     roots_to_come,
 )
+from shardwise.fsdp.equal_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
-from shardwise.fsdp.initial_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, place, smaller_axes
 from shardwise.fsdp.param import Registration, ShardedParam, refuse_grad_dtype
 from shardwise.fsdp.param_group import ParamGroup

@@ -23,9 +23,8 @@ from shardwise.fsdp.local_gradients import run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions, check_weights, hold_assigned
-from shardwise.fsdp.step_checks import StepChecks
 from shardwise.fsdp.unit import FULL, GATHERING, SUB, Ending, Stage, Unit, is_in_backward
-from shardwise.fsdp.user_writes import Written
+from shardwise.fsdp.user_writes import StepChecks, Written
 from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, listeners, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent

@@ -22,10 +22,10 @@ from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.attachment import Attachment, ModulePass, attachment_of, diverging, roots_to_come
-from shardwise.fsdp.buffers import SHARES_BUFFERS
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
 from shardwise.fsdp.clip import before_clips
 from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
+from shardwise.fsdp.equal_values import SHARES_BUFFERS
 from shardwise.fsdp.roots import live_engine
 from shardwise.fsdp.unit import Ending, is_in_backward
 from shardwise.observe import log_for_torch, logger

@@ -25,7 +25,7 @@ from shardwise.fsdp.clip import before_clip, clip_grad_norm_
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.no_values import materializing
+from shardwise.fsdp.init_parameters import materializing
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (
     bind_units,

@@ -29,10 +29,10 @@ from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, root
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.no_values import check_materialized
+from shardwise.fsdp.init_parameters import check_materialized
 from shardwise.fsdp.param_group import GroupComm, ParamGroup
-from shardwise.fsdp.step_checks import StepChecks
 from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.user_writes import StepChecks
 from shardwise.plan.grouping import compress_paths
 from shardwise.plan.schedule import PrefetchBudget
 

@@ -18,9 +18,8 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp.api import default_mesh, describe_units, fully_shard, modules_in, replicate
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
-from shardwise.fsdp.mesh import DataParallelMeshDims
+from shardwise.fsdp.mesh import DataParallelMeshDims, Placements, row_of
 from shardwise.fsdp.module import FSDPModule
-from shardwise.fsdp.placements import Placements, row_of
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, precision_from
 from shardwise.observe import say
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks, repeated_blocks

@@ -19,8 +19,7 @@ from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gra
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import MixedPrecisionPolicy
-from shardwise.fsdp.step_checks import StepChecks
-from shardwise.fsdp.user_writes import Written, check_sub, find_writes, take_written
+from shardwise.fsdp.user_writes import StepChecks, Written, check_sub, find_writes, take_written
 from shardwise.observe import Call, Op, Track, begin, emit, listeners, unit_in_words
 from shardwise.plan.schedule import Buckets, UnitPolicy
 

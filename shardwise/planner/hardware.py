@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shardwise.errors import ConfigError
-from shardwise.fsdp.placements import STRATEGIES as ROWS
+from shardwise.fsdp.mesh import STRATEGIES as ROWS
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child
 from shardwise.plan.schedule import StepEvent
 

@@ -47,7 +47,7 @@ from shardwise.collectives.routes import check_transport
 from shardwise.consistency.failure_report import naming_lost_peers
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
-from shardwise.fsdp.placements import STRATEGIES as PLACEMENTS
+from shardwise.fsdp.mesh import STRATEGIES as PLACEMENTS
 from shardwise.fsdp.shard_model import blocks_of as repeated_blocks_of
 from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks
 from shardwise.recipes.data import first_line

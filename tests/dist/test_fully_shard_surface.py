@@ -120,7 +120,9 @@ def test_parameters_of_one_unit_on_two_meshes() -> None:
     fully_shard(
         model,
         mesh=everyone,  # mesh infos of the same ranks need not be the same object
-        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), FSDPMeshInfo(inner if p in experts else everyone, 0)),
+        shard_placement_fn=lambda p: ShardPlacementResult(
+            Shard(0), FSDPMeshInfo(inner if p in experts else everyone, 0)
+        ),
     )
     attachment = attachment_of(model)
     assert attachment is not None

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardwise
 from shardwise import ConfigError, Placements, ZeroRedundancyOptimizer, fully_shard, set_default_transport, shard_model
-from shardwise.fsdp.placements import STRATEGIES
+from shardwise.fsdp.mesh import STRATEGIES
 
 UNITS = 4  # three blocks and the root
 COLLECTIVES = {

@@ -9,7 +9,7 @@ import pytest
 from helpers.strategies import held, sent
 
 from shardwise import ConfigError, Placements
-from shardwise.fsdp.placements import STRATEGIES, row_of
+from shardwise.fsdp.mesh import STRATEGIES, row_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "apis.md"
 SIZES = (3, 5)  # replicas and shards, which no product confuses

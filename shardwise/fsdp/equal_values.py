@@ -1,8 +1,8 @@
-"""Initial values: their digests, and ``sync_module_states``, which broadcasts those of the first rank."""
+"""Values that ranks have alike: digests of initial ones, ``sync_module_states``, and buffers that differ (BatchNorm)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.fsdp.mesh import MeshAxes
 
 _SAMPLE_NUMEL, _SOME_NUMEL = 1 << 14, 64
+SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward broadcasts the first rank's buffers
+_MOST_LISTED = 8
 
 
 def beginning_of(whole: torch.Tensor, shard: torch.Tensor) -> tuple[int, int] | None:
@@ -86,3 +88,27 @@ def _agree(
             raise error
     finally:
         del error  # the error refers to this frame
+
+
+def unlike_buffers(digests_of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """Return the buffers that differ, each with two ranks whose values are different."""
+    first: dict[str, tuple[int, str]] = {}
+    found: dict[str, list[int]] = {}
+    for rank, digests in enumerate(digests_of_ranks):
+        for name, digest in digests.items():
+            other, known = first.setdefault(name, (rank, digest))
+            if digest != known:
+                found.setdefault(name, [other, rank])
+    return found
+
+
+def unlike_in_words(names: Sequence[str], ranks: Sequence[int]) -> str:
+    """Return what is wrong with buffers that differ, and what to do."""
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    one, other = ranks
+    return (
+        f"buffers differ between ranks: {', '.join(names[:_MOST_LISTED])}{more}; rank {one} and rank {other} have different "
+        "values, and a checkpoint holds one. Call save(..., buffers='rank0') to save those of the lowest rank, or "
+        "'per_rank' for those of every rank, which load at the same number of ranks; or keep buffers equal during training "
+        "(SyncBatchNorm)"
+    )
