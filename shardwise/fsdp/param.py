@@ -154,7 +154,7 @@ class ShardedParam:
         memory: where the parameter was before it was sharded: a later call may shard another one over the same memory.
         beginning: digests of its values before sharding and of its shard, until ranks have compared them (``initial_values``).
         accumulator: the node by which a backward would accumulate into the shard; see :meth:`refuse_gradients`.
-        made_of: the identity of the sharded DTensor's storage, and its shard, at the last :meth:`check_data`.
+        storage: the identity of the storage of ``sharded`` when it was packed.
         unit: returns the unit, None if that was deleted.
     """
 
@@ -179,7 +179,7 @@ class ShardedParam:
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
     beginning: tuple[int, int] | None = None
     memory: Extent | None = None
-    made_of: tuple[int, Callable[[], torch.Tensor | None]] = (0, _nothing)
+    storage: int = 0
     unit: Callable[[], Any] = field(default=_nothing)
     accumulator: Any = None
     attributes: dict[str, Any] = field(init=False)
@@ -241,11 +241,7 @@ class ShardedParam:
 
     def check_data(self) -> None:
         """Raise StateError if the DTensor has another storage than before, but the same local tensor."""
-        if not isinstance(self.sharded, DTensor):
-            return
-        (storage, local), current = self.made_of, self.local
-        self.made_of = torch_private.storage_id(self.sharded), weakref.ref(current)
-        if local() is current and storage != self.made_of[0]:
+        if self.count.local() is self.local and self.storage != torch_private.storage_id(self.sharded):
             raise StateError(
                 f".data of {self.fqn} was assigned to, which changes nothing: torch's DTensors compute with the local tensor "
                 "that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "

@@ -320,6 +320,8 @@ class ParamGroup:
         else:
             for bucket in packing.buckets:
                 self.is_written |= bucket.settle(None if comm is None else comm.streams.host_waits_for_copies)
+        for param in self.params:
+            param.storage = torch_private.storage_id(param.sharded)
         if not any(bucket.unpacked for bucket in packing.buckets):
             in_memory = [param for param in self.params if param not in self.extended.params]
             self.seen = Snapshot([*in_memory, *self.extended.params], len(in_memory))
