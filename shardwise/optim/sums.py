@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError
-from shardwise.optim.slices import Closure, MakeOptimizer, known_base
+from shardwise.optim.slices import MakeOptimizer, known_base
 from shardwise.optim.state_dict import options_of
 
 # takes this rank's number, which may be overwritten, and returns the sum over ranks
@@ -188,22 +188,16 @@ def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.de
     return num_sums > 0
 
 
-def states_after_zeros(
-    make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], closure: Closure | None = None
-) -> list[dict[str, Any]]:
+def states_after_zeros(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the state that a step creates for each tensor of ``groups``, in order; neither tensors nor optimizer change.
 
-    Another optimizer steps on zeros, so names, shapes and dtypes are right and values are meaningless.  ``closure``:
-    for optimizers that cannot step without one.
+    Another optimizer steps on zeros, so names, shapes and dtypes are right and values are meaningless.
     """
     stand_ins = [[torch.zeros_like(tensor, requires_grad=False) for tensor in group["params"]] for group in groups]
     for tensor in (tensor for tensors in stand_ins for tensor in tensors):
         tensor.grad = torch.zeros_like(tensor)
     probe = _made(make, [{**options_of(g), "params": tensors} for g, tensors in zip(groups, stand_ins, strict=True)])
-    if closure is None:
-        torch_private.step_inside(probe)
-    else:
-        probe.step(closure)
+    torch_private.step_inside(probe)
     return [dict(probe.state.get(tensor, {})) for tensors in stand_ins for tensor in tensors]
 
 

@@ -295,6 +295,8 @@ class WholeMatrixStep:
 
     def _check(self, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
         # Each owner has only its own matrices, but what the class refuses must be refused on every rank.
+        if not any(is_sharded(slices[0].param) for params, _ in groups for slices in params):
+            return
         stand_ins = [
             [torch.empty(tuple(slices[0].param.shape), dtype=slices[0].param.dtype, device="meta") for slices in params]
             for params, _ in groups
