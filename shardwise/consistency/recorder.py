@@ -8,9 +8,7 @@ import json
 import os
 import platform
 import re
-import select
 import shutil
-import signal
 import stat
 import sys
 import tempfile
@@ -222,81 +220,7 @@ def from_text(text: str) -> Record | None:
         return None
 
 
-# ---- A thread that gets signals while the main thread waits in a collective.
-
-_SIGNAL = signal.SIGUSR1
-
-
-class Watch:
-    """Call ``signalled`` after SIGUSR1.
-
-    Python runs signal handlers only on the main thread, between two of its lines; a thread that waits in a collective
-    never gets there.  So the signal also wakes this thread, through the descriptor of ``signal.set_wakeup_fd``; an
-    earlier wakeup descriptor still gets the signals.
-    """
-
-    def __init__(self, signalled: Callable[[], object]) -> None:
-        self._signalled = signalled
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._pid = os.getpid()
-        self._next_fd = -1
-        self._handler: Any = None
-        self._handles_signals = self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
-
-    def open(self) -> None:
-        """Start the thread; it gets signals if this is the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            self._handler = signal.getsignal(_SIGNAL)
-            signal.signal(_SIGNAL, self._handle)
-            self._next_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._handles_signals = True
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread, and restore the earlier handlers."""
-        if os.getpid() != self._pid:
-            return
-        if self._handles_signals and threading.current_thread() is threading.main_thread():
-            self._restore_signals()
-        self._is_over = True
-        with contextlib.suppress(OSError):
-            os.write(self._write, b"\0")
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=1.0)
-        if not self._thread.is_alive():
-            os.close(self._read)
-            os.close(self._write)
-
-    def _restore_signals(self) -> None:
-        found = signal.set_wakeup_fd(self._next_fd, warn_on_full_buffer=False)
-        if found != self._write:  # another library has set its own since: keep it
-            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
-        if signal.getsignal(_SIGNAL) == self._handle:
-            signal.signal(_SIGNAL, self._handler if self._handler is not None else signal.SIG_DFL)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if callable(self._handler):
-            self._handler(number, frame)
-
-    def _run(self) -> None:
-        poll = select.poll()  # select.select takes no descriptor above 1,023, which jobs with many files have
-        poll.register(self._read, select.POLLIN)
-        while not self._is_over:
-            poll.poll()
-            self._on_wakeup()
-
-    def _on_wakeup(self) -> None:
-        try:
-            numbers = os.read(self._read, 4096)
-        except OSError:
-            return
-        if self._next_fd != -1:
-            with contextlib.suppress(OSError):
-                os.write(self._next_fd, numbers.replace(b"\0", b""))
-        if bytes([_SIGNAL]) in numbers:
-            self._signalled()
-
+# ---- The recorder of this process, and the folders of records.
 
 PATTERN = "rank-*.jsonl"
 NOTHING_MOVES = "nothing has moved"  # begins the reason of a record that a wait report has caused
@@ -360,7 +284,7 @@ class Recorder:
 
         ``raised``: where the calling thread was instead.
         """
-        if self.is_silent or not self._lock.acquire(timeout=1.0):  # a signal handler may run while it writes
+        if self.is_silent or not self._lock.acquire(timeout=1.0):  # an error of another thread may be written
             return None
         try:
             now_s = time.time()
@@ -383,9 +307,6 @@ class Recorder:
         self._stack.callback(_open.remove, self)
         self._stack.enter_context(observe.observing(self._on_error))
         self._stack.enter_context(excepthook(self._write_raised))
-        watch = Watch(lambda: self.write("asked by SIGUSR1"))
-        self._stack.callback(watch.close)
-        watch.open()
 
     def _on_error(self, text: str) -> None:
         if not text.startswith(_QUIET):
@@ -465,17 +386,14 @@ def record(folder: str | Path) -> Recorder:
     """Start to write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
 
     A record contains the last few thousand events and the stack of every thread.  It is written when an error of
-    shardwise is raised that concerns several ranks, when an exception is not caught, when the process gets SIGUSR1 (an
-    earlier Python handler is called too), and when a long wait is reported (:func:`set_wait_report`).  Each write replaces
-    the file.
+    shardwise is raised that concerns several ranks, when an exception is not caught, and when a long wait is reported
+    (:func:`set_wait_report`).  Each write replaces the file.
     Nothing is written without a failure, and a failed write does not affect the program.
 
     Args:
         folder: a place that outlives the job; the same for all ranks.
 
-    Returns: a context manager, with ``write(reason)`` and ``close()``; an exception that leaves it is written.  SIGUSR1
-    is handled
-        if this is called on the main thread.
+    Returns: a context manager, with ``write(reason)`` and ``close()``; an exception that leaves it is written.
 
     Example:
         >>> with shardwise.record("run/black_box"):  # doctest: +SKIP
@@ -512,7 +430,7 @@ def find_records(folder: Path) -> tuple[list[Record], bool]:
     if not last and not before:
         raise ConfigError(
             f"{place} has no record of a rank: nothing has failed there, or its ranks wrote elsewhere. "
-            "For a job that hangs: kill -USR1 PID, on every rank."
+            "A job that hangs writes them when its long wait is reported (set_wait_report)."
         )
     return (last, False) if last else (before, True)
 
@@ -688,7 +606,7 @@ def _failure(rank: int, record: Record) -> Failure | None:
     reported = [
         Failure(rank, each.time_s, each.text)
         for each in record.reasons
-        if each.time_s >= since_s and not each.text.startswith(("asked by", NOTHING_MOVES))
+        if each.time_s >= since_s and not each.text.startswith(NOTHING_MOVES)
     ]
     return min([*errors, *reported], key=lambda each: each.time_s, default=None)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import shardwise
 from shardwise.consistency.recorder import (
+    NOTHING_MOVES,
     Event,
     Reason,
     Record,
@@ -40,7 +41,9 @@ def events_of(texts: list[str], start: int = 0, thread: int = MAIN) -> tuple[Eve
     )
 
 
-def record_of(rank: int, events: tuple[Event, ...], reason: str = "asked by SIGUSR1", num_ranks: int = 2) -> Record:
+def record_of(
+    rank: int, events: tuple[Event, ...], reason: str = f"{NOTHING_MOVES} for 30 s", num_ranks: int = 2
+) -> Record:
     last = events[-1].time_s if events else 0.0
     stack = Stack(last + 1, MAIN, "MainThread", ("/home/me/train.py:12 main", "/site/torch/wait.py:9 wait"))
     reasons = (Reason(last + 1, reason),)
