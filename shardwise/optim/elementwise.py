@@ -27,7 +27,7 @@ from shardwise.optim.slices import (
     loss_of,
     state_of_slice,
 )
-from shardwise.optim.state_dict import load_indexed
+from shardwise.optim.state_dict import load_indexed, unwrap
 from shardwise.optim.sums import SumsOverRanks, per_element_of, states_after_zeros, why_not_elementwise
 
 # ---- Runs: slices that are contiguous in memory, with contiguous gradients, updated as one 1-D tensor.
@@ -367,14 +367,14 @@ class ElementwiseStep:
         """Return :meth:`states`: all of it is local."""
         return self.states()
 
-    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options through the optimizer's own ``load_state_dict``."""
-        states: Mapping[ParamSlice, State] = {
-            param_slice: state_of_slice(values[param_slice.name], index)
-            for slices in self._params
-            if slices[0].name in values
-            for index, param_slice in enumerate(slices)
-        }
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]], adopt: bool = False) -> None:
+        """Replace all state and options through the optimizer's own ``load_state_dict``; ``adopt``: see :func:`unwrap`."""
+        states: Mapping[ParamSlice, State] = {}
+        for slices in self._params:
+            name = slices[0].name
+            found = {key: unwrap(name, key, value, slices, adopt) for key, value in values.get(name, {}).items()}
+            if name in values:
+                states |= {param_slice: state_of_slice(found, index) for index, param_slice in enumerate(slices)}
         self._groups = [_Group(group.slices, _alone(group.slices)) for group in self._groups]
         self._copies = {}
         if self._is_flat:

@@ -52,7 +52,6 @@ from shardwise.optim.state_dict import (
     NamedGroup,
     OwnGroup,
     StateForm,
-    StateView,
     copy_options,
     full_value,
     in_form,
@@ -60,7 +59,6 @@ from shardwise.optim.state_dict import (
     refuse_other_state,
     step_in_sync,
     synced_options,
-    unwrap,
     wrap,
 )
 from shardwise.optim.sums import takes_sums, why_not_cut, why_other_class
@@ -377,7 +375,6 @@ class ShardedOptimizer(Optimizer):
         self.param_groups = [OwnGroup(g, names) for g, (names, _) in zip(self.param_groups, split, strict=True)]
         self._members = Members(self.param_groups)
         self._is_built = True
-        self._state_view = StateView(self._state_by_param)
         is_compared = has_only_plain(self.named_params.values())
         self._comparison = compare_gradients(self.named_params) if is_compared else None
 
@@ -460,7 +457,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """A read-only mapping from parameters to their state, whose tensors are the live ones."""
-        return self._state_view
+        return HeldState(self._state_by_param())
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -532,10 +529,7 @@ class ShardedOptimizer(Optimizer):
             by_name[name] = values
         options = [options_of(group) for group in groups]
         self._check_class(by_name, options)
-        if adopt and isinstance(self._backend, WholeMatrixStep):
-            self._backend.load_whole(by_name, options)
-        else:
-            self._backend.load(self._unwrapped(by_name, adopt), options)
+        self._backend.load(by_name, options, adopt)
         copy_options(options, self.param_groups)
         copy_options(self._backend.optimizer.param_groups, self.param_groups)
         after_load(self)
@@ -580,13 +574,6 @@ class ShardedOptimizer(Optimizer):
         return method
 
     # ---- inside ----
-
-    def _unwrapped(self, by_name: Mapping[str, Mapping[str, Any]], adopt: bool) -> dict[str, dict[str, Any]]:
-        is_elementwise = self._backend.is_elementwise
-        return {
-            name: {key: unwrap(name, key, v, self._slices[name], is_elementwise, adopt) for key, v in values.items()}
-            for name, values in by_name.items()
-        }
 
     def _synced_options(self) -> AbstractContextManager[None]:
         self._members.check(self.param_groups)
