@@ -40,7 +40,6 @@ from shardwise.checkpoint.format import (
     step_of,
     sum_of,
 )
-from shardwise.consistency.liveness import host_id
 from shardwise.errors import CheckpointError, DamagedCheckpointError, UnsafeFileError
 from shardwise.safe_files import open_append, opened, read_text
 
@@ -89,20 +88,6 @@ def give_back(folder: Path) -> None:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may have it open
         file.close()
-
-
-def note_of(pid: int) -> dict[str, object]:
-    """Return what distinguishes a process of this host from all others, also from later ones with its pid."""
-    return {"host": host_id(), "pid": pid, "started": _start_of(pid)}
-
-
-def _start_of(pid: int) -> str | None:
-    """Return the start time of a process of this host; None if it does not exist or has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 _MOST_HOLLOW = 1024  # times: file systems with compression use fewer blocks than bytes, but not that few

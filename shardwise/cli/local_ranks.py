@@ -26,6 +26,7 @@ from shardwise.cli import (
     LAUNCHER_VARIABLE,
     STORE_VARIABLE,
 )
+from shardwise.consistency.liveness import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_ranks
@@ -42,7 +43,7 @@ from shardwise.loop.launch import (
     run_program,
     run_ranks,
 )
-from shardwise.one_host import PREFIX
+from shardwise.one_host import PREFIX, read_proc
 from shardwise.recipes.config import TrainConfig, check_ranks
 
 _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has reported why
@@ -176,9 +177,9 @@ def job_of(environment: Mapping[str, str]) -> str | None:
     """
     if ATTEMPT_VARIABLE not in environment and "TORCHELASTIC_RESTART_COUNT" not in environment:
         return None
-    from shardwise.checkpoint.files import note_of
-
-    return json.dumps(note_of(os.getppid()))
+    launcher = os.getppid()
+    started = read_proc(f"{launcher}/stat").rpartition(")")[2].split()[19:20]  # a later process may have its pid
+    return json.dumps([host_id(), launcher, *started])
 
 
 # ---- ``shardwise run``: a user's own script or module on the ranks of this host.
