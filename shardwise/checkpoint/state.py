@@ -339,12 +339,13 @@ class OptimizerCarrier:
 
     def put(self, contents: Contents) -> None:
         """See :class:`ObjectCarrier`."""
-        for number, key, value in self._state.entries():
-            full = join(self.prefix, "state", self._names[number], key)
-            if isinstance(value, torch.Tensor):
-                contents.add_tensor(full, value)
-            else:
-                contents.add_value(full, encode(value, full, contents.add_tensor))
+        for number, values in self._state.entries():
+            for key, value in values.items():
+                full = join(self.prefix, "state", self._names[number], str(key))
+                if isinstance(value, torch.Tensor):
+                    contents.add_tensor(full, value)
+                else:
+                    contents.add_value(full, encode(value, full, contents.add_tensor))
         full, kind = join(self.prefix, "groups"), type(self._state.inner).__name__
         groups = [
             {"params": names, "options": options_of(group), "class": kind}

@@ -177,9 +177,10 @@ def job_of(environment: Mapping[str, str]) -> str | None:
     """
     if ATTEMPT_VARIABLE not in environment and "TORCHELASTIC_RESTART_COUNT" not in environment:
         return None
-    launcher = os.getppid()
-    started = read_proc(f"{launcher}/stat").rpartition(")")[2].split()[19:20]  # a later process may have its pid
-    return json.dumps([host_id(), launcher, *started])
+    stat = (
+        read_proc(f"{os.getppid()}/stat").rpartition(")")[2].split()
+    )  # with its start: a later process may have its pid
+    return json.dumps([host_id(), os.getppid(), *stat[19:20]])
 
 
 # ---- ``shardwise run``: a user's own script or module on the ranks of this host.

@@ -699,12 +699,12 @@ class OptimizerState:
             optimizer, optimizer, optimizer.state_dict, optimizer.load_state_dict, lambda: dict(enumerate(params))
         )
 
-    def entries(self) -> Iterator[tuple[int, str, Any]]:
-        """Yield the number of the parameter, the key and the value of all state.  Collective if owners of matrices have it.
+    def entries(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield the number and the state of each parameter that has some.  Collective if owners of matrices have it.
 
         Raises: ConfigError for state of something else than a parameter.
         """
         for number, values in self.state_dict()["state"].items():
             if not isinstance(number, int):
                 raise ConfigError(f"state of {number!r} belongs to no parameter; it cannot be named")
-            yield from ((number, str(key), value) for key, value in values.items())
+            yield number, values
