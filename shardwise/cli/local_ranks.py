@@ -177,10 +177,8 @@ def job_of(environment: Mapping[str, str]) -> str | None:
     """
     if ATTEMPT_VARIABLE not in environment and "TORCHELASTIC_RESTART_COUNT" not in environment:
         return None
-    stat = (
-        read_proc(f"{os.getppid()}/stat").rpartition(")")[2].split()
-    )  # with its start: a later process may have its pid
-    return json.dumps([host_id(), os.getppid(), *stat[19:20]])
+    stat = read_proc(f"{os.getppid()}/stat").rpartition(")")[2].split()
+    return json.dumps([host_id(), os.getppid(), *stat[19:20]])  # and its start: a later process may have its pid
 
 
 # ---- ``shardwise run``: a user's own script or module on the ranks of this host.
