@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shardwise import observe
 from shardwise.errors import ConfigError
-from shardwise.formatting import format_ranks, ranks_by_text
+from shardwise.formatting import format_ranks
 from shardwise.observe import ERROR
 from shardwise.safe_files import MOST_BYTES, move_file, open_input, replace_file
 
@@ -480,28 +480,11 @@ def _plain(value: Any) -> Any:
     return value if type(value) in (str, int) else str(getattr(value, "value", value))
 
 
-# ---- Combine the records of all ranks: who is missing, who failed first, where ranks diverge.  Pure.
+# ---- Combine the records of all ranks: who is missing, who failed first.  Pure.
 
 _GAP_S = 30.0  # between two writes: an earlier write belongs to a trouble that has passed
 _MOVED = 16  # events between two writes for the same trouble: ranks that fail clean up and query each other
 _BEFORE_S = 1.0  # how long before its writes an error may be
-
-
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """The first event of a track at which ranks differ.
-
-    Attributes:
-        count: of the event on the track.  found: the event of each rank.  before: the last event that they had in
-            common.
-        time_s: when the first rank got there.
-    """
-
-    track: str
-    count: int
-    found: Mapping[int, str]
-    before: str
-    time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,7 +503,6 @@ class Diagnosis:
     Attributes:
         ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
         failures: first errors, the earliest first; those that name another failed rank come last.
-        partings: per track, the earliest first.
         stacks: per rank, where its main thread was at the first write for its last trouble.
     """
 
@@ -528,7 +510,6 @@ class Diagnosis:
     num_ranks: int
     missing: tuple[int, ...]
     failures: tuple[Failure, ...]
-    partings: tuple[Parting, ...]
     stacks: Mapping[int, Stack]
     reasons: Mapping[int, tuple[Reason, ...]]
 
@@ -541,8 +522,6 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
     by_rank = newest(records)
     num_ranks = max([0, *(each.num_ranks for each in by_rank.values()), *(rank + 1 for rank in by_rank)])
     missing = tuple(rank for rank in range(num_ranks) if rank not in by_rank)
-    tracks = _tracks(by_rank)
-    partings = [found for name, events in tracks.items() if (found := first_parting(name, events)) is not None]
     failures = [found for rank, each in by_rank.items() if (found := _failure(rank, each)) is not None]
     return Diagnosis(
         ranks=tuple(sorted(by_rank)),
@@ -551,7 +530,6 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
         failures=tuple(
             sorted(failures, key=lambda each: (_is_because_of_others(each, failures), each.time_s, each.rank))
         ),
-        partings=tuple(sorted(partings, key=lambda each: (each.time_s, each.track))),
         stacks={rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stack(each)) is not None},
         reasons={rank: each.reasons for rank, each in sorted(by_rank.items())},
     )
@@ -563,25 +541,6 @@ def _is_because_of_others(failure: Failure, failures: Sequence[Failure]) -> bool
     return any(each.rank in named for each in failures if each.rank != failure.rank)
 
 
-def first_parting(track: str, events: Mapping[int, Sequence[Event]]) -> Parting | None:
-    """Return the first event, by its count, at which two ranks that have it differ; None if there is none.
-
-    Ranks remember different parts of a track; only what two of them remember is compared.
-    """
-    by_count: dict[int, dict[int, Event]] = {}
-    for rank, each in events.items():
-        for event in each:
-            by_count.setdefault(event.count, {})[rank] = event
-    before = "nothing that is remembered"
-    for count in sorted(by_count):
-        found = by_count[count]
-        if len({event.text for event in found.values()}) > 1:
-            texts = {rank: event.text for rank, event in sorted(found.items())}
-            return Parting(track, count, texts, before, min(event.time_s for event in found.values()))
-        before = next(iter(found.values())).text
-    return None
-
-
 def newest(records: Sequence[Record]) -> dict[int, Record]:
     """Return the newest of ``records`` of every rank that has one."""
     found: dict[int, Record] = {}
@@ -589,15 +548,6 @@ def newest(records: Sequence[Record]) -> dict[int, Record]:
         if record.rank is not None:
             found[record.rank] = record
     return found
-
-
-def _tracks(by_rank: Mapping[int, Record]) -> dict[str, dict[int, list[Event]]]:
-    found: dict[str, dict[int, list[Event]]] = {}
-    for rank, record in by_rank.items():
-        for event in record.events:
-            if event.track:
-                found.setdefault(event.track, {}).setdefault(rank, []).append(event)
-    return {name: events for name, events in found.items() if len(events) > 1}
 
 
 def _failure(rank: int, record: Record) -> Failure | None:
@@ -652,8 +602,6 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
             f"{format_ranks(diagnosis.missing)} left no record: killed (SIGKILL leaves none: often out of memory), stopped, on "
             "another disk, or never started"
         )
-    for parting in diagnosis.partings[:2]:
-        yield from _parting(parting)
     for place, failure in enumerate(diagnosis.failures[:_MOST_LISTED]):
         yield _describe_failure(failure, is_first=place == 0 and len(diagnosis.failures) > 1)
     waits = [
@@ -661,14 +609,8 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
     ]
     if waits:
         yield max(waits, key=len)  # that of the rank which reported who waits for whom
-    if not (diagnosis.missing or diagnosis.partings or diagnosis.failures or waits):
+    if not (diagnosis.missing or diagnosis.failures or waits):
         yield "nothing that differs between the ranks, and no error"
-
-
-def _parting(parting: Parting) -> Iterator[str]:
-    yield f"ranks part at event {parting.count} of {parting.track}, {_clock(parting.time_s)}, after {parting.before}:"
-    for text, ranks in ranks_by_text(sorted(parting.found.items())).items():
-        yield f"    {format_ranks(ranks)}: {text}"
 
 
 def _describe_failure(failure: Failure, is_first: bool) -> str:
