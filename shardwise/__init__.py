@@ -8,6 +8,7 @@ from shardwise.collectives.routes import set_default_transport
 from shardwise.consistency.failure_report import set_wait_report
 from shardwise.consistency.liveness import set_host_timeout
 from shardwise.consistency.recorder import record
+from shardwise.elastic.run import elastic
 from shardwise.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -109,6 +110,7 @@ __all__ = [
     "apply_activations",
     "clip_grad_norm_",
     "describe_units",
+    "elastic",
     "full_state_dict",
     "full_tensors",
     "fully_shard",

@@ -28,6 +28,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("optim", "reference"),
     ("zero", "planner", "offload"),
     ("transaction", "checkpoint", "loop"),
+    ("elastic",),
     ("recipes", "testing"),
     ("cli",),
     ("__main__",),
@@ -205,7 +206,8 @@ def test_public_names_have_docstrings() -> None:
 @of_each([p for p in FILES if owner(p) not in ("cli", "testing", "recipes", "loop")])
 def test_no_environment_reads_outside_the_edges(path: Path) -> None:
     # The process group that a launcher describes is joined in the first, the switch of checks is read in the second.
-    if path.relative_to(ROOT).as_posix() in ("fsdp/api.py", "checks/root.py"):
+    # What the launcher of an elastic run tells a rank is read in the third.
+    if path.relative_to(ROOT).as_posix() in ("fsdp/api.py", "checks/root.py", "elastic/run.py"):
         return
     assert "os.environ" not in path.read_text()
     assert "getenv" not in path.read_text()
@@ -320,16 +322,17 @@ def test_files_and_functions_are_short() -> None:
 BUDGETS = {
     "fsdp": 6400,  # with plan 5900, and checks 600
     "collectives": 2700,
-    "checkpoint": 2500,  # with transaction 2900
+    "checkpoint": 2550,  # with transaction 2900
     "recipes": 1800,
-    "consistency": 1950,  # 1800
+    "consistency": 2050,  # 1800
     "planner": 1400,
-    "optim": 1650,  # 1700
+    "optim": 1950,  # 1700
     "zero": 1100,
-    "cli": 1200,
+    "cli": 1250,
     "(top)": 1600,  # with testing 1500
     "transaction": 500,
-    "loop": 600,
+    "elastic": 550,  # issue 49, part 2: with the launcher and the recipe at most 800
+    "loop": 650,
     "testing": 400,
     "plan": 400,
     "checks": 350,

@@ -12,7 +12,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,8 +27,8 @@ from shardwise.cli import (
     LAUNCHER_VARIABLE,
     STORE_VARIABLE,
 )
-from shardwise.consistency.liveness import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
+from shardwise.elastic.members import ElasticTerms, outliving
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_ranks
 from shardwise.loop.launch import (
@@ -43,7 +44,7 @@ from shardwise.loop.launch import (
     run_program,
     run_ranks,
 )
-from shardwise.one_host import PREFIX, read_proc
+from shardwise.one_host import PREFIX
 from shardwise.recipes.config import TrainConfig, check_ranks
 
 _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has reported why
@@ -177,8 +178,9 @@ def job_of(environment: Mapping[str, str]) -> str | None:
     """
     if ATTEMPT_VARIABLE not in environment and "TORCHELASTIC_RESTART_COUNT" not in environment:
         return None
-    stat = read_proc(f"{os.getppid()}/stat").rpartition(")")[2].split()
-    return json.dumps([host_id(), os.getppid(), *stat[19:20]])  # and its start: a later process may have its pid
+    from shardwise.checkpoint.files import note_of
+
+    return json.dumps(note_of(os.getppid()))
 
 
 # ---- ``shardwise run``: a user's own script or module on the ranks of this host.
@@ -208,9 +210,25 @@ def add_run_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "--max-restarts", type=int, default=0, metavar="K", help="start all ranks again after a failure (default: 0)"
     )
     parser.add_argument("--leave-s", type=float, default=LEAVE_S, metavar="S", help=LEAVE_HELP)
+    add_elastic_arguments(parser)
     parser.add_argument("--nnodes", metavar="N", help=argparse.SUPPRESS)  # torchrun's: answered with torchrun's command
     parser.add_argument("-m", "--module", action="store_true", help="run the module of this name in place of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script and its arguments")
+
+
+def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ranks that outlive each other."""
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="go on, from memory, when ranks are killed; --max-restarts K then starts K processes in place of lost ones",
+    )
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="processes that wait to replace a lost rank (default: 0)"
+    )
+    parser.add_argument(
+        "--min-nproc", type=int, default=1, metavar="M", help="with --elastic: end when fewer are left (default: 1)"
+    )
 
 
 def run_run(arguments: argparse.Namespace) -> int:
@@ -237,7 +255,16 @@ def run_run(arguments: argparse.Namespace) -> int:
         where = "one for each GPU" if torch.cuda.device_count() else "no GPU found"
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
     program = UserProgram("module" if arguments.module else "script", tuple(words))
-    return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
+    if not arguments.elastic:
+        if arguments.spares or arguments.min_nproc != 1:
+            raise ConfigError("--spares and --min-nproc need --elastic.")
+        return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
+    if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc:
+        raise ConfigError(
+            f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to {nproc}."
+        )
+    terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc)
+    return _run(replace(program, prepare=partial(outliving, terms)), nproc, 0, arguments.leave_s)
 
 
 def check_leave(leave_s: float) -> None:

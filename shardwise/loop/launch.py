@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import pickle
+import re
 import runpy
 import signal
 import socket
@@ -21,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -139,6 +140,9 @@ class LaunchContext:
         output: descriptor for standard output and error of the ranks; None: those of the launcher.
         each_poll: called about every :data:`POLL_S` seconds while ranks run.
         leave_s: after a signal, when the first rank has left: seconds that the others may take.
+        shared: descriptors that every rank inherits.
+        outlives: returns True if the others go on without a rank that has ended with this code.
+        more: returns how many ranks to start now, besides those that were.
     """
 
     received: Sequence[int] = ()
@@ -149,6 +153,9 @@ class LaunchContext:
     output: int | None = None
     each_poll: Callable[[], None] = lambda: None
     leave_s: float = LEAVE_S
+    shared: tuple[int, ...] = ()
+    outlives: Callable[[int, int], bool] = lambda rank, code: False
+    more: Callable[[], int] = lambda: 0
 
 
 def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchContext) -> Ended:
@@ -157,15 +164,21 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchC
     with ExitStack() as stack:
         note = stack.enter_context(_reaper()) if place.own_sessions else None
         stack.callback(_kill, ranks)
-        for rank in range(nproc):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, **place.told}
-            ranks.append(_start(words, _environment(own, device_type), place))
+
+        def start() -> None:
+            rank = len(ranks)
+            own = {"RANK": rank, "LOCAL_RANK": rank % nproc, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+            ranks.append(_start(words, _environment({**own, **place.told}, device_type), place))
             if note is not None:
                 ranks[-1].note = note
                 note(f"+{ranks[-1].pid}")
+
+        for _ in range(nproc):
+            start()
+        stack.enter_context(_passing_on(signal.SIGUSR1, ranks))
         if place.own_sessions:
             stack.enter_context(_stopping(ranks))
-        failure = _watch(ranks, place)
+        failure = _watch(ranks, place, start)
         place.each_poll()
         codes = tuple(rank.returncode for rank in ranks if rank.returncode)
         running = [rank for rank, process in enumerate(ranks) if place.received and process.poll() is None]
@@ -285,11 +298,23 @@ def _start(words: Sequence[str], environment: Mapping[str, str], place: LaunchCo
             stdin=subprocess.DEVNULL,
             stdout=place.output,
             stderr=place.output,
-            pass_fds=place.network,
+            pass_fds=(*place.network, *place.shared),
             start_new_session=place.own_sessions,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+
+
+def _passing_on(number: int, ranks: Sequence[Rank]) -> AbstractContextManager[None]:
+    """Let ranks that have a handler for a signal get it, too: it asks them to write down what they do."""
+
+    def pass_on(number: int, _frame: object) -> None:
+        for rank in ranks:
+            caught = re.search(r"SigCgt:\s*([0-9a-f]+)", read_proc(f"{rank.pid}/status"))
+            if caught is not None and int(caught[1], 16) >> (number - 1) & 1:
+                _send(rank, number)
+
+    return handled([number], pass_on)
 
 
 def _send(rank: Rank, number: int) -> None:
@@ -298,20 +323,26 @@ def _send(rank: Rank, number: int) -> None:
             os.kill(rank.pid, number)
 
 
-def _watch(ranks: Sequence[Rank], place: LaunchContext) -> FailedRank | None:
+def _watch(ranks: Sequence[Rank], place: LaunchContext, start: Callable[[], None]) -> FailedRank | None:
     """Return when every rank has ended, or when those that have not can be killed: the first failure, if there is one."""
     first: FailedRank | None = None
     received, reported = place.received, place.reported
     deadline = float("inf")
     is_told, told_s = False, float("inf")
-    while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline and len(received) < 2:
+    while time.monotonic() < deadline and len(received) < 2:
+        is_running = None in [rank.poll() for rank in ranks]
         if received and not is_told:
             is_told = True
             told_s = time.monotonic()
             for rank in ranks:
                 _send(rank, received[0] if place.own_sessions else signal.SIGTERM)
                 _send(rank, signal.SIGCONT)  # one that is stopped leaves with the others
-        first = first or _first_failure(ranks, reported if is_told else None)
+        first = first or _first_failure(ranks, reported if is_told else None, place.outlives)
+        num_more = place.more() if first is None and not received else 0
+        for _ in range(num_more):
+            start()
+        if not is_running and not num_more:
+            break
         place.each_poll()
         for rank in ranks if time.monotonic() > told_s + place.leave_s else ():
             state = read_proc(f"{rank.pid}/stat").rpartition(")")[2].strip()[:1]
@@ -321,15 +352,19 @@ def _watch(ranks: Sequence[Rank], place: LaunchContext) -> FailedRank | None:
         wait_s = GRACE_S if first is not None else place.leave_s if has_left else float("inf")
         deadline = min(deadline, time.monotonic() + wait_s)
         time.sleep(POLL_S)
-    return first or _first_failure(ranks, reported if is_told else None)
+    return first or _first_failure(ranks, reported if is_told else None, place.outlives)
 
 
-def _first_failure(ranks: Sequence[Rank], reported: Sequence[int] | None) -> FailedRank | None:
+def _first_failure(
+    ranks: Sequence[Rank], reported: Sequence[int] | None, outlives: Callable[[int, int], bool]
+) -> FailedRank | None:
     """Return a rank that has failed, one that was killed before one that reported why; None if there is none.
 
-    ``reported``: the exit codes that count, once a signal was passed on; None: all.
+    ``reported``: the exit codes that count, once a signal was passed on; None: all that the others do not outlive.
     """
     ended = [FailedRank(rank, process.returncode) for rank, process in enumerate(ranks) if process.returncode]
+    if reported is None:
+        ended = [each for each in ended if not outlives(each.rank, each.code)]
     failed = ended if reported is None else [each for each in ended if each.code in reported]
     return min(failed, key=lambda each: (each.code, each.rank), default=None)
 
@@ -390,12 +425,14 @@ class UserProgram:
         kind: "script", "module" (``python -m``) or "call" (a pickled function, :func:`notebook_launch`).
         words: the script, module or file of the call, and its arguments.
         output, each_poll: as of :class:`LaunchContext`.
+        prepare: completes the context of the ranks that meet at a store.
     """
 
     kind: str
     words: tuple[str, ...]
     output: int | None = None
     each_poll: Callable[[], None] = lambda: None
+    prepare: Callable[[dist.TCPStore, LaunchContext], LaunchContext] = lambda store, place: place
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,10 +471,10 @@ def run_program(
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}" + f"-{number}" * bool(number)
     records, claim = default_place() / name, scratch / f"failed-{number}"
-    with _loopback_store() as port:
+    with _loopback_store() as store:
         told: dict[str, object] = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": store.port,
             "GROUP_RANK": 0,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RESTART_COUNT": number,
@@ -447,17 +484,17 @@ def run_program(
             received, told, own_sessions=True, output=program.output, each_poll=program.each_poll, leave_s=leave_s
         )
         words = ("-c", _START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
-        ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, place)
+        ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, program.prepare(store, place))
     return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)
 
 
 @contextmanager
-def _loopback_store() -> Generator[int, None, None]:
-    """Yield the port of a store at which ranks meet; torch's own would listen on every interface."""
+def _loopback_store() -> Generator[dist.TCPStore, None, None]:
+    """Yield a store at which ranks meet; torch's own would listen on every interface."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
-    yield port
+    yield store
     del store
 
 

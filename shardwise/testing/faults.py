@@ -47,6 +47,8 @@ PLACES: dict[str, str] = {
     "consolidation": "ZeroRedundancyOptimizer.consolidate_state_dict",
     "checkpoint save": "a checkpoint is about to be written, after all ranks have agreed on it",
     "checkpoint load": "a checkpoint is about to be read",
+    "elastic commit": "the state after a step is written to memory, and not yet marked as complete",
+    "elastic recovery": "ranks of an elastic run have joined, and are about to call build()",
 }
 _TENSORS_AT = ("backward", "optimizer step", "all-gather", "reduction", "exchange")
 _LEFT_OUT_AT = ("all-gather", "reduction")

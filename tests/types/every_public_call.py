@@ -60,6 +60,7 @@ from shardwise import (
     apply_activations,
     clip_grad_norm_,
     describe_units,
+    elastic,
     full_state_dict,
     full_tensors,
     fully_shard,
@@ -253,6 +254,21 @@ def meters(model: nn.Module, batches: list[Tensor]) -> None:
             loss = model(batch).sum()
         figures: dict[str, float | None] | None = meter.log(loss=loss, norm=1.0)
         print(figures, meter.figures(), meter.num_steps)
+
+
+def outlives(batches: list[Tensor]) -> int:
+    def build() -> tuple[Net, torch.optim.Optimizer]:
+        model = Net()
+        return model, torch.optim.AdamW(model.parameters())
+
+    run = elastic(build, num_steps=len(batches), num_microbatches=12, folder="run")
+    for step in run:
+        with step as (model, optimizer):
+            model(batches[step.number]).sum().backward()
+            optimizer.step()
+    seconds: list[float] = [each.seconds["groups"] for each in run.recoveries]
+    print(run.num_bytes, seconds, run.state)
+    return run.number
 
 
 def launches() -> int:

@@ -1,0 +1,334 @@
+"""Which processes are the ranks of a run, from one generation of its groups to the next.
+
+The launcher decides it alone: it sees at once that a process has ended, and it has the store, so that any rank can be lost.
+A generation is one key of that store, which is never written again.  A thread of each rank waits for the next one and
+interrupts what the rank does if a rank of its generation is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.consistency import store as waits
+from shardwise.consistency.process_groups import abort_all_connections
+from shardwise.errors import ConfigError, StateError
+from shardwise.loop.launch import LaunchContext
+
+VARIABLE = "SHARDWISE_ELASTIC"  # of a rank's environment: the port of the store, and the descriptors of the memory
+_NUM_SETS = 2
+_OVER, _READY, _AGAIN_S = "elastic/over", "elastic/ready/{}", 0.1
+_POLLS_S = 2e-4, 5e-3  # first and longest pause between two looks for a key
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The processes that are ranks from here on.
+
+    Attributes:
+        number: counts from 1.  members: their numbers, in the order of ranks.
+        is_urgent: a member of the generation before is lost; else it ends after a step.
+        cause: in words.  seen_s: when the launcher saw it, by the host's monotonic clock.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    is_urgent: bool
+    cause: str
+    seen_s: float
+
+
+def _key(number: int) -> str:
+    return f"elastic/generation/{number}"
+
+
+# ---- The launcher's side.
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticTerms:
+    """How many processes a run may have.
+
+    Attributes:
+        num_ranks: at the start, and the most later on.  num_spares: that wait to take the place of a lost rank.
+        num_new: to start in place of lost processes, until the run ends.  min_ranks: the run ends with fewer.
+    """
+
+    num_ranks: int
+    num_spares: int = 0
+    num_new: int = 0
+    min_ranks: int = 1
+
+
+def outliving(terms: ElasticTerms, store: dist.TCPStore, place: LaunchContext) -> LaunchContext:
+    """Return ``place`` for ranks that outlive each other: with the memory for their state, and a :class:`Membership`.
+
+    Raises: ConfigError where the system has no memory files.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("--elastic needs memory that outlives a process (memfd_create), which only Linux has.")
+    fds = [[os.memfd_create("shardwise-elastic", 0) for _ in range(terms.num_ranks)] for _ in range(_NUM_SETS)]
+    members = Membership(store, terms)
+    told = {**place.told, VARIABLE: json.dumps({"port": store.port, "fds": fds})}
+    shared = tuple(fd for each in fds for fd in each)
+    return replace(place, told=told, shared=shared, outlives=members.outlives, more=members.more)
+
+
+class Membership:
+    """Decides on generations; ``store``: that of the launcher."""
+
+    def __init__(self, store: dist.Store, terms: ElasticTerms) -> None:
+        self._store, self._terms = store, terms
+        self._waiting: list[int] = []  # spares, ready or not
+        self._lost: set[int] = set()
+        self._num_started = terms.num_ranks
+        self._is_short = False
+        self._generation = Generation(0, (), False, "", 0.0)
+        self._announce(range(terms.num_ranks), False, "the start")
+
+    @property
+    def _num_startable(self) -> int:
+        terms = self._terms
+        return terms.num_ranks + terms.num_spares + terms.num_new - self._num_started
+
+    def outlives(self, process: int, code: int) -> bool:
+        """Return True if the others go on without a process that has ended with ``code``; they are told."""
+        if process in self._lost:
+            return True
+        if code >= 0 or self._is_short or self._is_over():
+            return False
+        if process in self._waiting:
+            self._lost.add(process)
+            self._waiting.remove(process)
+            return True
+        left = [each for each in self._generation.members if each != process]
+        members = [*left, *self._ready()[: self._terms.num_ranks - len(left)]]
+        num_left = len(left) + len(self._waiting) + self._num_startable
+        if num_left < self._terms.min_ranks:
+            self._is_short = True
+            print(f"shardwise: {num_left} ranks are left, --min-nproc is {self._terms.min_ranks}", file=sys.stderr)
+            return False
+        self._lost.add(process)
+        how = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        self._announce(members, True, f"process {process} was ended by {how}")
+        return True
+
+    def more(self) -> int:
+        """Let processes that are ready join; return how many are to be started."""
+        if self._is_over():
+            if self._waiting:
+                self._announce((), True, "the run is over")
+                self._waiting.clear()
+            return 0
+        members = self._generation.members
+        joining = self._ready()[: self._terms.num_ranks - len(members)]
+        if joining:
+            self._announce([*members, *joining], False, f"{len(joining)} joined")
+        terms = self._terms
+        wanted = terms.num_ranks + terms.num_spares - len(self._generation.members) - len(self._waiting)
+        num_more = max(0, min(wanted, self._num_startable))
+        self._waiting += range(self._num_started, self._num_started + num_more)
+        self._num_started += num_more
+        return num_more
+
+    def _ready(self) -> list[int]:
+        return [each for each in self._waiting if self._store.check([_READY.format(each)])]
+
+    def _is_over(self) -> bool:
+        return self._store.check([_OVER])
+
+    def _announce(self, members: Iterable[int], is_urgent: bool, cause: str) -> None:
+        self._generation = Generation(self._generation.number + 1, tuple(members), is_urgent, cause, time.monotonic())
+        self._waiting = [each for each in self._waiting if each not in self._generation.members]
+        self._store.set(_key(self._generation.number), json.dumps(asdict(self._generation)))
+
+
+# ---- A rank's side.
+
+
+class RanksChanged(RuntimeError):
+    """What a rank waits for will not come: a rank of its generation is lost."""
+
+
+class _GenerationStore(dist.Store):
+    """The launcher's store for one generation: every call raises once a rank of it is lost, also one that waits."""
+
+    def __init__(self, inner: dist.Store, process: Process, number: int) -> None:
+        super().__init__()
+        self._inner, self._process, self._number = inner, process, number
+
+    def _ask(self) -> Any:
+        self._process.refuse(self._number)
+        return self._inner
+
+    def set(self, key: str, value: str) -> None:
+        self._ask().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._ask().get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask().add(key, value)
+
+    def append(self, key: str, value: str) -> None:
+        self._ask().append(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask().check(keys)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._ask().compare_set(key, expected_value, desired_value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask().delete_key(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def num_keys(self) -> int:
+        return self._ask().num_keys()
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=300)) -> None:
+        if not waits.wait_until(lambda: self.check(keys), timeout.total_seconds(), pauses_s=_POLLS_S):
+            raise dist.DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, keys: {', '.join(keys)}")
+
+
+def _connect(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, None, False)
+
+
+class Process:
+    """This process, which is a rank of some generations and a spare in others.
+
+    Attributes:
+        number: of the process.  fds: of the memory for the state.
+        generation: the one that it takes part in; None between two.  newest: that the launcher has announced.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        told = json.loads(environment[VARIABLE])
+        self.number, self.fds = int(environment["RANK"]), told["fds"]
+        self._store = _connect(told["port"])
+        self.generation: Generation | None = None
+        self.newest = Generation(0, (), False, "", 0.0)
+        self._is_over = False
+        self._joined: dist.Store | None = None
+        self._left = 0  # the number of the last generation that it was a rank of
+        self._lost_in = 0  # the newest generation that begins with a loss
+        self._leaving = threading.Lock()  # what makes a generation fail must not reach the next one
+        threading.Thread(
+            target=self._watch, args=(_connect(told["port"]),), name="shardwise-elastic", daemon=True
+        ).start()
+        self._store.set(_READY.format(self.number), "")
+
+    # ---- the thread that waits for the next generation ----
+
+    def _watch(self, store: dist.TCPStore) -> None:
+        while True:
+            key = _key(self.newest.number + 1)
+            with suppress(dist.DistStoreError):
+                store.wait([key], timedelta(days=1))
+                fields: dict[str, Any] = json.loads(store.get(key))
+                members: list[int] = fields.pop("members")
+                newest = Generation(members=tuple(members), **fields)
+                if newest.is_urgent:
+                    self._lost_in = newest.number
+                self.newest = newest
+                self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Make the main thread raise where it waits for other ranks, until it has left its generation."""
+        while True:
+            with self._leaving, suppress(RuntimeError):  # the main thread makes a group meanwhile
+                if not self.is_superseded():
+                    return
+                if dist.is_initialized():
+                    abort_all_connections(range(dist.get_world_size()))
+                    torch_private.abort_groups()
+            time.sleep(_AGAIN_S)
+
+    # ---- the main thread ----
+
+    def is_superseded(self) -> bool:
+        """Return True if a rank of the generation of this process is lost."""
+        own = self.generation
+        return own is not None and self._lost_in > own.number
+
+    def refuse(self, number: int) -> None:
+        """Raise if a rank of generation ``number`` is lost.  Raises: RanksChanged."""
+        if self._lost_in > number and not self._is_over:
+            raise RanksChanged(f"elastic: {self.newest.cause}")
+
+    def join(self, backend: str, num_used: Callable[[int], int]) -> Generation:
+        """Wait for a generation that this process is a rank of, and make its default process group.
+
+        ``num_used``: returns how many of so many members are ranks; the others wait.
+        Raises: RanksChanged if a rank is lost meanwhile.  StateError after the end.  SystemExit in a spare after the end.
+        """
+        is_spare = not self._left
+        while True:
+            newest = self.newest
+            used = newest.members[: num_used(len(newest.members))]
+            is_spare = is_spare or bool(newest.number > self._left and used and self.number not in used)
+            if self._store.check([_OVER]):
+                if not is_spare:
+                    raise StateError(f"elastic: {newest.cause}, after the last step: other ranks have left the loop")
+                raise SystemExit(0)
+            if self.number in used and newest.number > self._left:
+                break
+            waits.wait_until(lambda newest=newest: self.newest is not newest, waits.LOOK_S, pauses_s=_POLLS_S)
+        self.generation = Generation(newest.number, used, newest.is_urgent, newest.cause, newest.seen_s)
+        self.listen()
+        self._joined = _GenerationStore(self._store, self, newest.number)  # C++ does not keep its Python part
+        store = dist.PrefixStore(f"elastic/{newest.number}", self._joined)
+        dist.init_process_group(backend, store=store, rank=used.index(self.number), world_size=len(used))
+        return self.generation
+
+    def listen(self) -> None:
+        """Interrupt polls of the main thread, too."""
+        number = cast(Generation, self.generation).number
+        waits.listen(lambda: self.refuse(number))
+
+    def leave(self) -> None:
+        """Leave the generation: nothing of its groups stays."""
+        with self._leaving:
+            own, self.generation = self.generation, None
+        self._left = own.number if own is not None else self._left
+        waits.leave()
+        if not dist.is_initialized():  # an interrupted start leaves names of groups behind, which a destruction resets
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        torch_private.abort_groups()
+        dist.destroy_process_group()
+
+    def is_lost(self, error: BaseException, limit_s: float) -> bool:
+        """Return True if ``error`` was raised because a rank is lost; wait at most ``limit_s`` for the launcher's word."""
+        if not isinstance(error, RuntimeError | OSError):
+            return self.is_superseded() and isinstance(error, Exception)
+        return bool(waits.wait_until(self.is_superseded, limit_s, pauses_s=_POLLS_S))
+
+    def finish(self) -> None:
+        """Note that the run is over: from here on a lost rank ends it."""
+        with self._leaving:
+            self.generation, self._is_over = None, True
+        waits.leave()
+        self._store.set(_OVER, str(os.getpid()))

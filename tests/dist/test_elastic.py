@@ -1,0 +1,141 @@
+"""Ranks are killed, and the run ends with the parameters of the run that lost none, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import elastic_program
+from helpers.commands import COMMAND, Ended
+from helpers.forked_commands import run_forked
+
+import shardwise
+from shardwise import ConfigError, StateError
+from shardwise.cli.main import main
+
+RUN = [*COMMAND[: COMMAND.index("train")], "run", "--elastic"]
+
+
+def elastic(folder: Path, *words: str, **settings: Any) -> Ended:
+    settings["out"] = str(folder / "out")
+    return run_forked([*RUN, *words, elastic_program.__file__, json.dumps(settings)], TMPDIR=str(folder))
+
+
+def assert_undisturbed(folder: Path, ended: Ended) -> dict[str, Any]:
+    """Compare what a run has left with one process; return what it says of itself."""
+    assert ended.code == 0, ended.err
+    found, more = torch.load(folder / "out")
+    expected = elastic_program.undisturbed()
+    assert {name: torch.equal(found[name], value) for name, value in expected.items()} == dict.fromkeys(expected, True)
+    assert more["seen"] == elastic_program.NUM_STEPS
+    return more
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "transport"),
+    [
+        ("forward", "fully_shard", "auto"),
+        ("backward", "fully_shard", "collective"),
+        ("all-gather", "fully_shard", "gloo"),
+        ("reduction", "replicate", "auto"),
+        ("optimizer step", "zero", "auto"),
+        ("elastic commit", "fully_shard", "auto"),
+    ],
+)
+def test_survivors_make_the_step_again_wherever_a_rank_was_killed(
+    place: str, kind: str, transport: str, tmp_path: Path
+) -> None:
+    ended = elastic(tmp_path, "-n", "4", kind=kind, transport=transport, kills=[[0, place, 3]])
+    more = assert_undisturbed(tmp_path, ended)
+    assert more["recoveries"] == ["process 0 was ended by SIGKILL"]
+    assert more["worlds"][-1] == 3
+
+
+@pytest.mark.parametrize("second", ["elastic recovery", "init", "elastic commit"])
+def test_a_rank_that_is_killed_while_others_recover_is_outlived_too(second: str, tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "4", kills=[[2, "backward", 4], [0, second, 4]])
+    more = assert_undisturbed(tmp_path, ended)
+    assert more["worlds"][-1] == 2
+
+
+def test_ranks_that_are_killed_at_once_are_outlived_by_the_last_one(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "4", kills=[[process, "optimizer step", 3] for process in (0, 1, 3)])
+    more = assert_undisturbed(tmp_path, ended)
+    assert more["worlds"][-1] == 1
+
+
+@pytest.mark.parametrize(("place", "step"), [("init", -1), ("forward", 0)])
+def test_a_kill_before_the_first_step_is_done_begins_again(place: str, step: int, tmp_path: Path) -> None:
+    more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "3", kills=[[1, place, step]]))
+    assert set(more["worlds"]) == {2}
+
+
+def test_a_spare_takes_the_place_of_a_lost_rank_and_leaves_unused(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", "--spares", "2", slow_ms=100, kills=[[1, "backward", 5]])
+    more = assert_undisturbed(tmp_path, ended)
+    assert more["worlds"][-1] == 2
+    assert len(more["recoveries"]) == 1
+
+
+def test_processes_are_started_in_place_of_lost_ones_and_join_after_a_step(tmp_path: Path) -> None:
+    words = ("-n", "2", "--max-restarts", "2")
+    more = assert_undisturbed(tmp_path, elastic(tmp_path, *words, slow_ms=300, kills=[[0, "backward", 2]]))
+    assert more["worlds"][:3] == [2, 2, 1] or more["recoveries"][0] == "1 joined"
+    assert more["worlds"][-1] == 2
+
+
+def test_state_outlives_all_ranks(tmp_path: Path) -> None:
+    words = ("-n", "2", "--max-restarts", "2")
+    more = assert_undisturbed(tmp_path, elastic(tmp_path, *words, kills=[[0, "backward", 5], [1, "backward", 5]]))
+    assert len(more["worlds"]) == 3, "the new ranks made steps 5 to 7 alone"
+
+
+def test_only_a_number_of_ranks_that_divides_the_microbatches_takes_part(tmp_path: Path) -> None:
+    more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "4", V=4, kills=[[3, "backward", 2]]))
+    assert more["worlds"] == [4, 4, 2, 2, 2, 2, 2, 2]
+
+
+def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", raises=2)
+    assert ended.code == 1
+    assert "ValueError: no such column" in ended.err
+
+
+def test_values_that_differ_between_ranks_end_all_ranks(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", differs=2)
+    assert ended.code == 1
+    assert "ConfigError: user: rank 0 has" in ended.err
+
+
+def test_fewer_ranks_than_the_user_allows_end_the_run(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "3", "--min-nproc", "3", kills=[[1, "forward", 2]])
+    assert ended.code == 128 + 9
+    assert "shardwise: 2 ranks are left, --min-nproc is 3" in ended.err
+    assert "rank 1 was ended by SIGKILL" in ended.err
+
+
+def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StateError, match="was not started by shardwise run --elastic"):
+        shardwise.elastic(dict[str, Any], num_steps=1)
+    monkeypatch.setenv("SHARDWISE_ELASTIC", "{}")
+    with pytest.raises(ConfigError, match="num_steps is -1 and num_microbatches 0"):
+        shardwise.elastic(dict[str, Any], num_steps=-1, num_microbatches=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--spares", "1"], "--spares and --min-nproc need --elastic"),
+        (["--elastic", "--spares", "-1"], "--spares is -1, expected at least 0"),
+        (["--elastic", "-n", "2", "--min-nproc", "3"], "--min-nproc is 3, expected 1 to 2"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text("")
+    assert main(["run", *words, str(tmp_path / "program.py")]) == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""A program whose ranks are killed: ``elastic_program.py SETTINGS``, a JSON object.
+
+Sums of gradients are exact in it, so that its parameters are the same to the bit at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.testing import faults
+
+NUM_STEPS, NUM_MICROBATCHES, WIDTH = 8, 12, 8
+
+
+class Layers(nn.Module):
+    """Every layer gets the input; the loss is linear in each, with other factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=number % 2 == 0) for number in range(3)])
+        self.odd = nn.Parameter(torch.ones(5, 3))
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        return sum((number + 1) * layer(x).sum() for number, layer in enumerate(self.layers)) + x.sum() * self.odd.sum()
+
+
+def make_model() -> Layers:
+    model = Layers()
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            param.copy_((torch.arange(param.numel()).view(param.shape) + number) % 5)
+    return model
+
+
+def batch_of(step: int) -> torch.Tensor:
+    """Return the inputs of all microbatches of a step: small whole numbers."""
+    noise = torch.Generator("cpu").manual_seed(step)
+    return torch.randint(-3, 4, (NUM_MICROBATCHES, WIDTH), generator=noise).float()
+
+
+def make_optimizer(params: Any, kind: str) -> torch.optim.Optimizer:
+    if kind == "zero":
+        return shardwise.ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.125, momentum=0.5)
+    return torch.optim.SGD(params, lr=0.125, momentum=0.5)
+
+
+def undisturbed(num_steps: int = NUM_STEPS) -> dict[str, torch.Tensor]:
+    """Return the parameters after ``num_steps`` steps in one process."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters(), "")
+    for step in range(num_steps):
+        (model(batch_of(step)) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def shard(model: Layers, kind: str) -> None:
+    if kind == "replicate":
+        shardwise.replicate(model)
+        return
+    if kind == "zero":
+        return
+    for layer in model.layers:
+        shardwise.fully_shard(layer)
+    shardwise.fully_shard(model)
+
+
+def train(settings: dict[str, Any]) -> None:
+    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms."""
+    process, kind = int(os.environ["RANK"]), settings.get("kind", "fully_shard")
+    if "transport" in settings:
+        shardwise.set_default_transport(settings["transport"])
+    kills = [[place, step] for number, place, step in settings.get("kills", ()) if number == process]
+    num_steps = settings.get("num_steps", NUM_STEPS)
+    with ExitStack() as stack:
+
+        def set_faults(now: int) -> None:
+            for place, step in [each for each in kills if each[1] == now]:
+                kills.remove([place, step])
+                if isinstance(place, str):
+                    stack.enter_context(faults.kill_at(place, rank=None))
+                else:
+                    kill_after(place)
+
+        def build() -> dict[str, Any]:
+            model = make_model()
+            shard(model, kind)
+            if kind == "zero":
+                model = nn.parallel.DistributedDataParallel(model)
+            made: dict[str, Any] = {"model": model, "optimizer": make_optimizer(model.parameters(), kind)}
+            made["scheduler"] = torch.optim.lr_scheduler.ConstantLR(made["optimizer"], 1.0)
+            made["user"] = {"seen": 0}
+            return made
+
+        set_faults(-1)
+        run = shardwise.elastic(build, num_steps=num_steps, num_microbatches=settings.get("V", NUM_MICROBATCHES))
+        worlds: list[int] = []
+        for step in run:
+            with step as state:
+                set_faults(step.number)
+                if settings.get("raises") == step.number and dist.get_rank() == 1:
+                    raise ValueError("no such column")
+                if step.number >= 1 and settings.get("slow_ms"):
+                    time.sleep(settings["slow_ms"] / 1000)
+                rank, size = dist.get_rank(), dist.get_world_size()
+                loss = state["model"](batch_of(step.number).chunk(size)[rank])
+                (loss * size / 4).backward()
+                state["optimizer"].step()
+                state["optimizer"].zero_grad()
+                state["scheduler"].step()
+                state["user"]["seen"] += 1
+                worlds.append(size)
+                if settings.get("differs") == step.number:
+                    state["user"]["seen"] += rank
+    assert run.state is not None
+    state = run.state
+    inner = getattr(state["model"], "module", state["model"])
+    found = shardwise.full_state_dict(inner)
+    if dist.get_rank() == 0:
+        more = {"seen": state["user"]["seen"], "worlds": worlds, "recoveries": [r.cause for r in run.recoveries]}
+        more["seconds"] = [dict(r.seconds) for r in run.recoveries]
+        more |= {"momentum": len(state["optimizer"].state_dict()["state"]) if kind != "zero" else 0}
+        torch.save([found, more], settings["out"])
+    dist.destroy_process_group()
+
+
+def kill_after(milliseconds: float) -> Callable[[], None]:
+    """Kill this process from another thread."""
+
+    def kill() -> None:
+        time.sleep(milliseconds / 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    return kill
+
+
+if __name__ == "__main__":
+    train(json.loads(sys.argv[1]))
