@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import shard_model, torch_private
 from shardwise.collectives.host import local_peers
 from shardwise.planner.advice import step_under
-from shardwise.planner.dry_run import TensorSplit, dry_run
-from shardwise.planner.hardware import HARDWARE, ONE_UNIT, SHARED, Profile, Setting
+from shardwise.planner.hardware import HARDWARE, ONE_UNIT, SHARED, Profile, Setting, TensorSplit, dry_run
 from shardwise.planner.rank_step import KINDS, RankMemory
 from shardwise.recipes.config import ModelShape, TrainConfig
 from shardwise.recipes.gpt import GPT

@@ -250,11 +250,6 @@ class LoadRequests:
         starts = tuple(f"{prefix}/" for prefix in prefixes)
         return [n for n in found if (n in prefixes or n.startswith(starts)) and n not in self._used]
 
-    @property
-    def is_whole(self) -> bool:
-        """True if every tensor was requested, except each rank's own state."""
-        return all(name in self._used or name.startswith("rank/") for name in self.manifest.tensors)
-
     def skip(self, prefix: str) -> None:
         """Mark all names under ``prefix`` as used: they are known but not wanted."""
         every = (*self.manifest.tensors, *self.manifest.values)

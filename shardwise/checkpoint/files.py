@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import platform
 import shutil
@@ -28,7 +27,6 @@ from shardwise.checkpoint.format import (
     REPLACED,
     SAVE_KEY,
     SAVING,
-    VERIFIED,
     ByteRange,
     FileRecord,
     Header,
@@ -42,7 +40,6 @@ from shardwise.checkpoint.format import (
     step_of,
     sum_of,
 )
-from shardwise.consistency.liveness import host_id
 from shardwise.errors import CheckpointError, DamagedCheckpointError, UnsafeFileError
 from shardwise.safe_files import open_append, opened, read_text
 
@@ -91,20 +88,6 @@ def give_back(folder: Path) -> None:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)  # a forked process may have it open
         file.close()
-
-
-def note_of(pid: int) -> dict[str, object]:
-    """Return what distinguishes a process of this host from all others, also from later ones with its pid."""
-    return {"host": host_id(), "pid": pid, "started": _start_of(pid)}
-
-
-def _start_of(pid: int) -> str | None:
-    """Return the start time of a process of this host; None if it does not exist or has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 _MOST_HOLLOW = 1024  # times: file systems with compression use fewer blocks than bytes, but not that few
@@ -498,49 +481,9 @@ def commit(files: Files, pending: Path, final: Path) -> Path:
 
 
 def keep_last(files: Files, folder: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` checkpoints and the last verified one."""
-    verified = verified_checkpoint(files, folder)
+    """Remove all but the last ``keep`` checkpoints."""
     for checkpoint in list_checkpoints(files, folder)[:-keep]:
-        if checkpoint != verified:
-            aside = folder / f"{REMOVING}{checkpoint.path.name}"
-            files.rename(checkpoint.path, aside)
-            files.sync_folder(folder)  # half of it is found under this name only
-            files.remove(aside)
-
-
-def verified_checkpoint(files: Files, folder: Path) -> Checkpoint | None:
-    """Return the checkpoint that was verified last, None if none is known.
-
-    Another save of the same step, from any source, is not the verified one.
-    """
-    noted = _noted(files, folder)
-    if noted is None:
-        return None
-    step, save_id = noted
-    with suppress(DamagedCheckpointError):
-        for each in list_checkpoints(files, folder):
-            if each.step == step and read_manifest(files, each.path).save_id == save_id:
-                return each
-    return None
-
-
-def note_verified(files: Files, checkpoint: Path, save_id: str) -> None:
-    """Record that all of a save was verified; ignore folders that cannot be written."""
-    step, folder = step_of(checkpoint.name), checkpoint.parent
-    if step is None or _noted(files, folder) == (step, save_id):
-        return
-    fresh = folder / f"{VERIFIED}-new"
-    with suppress(OSError):
-        files.remove(fresh)
-        write_all(files, fresh, json.dumps({"step": step, "save": save_id}).encode())
-        files.rename(fresh, folder / VERIFIED)
-
-
-def _noted(files: Files, folder: Path) -> tuple[int, str] | None:
-    if VERIFIED not in files.names(folder):
-        return None
-    try:
-        found = json.loads(read_all(files, folder / VERIFIED, 4096))
-        return int(found["step"]), str(found["save"])
-    except (DamagedCheckpointError, ValueError, KeyError, TypeError):
-        return None
+        aside = folder / f"{REMOVING}{checkpoint.path.name}"
+        files.rename(checkpoint.path, aside)
+        files.sync_folder(folder)  # half of it is found under this name only
+        files.remove(aside)

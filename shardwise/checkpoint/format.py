@@ -210,7 +210,6 @@ def runs_of(part: Window, wanted: Window, itemsize: int, most_bytes: int) -> lis
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-VERIFIED = ".verified"
 SAVING = ".saving-"
 REMOVING = ".removing-"
 REPLACED = ".replaced-"

@@ -19,7 +19,6 @@ from shardwise.checkpoint.contents import LoadRequests, Request
 from shardwise.checkpoint.files import (
     Files,
     list_checkpoints,
-    note_verified,
     read_all,
     read_header,
     read_manifest,
@@ -270,8 +269,6 @@ def _load_one(
 
     failed = f"{path} was read, and putting it into place failed; the state may have changed in part"
     together(store_gather, failed, lambda: [apply() for apply in result.applies])
-    if store_gather.rank == 0 and result.order.is_whole:
-        note_verified(Files(), path, result.manifest.save_id)
     missing = (*result.order.missing, *result.order.unlike)
     if missing or result.unexpected:
         logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(result.unexpected))

@@ -411,7 +411,7 @@ def save(
         state: models, optimizers of every API, anything with ``state_dict`` and ``load_state_dict``, or dicts of plain
             values, by name.  Parameters of an optimizer get their names from the models in the same state.
         step: of the checkpoint, from 0 on; one of the same step is replaced.
-        keep: how many checkpoints to keep; the last one that a load has verified is never removed.
+        keep: how many checkpoints to keep, the newest ones.
         wait: False to return once this rank's part is copied to host memory; a thread writes it, one save at a time.
             The next :func:`save` or :func:`finish` of the folder raises its errors.  The memory, as many bytes as the
             rank writes, is kept for the next save; its allocation makes the first save slower.

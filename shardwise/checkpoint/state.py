@@ -43,12 +43,12 @@ from shardwise.errors import (
 from shardwise.formatting import format_ranks, ranks_by_text
 from shardwise.fsdp.equal_values import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.init_parameters import unwritten_in
-from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of, optimizer_backend, state_places
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of
 from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of
 from shardwise.optim.sums import why_other_class
 from shardwise.random_state import RandomState
-from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
+from shardwise.zero.optimizer import OptimizerState
 from shardwise.zero.partition import LocalSlice
 from shardwise.zero.state_dict import StateSlice
 
@@ -333,32 +333,23 @@ class OptimizerCarrier:
     """One optimizer; ``names``: of parameters, by ``id``, from the modules in the same state."""
 
     def __init__(self, prefix: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self.prefix, self._optimizer = prefix, optimizer
+        self.prefix, self._optimizer, self._state = prefix, optimizer, OptimizerState.of(optimizer)
         self._params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._names = _names_of(prefix, optimizer, self._params, names)
 
     def put(self, contents: Contents) -> None:
         """See :class:`ObjectCarrier`."""
-        optimizer = self._optimizer
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            found = optimizer.sharded().state_dict()
-        elif isinstance(optimizer, ShardedOptimizer):
-            found = optimizer.state_dict("indexed")
-        else:
-            found = optimizer.state_dict()
-        for number, values in found["state"].items():
-            if not isinstance(number, int):
-                raise ConfigError(f"{self.prefix}: state of {number!r} belongs to no parameter; it cannot be named")
+        for number, values in self._state.entries():
             for key, value in values.items():
                 full = join(self.prefix, "state", self._names[number], str(key))
                 if isinstance(value, torch.Tensor):
                     contents.add_tensor(full, value)
                 else:
                     contents.add_value(full, encode(value, full, contents.add_tensor))
-        full, kind = join(self.prefix, "groups"), type(inner_of(optimizer)).__name__
+        full, kind = join(self.prefix, "groups"), type(self._state.inner).__name__
         groups = [
             {"params": names, "options": options_of(group), "class": kind}
-            for names, group in zip(self._by_group(self._names), optimizer.param_groups, strict=True)
+            for names, group in zip(self._by_group(self._names), self._optimizer.param_groups, strict=True)
         ]
         contents.add_value(full, [encode(group, f"{full}/{i}") for i, group in enumerate(groups)])
 
@@ -421,7 +412,7 @@ class OptimizerCarrier:
     ) -> None:
         dims = {name: param.dim() for name, param in zip(self._names, self._params, strict=True)}
         states = [(dims[name], self._saved(order, name)) for name in members]
-        reason = why_other_class(inner_of(self._optimizer), mine, saved["options"], states, saved.get("class"))
+        reason = why_other_class(self._state.inner, mine, saved["options"], states, saved.get("class"))
         if reason is not None:
             raise CheckpointError(f"{self.prefix}: {reason}")
 
@@ -448,7 +439,7 @@ class OptimizerCarrier:
                 if param.dim()
             }
             targets = empty_state_of(self._optimizer, dtypes)
-        places, found = _places_of(self._optimizer, self._params), Later()
+        places, found = self._state.places(), Later()
         for number, names in enumerate(saved):
             for key, full in names.items():
                 order.use(full)
@@ -474,36 +465,14 @@ class OptimizerCarrier:
         return found
 
     def _load(self, later: Later, groups: Sequence[Mapping[str, Any]]) -> None:
-        optimizer = self._optimizer
         state = {number: {key: make() for key, make in values.items()} for number, values in later.items()}
         packed = [
             {**options, **({"param_names": own["param_names"]} if own.get("param_names") else {}), "params": members}
             for options, own, members in zip(
-                groups, optimizer.param_groups, self._by_group(range(len(self._params))), strict=True
+                groups, self._optimizer.param_groups, self._by_group(range(len(self._params))), strict=True
             )
         ]
-        found = {"state": state, "param_groups": packed}
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.sharded().load_state_dict(found)
-        elif isinstance(optimizer, ShardedOptimizer):
-            optimizer.load_state_dict(found, adopt=True)
-        else:
-            optimizer.load_state_dict(found)
-
-
-def _places_of(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor | LocalSlice]:
-    """Return, by number, the parameters whose state this rank has: a tensor that their state is like, or a slice."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        slices = zero_backend(optimizer).rank_partition.local_slices
-        return {own.owned_slice.tensor: own.param if own.is_param else own for own in slices}
-    return state_places(optimizer) if isinstance(optimizer, ShardedOptimizer) else dict(enumerate(params))
-
-
-def inner_of(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that updates: the one inside of those of shardwise."""
-    if isinstance(optimizer, ShardedOptimizer):
-        return optimizer_backend(optimizer).optimizer
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        self._state.load_state_dict({"state": state, "param_groups": packed})
 
 
 def _names_of(prefix: str, optimizer: Optimizer, params: Sequence[torch.Tensor], names: Mapping[int, str]) -> list[str]:

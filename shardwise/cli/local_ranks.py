@@ -27,6 +27,7 @@ from shardwise.cli import (
     LAUNCHER_VARIABLE,
     STORE_VARIABLE,
 )
+from shardwise.consistency.liveness import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
 from shardwise.elastic.members import ElasticTerms, outliving
 from shardwise.errors import ConfigError
@@ -44,7 +45,7 @@ from shardwise.loop.launch import (
     run_program,
     run_ranks,
 )
-from shardwise.one_host import PREFIX
+from shardwise.one_host import PREFIX, read_proc
 from shardwise.recipes.config import TrainConfig, check_ranks
 
 _SAID = (EXIT_FAILED, EXIT_CONFIG, EXIT_FINAL)  # of a rank that has reported why
@@ -178,9 +179,8 @@ def job_of(environment: Mapping[str, str]) -> str | None:
     """
     if ATTEMPT_VARIABLE not in environment and "TORCHELASTIC_RESTART_COUNT" not in environment:
         return None
-    from shardwise.checkpoint.files import note_of
-
-    return json.dumps(note_of(os.getppid()))
+    stat = read_proc(f"{os.getppid()}/stat").rpartition(")")[2].split()
+    return json.dumps([host_id(), os.getppid(), *stat[19:20]])  # and its start: a later process may have its pid
 
 
 # ---- ``shardwise run``: a user's own script or module on the ranks of this host.

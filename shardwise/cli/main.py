@@ -369,8 +369,8 @@ def add_diagnose_arguments(commands: argparse._SubParsersAction[argparse.Argumen
         "diagnose",
         help="say in plain words why a job failed or hangs",
         description="Read the records that the ranks of a failed or hanging job have written (shardwise train into its run "
-        "folder, your own loop into the folder of shardwise.record), and say where ranks differ, and "
-        "who waits for whom. For a job that hangs, first send every rank: kill -USR1 PID.",
+        "folder, your own loop into the folder of shardwise.record), and say which failed first, and "
+        "who waits for whom.",
     )
     parser.add_argument(
         "folder",

@@ -8,9 +8,7 @@ import json
 import os
 import platform
 import re
-import select
 import shutil
-import signal
 import stat
 import sys
 import tempfile
@@ -27,7 +25,7 @@ import torch.distributed as dist
 
 from shardwise import observe
 from shardwise.errors import ConfigError
-from shardwise.formatting import format_ranks, ranks_by_text
+from shardwise.formatting import format_ranks
 from shardwise.observe import ERROR
 from shardwise.safe_files import MOST_BYTES, move_file, open_input, replace_file
 
@@ -222,81 +220,7 @@ def from_text(text: str) -> Record | None:
         return None
 
 
-# ---- A thread that gets signals while the main thread waits in a collective.
-
-_SIGNAL = signal.SIGUSR1
-
-
-class Watch:
-    """Call ``signalled`` after SIGUSR1.
-
-    Python runs signal handlers only on the main thread, between two of its lines; a thread that waits in a collective
-    never gets there.  So the signal also wakes this thread, through the descriptor of ``signal.set_wakeup_fd``; an
-    earlier wakeup descriptor still gets the signals.
-    """
-
-    def __init__(self, signalled: Callable[[], object]) -> None:
-        self._signalled = signalled
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._pid = os.getpid()
-        self._next_fd = -1
-        self._handler: Any = None
-        self._handles_signals = self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
-
-    def open(self) -> None:
-        """Start the thread; it gets signals if this is the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            self._handler = signal.getsignal(_SIGNAL)
-            signal.signal(_SIGNAL, self._handle)
-            self._next_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._handles_signals = True
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread, and restore the earlier handlers."""
-        if os.getpid() != self._pid:
-            return
-        if self._handles_signals and threading.current_thread() is threading.main_thread():
-            self._restore_signals()
-        self._is_over = True
-        with contextlib.suppress(OSError):
-            os.write(self._write, b"\0")
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=1.0)
-        if not self._thread.is_alive():
-            os.close(self._read)
-            os.close(self._write)
-
-    def _restore_signals(self) -> None:
-        found = signal.set_wakeup_fd(self._next_fd, warn_on_full_buffer=False)
-        if found != self._write:  # another library has set its own since: keep it
-            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
-        if signal.getsignal(_SIGNAL) == self._handle:
-            signal.signal(_SIGNAL, self._handler if self._handler is not None else signal.SIG_DFL)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if callable(self._handler):
-            self._handler(number, frame)
-
-    def _run(self) -> None:
-        poll = select.poll()  # select.select takes no descriptor above 1,023, which jobs with many files have
-        poll.register(self._read, select.POLLIN)
-        while not self._is_over:
-            poll.poll()
-            self._on_wakeup()
-
-    def _on_wakeup(self) -> None:
-        try:
-            numbers = os.read(self._read, 4096)
-        except OSError:
-            return
-        if self._next_fd != -1:
-            with contextlib.suppress(OSError):
-                os.write(self._next_fd, numbers.replace(b"\0", b""))
-        if bytes([_SIGNAL]) in numbers:
-            self._signalled()
-
+# ---- The recorder of this process, and the folders of records.
 
 PATTERN = "rank-*.jsonl"
 NOTHING_MOVES = "nothing has moved"  # begins the reason of a record that a wait report has caused
@@ -360,7 +284,7 @@ class Recorder:
 
         ``raised``: where the calling thread was instead.
         """
-        if self.is_silent or not self._lock.acquire(timeout=1.0):  # a signal handler may run while it writes
+        if self.is_silent or not self._lock.acquire(timeout=1.0):  # an error of another thread may be written
             return None
         try:
             now_s = time.time()
@@ -383,9 +307,6 @@ class Recorder:
         self._stack.callback(_open.remove, self)
         self._stack.enter_context(observe.observing(self._on_error))
         self._stack.enter_context(excepthook(self._write_raised))
-        watch = Watch(lambda: self.write("asked by SIGUSR1"))
-        self._stack.callback(watch.close)
-        watch.open()
 
     def _on_error(self, text: str) -> None:
         if not text.startswith(_QUIET):
@@ -465,17 +386,14 @@ def record(folder: str | Path) -> Recorder:
     """Start to write ``folder/rank-NNNNN.jsonl`` whenever something fails on this rank; ``shardwise diagnose`` reads it.
 
     A record contains the last few thousand events and the stack of every thread.  It is written when an error of
-    shardwise is raised that concerns several ranks, when an exception is not caught, when the process gets SIGUSR1 (an
-    earlier Python handler is called too), and when a long wait is reported (:func:`set_wait_report`).  Each write replaces
-    the file.
+    shardwise is raised that concerns several ranks, when an exception is not caught, and when a long wait is reported
+    (:func:`set_wait_report`).  Each write replaces the file.
     Nothing is written without a failure, and a failed write does not affect the program.
 
     Args:
         folder: a place that outlives the job; the same for all ranks.
 
-    Returns: a context manager, with ``write(reason)`` and ``close()``; an exception that leaves it is written.  SIGUSR1
-    is handled
-        if this is called on the main thread.
+    Returns: a context manager, with ``write(reason)`` and ``close()``; an exception that leaves it is written.
 
     Example:
         >>> with shardwise.record("run/black_box"):  # doctest: +SKIP
@@ -512,7 +430,7 @@ def find_records(folder: Path) -> tuple[list[Record], bool]:
     if not last and not before:
         raise ConfigError(
             f"{place} has no record of a rank: nothing has failed there, or its ranks wrote elsewhere. "
-            "For a job that hangs: kill -USR1 PID, on every rank."
+            "A job that hangs writes them when its long wait is reported (set_wait_report)."
         )
     return (last, False) if last else (before, True)
 
@@ -562,28 +480,11 @@ def _plain(value: Any) -> Any:
     return value if type(value) in (str, int) else str(getattr(value, "value", value))
 
 
-# ---- Combine the records of all ranks: who is missing, who failed first, where ranks diverge.  Pure.
+# ---- Combine the records of all ranks: who is missing, who failed first.  Pure.
 
 _GAP_S = 30.0  # between two writes: an earlier write belongs to a trouble that has passed
 _MOVED = 16  # events between two writes for the same trouble: ranks that fail clean up and query each other
 _BEFORE_S = 1.0  # how long before its writes an error may be
-
-
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """The first event of a track at which ranks differ.
-
-    Attributes:
-        count: of the event on the track.  found: the event of each rank.  before: the last event that they had in
-            common.
-        time_s: when the first rank got there.
-    """
-
-    track: str
-    count: int
-    found: Mapping[int, str]
-    before: str
-    time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,7 +503,6 @@ class Diagnosis:
     Attributes:
         ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
         failures: first errors, the earliest first; those that name another failed rank come last.
-        partings: per track, the earliest first.
         stacks: per rank, where its main thread was at the first write for its last trouble.
     """
 
@@ -610,7 +510,6 @@ class Diagnosis:
     num_ranks: int
     missing: tuple[int, ...]
     failures: tuple[Failure, ...]
-    partings: tuple[Parting, ...]
     stacks: Mapping[int, Stack]
     reasons: Mapping[int, tuple[Reason, ...]]
 
@@ -623,8 +522,6 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
     by_rank = newest(records)
     num_ranks = max([0, *(each.num_ranks for each in by_rank.values()), *(rank + 1 for rank in by_rank)])
     missing = tuple(rank for rank in range(num_ranks) if rank not in by_rank)
-    tracks = _tracks(by_rank)
-    partings = [found for name, events in tracks.items() if (found := first_parting(name, events)) is not None]
     failures = [found for rank, each in by_rank.items() if (found := _failure(rank, each)) is not None]
     return Diagnosis(
         ranks=tuple(sorted(by_rank)),
@@ -633,7 +530,6 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
         failures=tuple(
             sorted(failures, key=lambda each: (_is_because_of_others(each, failures), each.time_s, each.rank))
         ),
-        partings=tuple(sorted(partings, key=lambda each: (each.time_s, each.track))),
         stacks={rank: found for rank, each in sorted(by_rank.items()) if (found := _main_stack(each)) is not None},
         reasons={rank: each.reasons for rank, each in sorted(by_rank.items())},
     )
@@ -645,25 +541,6 @@ def _is_because_of_others(failure: Failure, failures: Sequence[Failure]) -> bool
     return any(each.rank in named for each in failures if each.rank != failure.rank)
 
 
-def first_parting(track: str, events: Mapping[int, Sequence[Event]]) -> Parting | None:
-    """Return the first event, by its count, at which two ranks that have it differ; None if there is none.
-
-    Ranks remember different parts of a track; only what two of them remember is compared.
-    """
-    by_count: dict[int, dict[int, Event]] = {}
-    for rank, each in events.items():
-        for event in each:
-            by_count.setdefault(event.count, {})[rank] = event
-    before = "nothing that is remembered"
-    for count in sorted(by_count):
-        found = by_count[count]
-        if len({event.text for event in found.values()}) > 1:
-            texts = {rank: event.text for rank, event in sorted(found.items())}
-            return Parting(track, count, texts, before, min(event.time_s for event in found.values()))
-        before = next(iter(found.values())).text
-    return None
-
-
 def newest(records: Sequence[Record]) -> dict[int, Record]:
     """Return the newest of ``records`` of every rank that has one."""
     found: dict[int, Record] = {}
@@ -673,22 +550,13 @@ def newest(records: Sequence[Record]) -> dict[int, Record]:
     return found
 
 
-def _tracks(by_rank: Mapping[int, Record]) -> dict[str, dict[int, list[Event]]]:
-    found: dict[str, dict[int, list[Event]]] = {}
-    for rank, record in by_rank.items():
-        for event in record.events:
-            if event.track:
-                found.setdefault(event.track, {}).setdefault(rank, []).append(event)
-    return {name: events for name, events in found.items() if len(events) > 1}
-
-
 def _failure(rank: int, record: Record) -> Failure | None:
     since_s = _began_s(record) - _BEFORE_S
     errors = [Failure(rank, e.time_s, e.what) for e in record.events if e.place == ERROR and e.time_s >= since_s]
     reported = [
         Failure(rank, each.time_s, each.text)
         for each in record.reasons
-        if each.time_s >= since_s and not each.text.startswith(("asked by", NOTHING_MOVES))
+        if each.time_s >= since_s and not each.text.startswith(NOTHING_MOVES)
     ]
     return min([*errors, *reported], key=lambda each: each.time_s, default=None)
 
@@ -734,8 +602,6 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
             f"{format_ranks(diagnosis.missing)} left no record: killed (SIGKILL leaves none: often out of memory), stopped, on "
             "another disk, or never started"
         )
-    for parting in diagnosis.partings[:2]:
-        yield from _parting(parting)
     for place, failure in enumerate(diagnosis.failures[:_MOST_LISTED]):
         yield _describe_failure(failure, is_first=place == 0 and len(diagnosis.failures) > 1)
     waits = [
@@ -743,14 +609,8 @@ def _happened(diagnosis: Diagnosis) -> Iterator[str]:
     ]
     if waits:
         yield max(waits, key=len)  # that of the rank which reported who waits for whom
-    if not (diagnosis.missing or diagnosis.partings or diagnosis.failures or waits):
+    if not (diagnosis.missing or diagnosis.failures or waits):
         yield "nothing that differs between the ranks, and no error"
-
-
-def _parting(parting: Parting) -> Iterator[str]:
-    yield f"ranks part at event {parting.count} of {parting.track}, {_clock(parting.time_s)}, after {parting.before}:"
-    for text, ranks in ranks_by_text(sorted(parting.found.items())).items():
-        yield f"    {format_ranks(ranks)}: {text}"
 
 
 def _describe_failure(failure: Failure, is_first: bool) -> str:

@@ -12,7 +12,6 @@ import importlib
 import io
 import os
 import pickle
-import re
 import runpy
 import signal
 import socket
@@ -22,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -175,7 +174,6 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchC
 
         for _ in range(nproc):
             start()
-        stack.enter_context(_passing_on(signal.SIGUSR1, ranks))
         if place.own_sessions:
             stack.enter_context(_stopping(ranks))
         failure = _watch(ranks, place, start)
@@ -303,18 +301,6 @@ def _start(words: Sequence[str], environment: Mapping[str, str], place: LaunchCo
         )
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
-
-
-def _passing_on(number: int, ranks: Sequence[Rank]) -> AbstractContextManager[None]:
-    """Let ranks that have a handler for a signal get it, too: it asks them to write down what they do."""
-
-    def pass_on(number: int, _frame: object) -> None:
-        for rank in ranks:
-            caught = re.search(r"SigCgt:\s*([0-9a-f]+)", read_proc(f"{rank.pid}/status"))
-            if caught is not None and int(caught[1], 16) >> (number - 1) & 1:
-                _send(rank, number)
-
-    return handled([number], pass_on)
 
 
 def _send(rank: Rank, number: int) -> None:

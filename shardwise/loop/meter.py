@@ -25,7 +25,7 @@ from shardwise.errors import ConfigError, DesyncError
 from shardwise.formatting import format_bytes, format_ranks
 from shardwise.fsdp.trace import Trace, trace
 from shardwise.one_host import read_proc
-from shardwise.planner.dry_run import flops_of
+from shardwise.planner.hardware import flops_of
 
 T = TypeVar("T")
 _logger = logging.getLogger("shardwise.meter")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import are_neighbours, join_from, suballocate
-from shardwise.collectives.owned import sum_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.slices import (
     Closure,
@@ -22,14 +20,12 @@ from shardwise.optim.slices import (
     PerSlice,
     Values,
     gradient_of,
-    is_sharded_tensor,
     local_of,
     loss_of,
     state_of_slice,
 )
-from shardwise.optim.state_dict import load_indexed
-from shardwise.optim.sums import SumsOverRanks, per_element_of, states_after_zeros, why_not_elementwise
-from shardwise.torch_private import storage_use_count
+from shardwise.optim.state_dict import load_indexed, unwrap
+from shardwise.optim.sums import states_after_zeros, why_not_elementwise
 
 # ---- Runs: slices that are contiguous in memory, with contiguous gradients, updated as one 1-D tensor.
 # Runs are found by address only, independent of FSDP units: shards and gradients in flat memory get one update per run,
@@ -119,7 +115,7 @@ def make_run(found: Sequence[LiveSlice]) -> FlatRun:
 
 
 def _tensor_alone(item: LiveSlice) -> torch.Tensor:
-    """Return the parameter for an optimizer over one slice; no alias if possible: :func:`is_referenced` counts them."""
+    """Return the parameter for an optimizer over one slice; no alias if possible: the engine counts those of its memory."""
     is_internal = (
         isinstance(item.param_slice.param, DTensor) and not item.local.requires_grad
     )  # nothing else references it as a leaf with a gradient
@@ -142,8 +138,39 @@ def flat_over(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return join_from(first, numel, tensors)
 
 
-def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State:
-    """Return one state for slices that :func:`mismatches` lets join: values per element stay where they are."""
+def numbers_of(state: State, shape: torch.Size) -> list[tuple[str, object]]:
+    """Return what slices need alike to share one state: names, dtypes of values per element, and everything else itself."""
+    return [
+        (key, value.dtype)
+        if is_per_element(value, shape)
+        else (key, (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value)
+        for key, value in state.items()
+    ]
+
+
+def breaks(found: Sequence[LiveSlice], states: Mapping[ParamSlice, State]) -> frozenset[int]:
+    """Return the indices of slices whose state does not continue that of the slice before: other numbers, or elsewhere.
+
+    State does not move, because user code may reference it.
+    """
+    wrong: set[int] = set()
+    last: list[tuple[str, object]] = []
+    ends: dict[str, int] = {}
+    for index, item in enumerate(found):
+        state, shape = states.get(item.param_slice, {}), item.local.shape
+        numbers, values = numbers_of(state, shape), {k: v for k, v in state.items() if is_per_element(v, shape)}
+        full = {key: value for key, value in values.items() if value.numel()}
+        follows = all(v.is_contiguous() and ends.get(k, v.data_ptr()) == v.data_ptr() for k, v in full.items())
+        if numbers != last or not follows:
+            wrong.add(index)
+            ends = {}
+        last = numbers
+        ends |= {key: value.data_ptr() + value.numel() * value.element_size() for key, value in full.items()}
+    return frozenset(wrong)
+
+
+def merged(states: Sequence[State], shapes: Sequence[torch.Size]) -> State:
+    """Return one state for slices that :func:`breaks` lets join: values per element stay where they are."""
     return {
         key: flat_over([state[key] for state in states])
         if is_per_element(value, shapes[0])
@@ -154,51 +181,9 @@ def merge_states(states: Sequence[State], shapes: Sequence[torch.Size]) -> State
     }
 
 
-def can_merge(first: State, shape: torch.Size, other: State, other_shape: torch.Size) -> bool:
-    """Return True if the states of two slices differ only in values per element, so that one step count serves both."""
-    if first.keys() != other.keys():
-        return False
-    for key, left in first.items():
-        right = other[key]
-        if is_per_element(left, shape) or is_per_element(right, other_shape):
-            if not (is_per_element(left, shape) and is_per_element(right, other_shape) and left.dtype == right.dtype):
-                return False
-        elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-            if left.dtype != right.dtype or not torch.equal(left, right):
-                return False
-        elif isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor) or left != right:
-            return False
-    return True
-
-
 def is_per_element(value: object, shape: torch.Size) -> TypeGuard[torch.Tensor]:
     """Return True if ``value`` has a plain number for each element of a parameter of ``shape`` (with one dim or more)."""
     return type(value) is torch.Tensor and value.dim() > 0 and value.shape == shape
-
-
-def is_referenced(value: torch.Tensor) -> bool:
-    """Return True if other tensors share the memory of ``value``, so that it must not move."""
-    return storage_use_count(value.untyped_storage()) > 1
-
-
-def mismatches(found: Sequence[LiveSlice], joins: Sequence[bool], states: Mapping[ParamSlice, State]) -> frozenset[int]:
-    """Return the indices at which a join must end: the state has other numbers, or is elsewhere in memory.
-
-    State does not move, because user code may reference it.
-    """
-    wrong: set[int] = set()
-    head: State = {}
-    head_shape = torch.Size()
-    ends: dict[str, int] = {}
-    for index, (item, joined) in enumerate(zip(found, joins, strict=True)):
-        state, shape = states.get(item.param_slice, {}), item.local.shape
-        values = {key: v for key, v in state.items() if is_per_element(v, shape) and v.numel()}
-        follows = all(v.is_contiguous() and ends.get(k, v.data_ptr()) == v.data_ptr() for k, v in values.items())
-        if not joined or not follows or not can_merge(head, head_shape, state, shape):
-            wrong |= {index} if joined else set()
-            head, head_shape, ends = state, shape, {}
-        ends |= {key: v.data_ptr() + v.numel() * v.element_size() for key, v in values.items() if v.is_contiguous()}
-    return frozenset(wrong)
 
 
 def packed(states: Mapping[ParamSlice, State], found: Sequence[LiveSlice]) -> dict[ParamSlice, State]:
@@ -244,114 +229,6 @@ def empty_states(dtypes: Mapping[ParamSlice, Mapping[str, torch.dtype]]) -> dict
     return targets
 
 
-def lies_at(known: torch.Tensor, value: object, start: int, shape: torch.Size) -> bool:
-    """Return True if ``known`` has ``shape`` and its memory is that of the 1-D tensor ``value`` from element ``start`` on."""
-    if not isinstance(value, torch.Tensor) or known.shape != shape or known.dtype != value.dtype or value.dim() != 1:
-        return False
-    return not known.numel() or known.data_ptr() == value.data_ptr() + start * value.element_size()
-
-
-# ---- Per-slice views of fused optimizer state, for user code that references them.
-
-PRUNE_EVERY = 16  # steps between checks whether exposed tensors are still referenced
-
-
-class _View(NamedTuple):
-    """What user code sees of a slice's state; ``address``: where its values were when it was made, None for a copy."""
-
-    tensor: torch.Tensor
-    address: int | None
-
-
-class StateViews:
-    """The state of the slices of runs, as user code sees it: tensors of their own on the memory of the runs' state.
-
-    A run has numbers such as a step count once; they are copies here, synced in both directions while user code
-    references them.  Slices that are their own run are not here: they have the optimizer's state tensors.
-    """
-
-    def __init__(self) -> None:
-        self._views: dict[ParamSlice, dict[str, _View]] = {}
-        self._num_steps = 0
-
-    def split(self, run: FlatRun, state: State) -> list[State]:
-        """Return the state of each slice of ``run``; reuse the tensors that exist already."""
-        if len(run.slices) == 1:
-            return [state]
-        self._num_steps = 0
-        found: list[State] = []
-        start = 0
-        for param_slice, shape in zip(run.slices, run.shapes, strict=True):
-            views = self._views.setdefault(param_slice, {})
-            for key, value in state.items():
-                known = views.get(key)
-                if is_per_element(value, run.tensor.shape):
-                    if known is None or not (_has_moved(known) or lies_at(known.tensor, value, start, shape)):
-                        tensor = suballocate(value, start, shape).detach()
-                        views[key] = _View(tensor, tensor.data_ptr())
-                elif isinstance(value, torch.Tensor) and known is None:
-                    views[key] = _View(value.clone(), None)
-            found.append({key: views[key].tensor if key in views else value for key, value in state.items()})
-            start += shape.numel()
-        return found
-
-    def keep(self, run: FlatRun, parts: Sequence[State]) -> None:
-        """Record which of ``parts``, the states of a new run's slices, user code references."""
-        for param_slice, part, shape in zip(run.slices, parts, run.shapes, strict=True):
-            self._views.pop(param_slice, None)
-            if len(run.slices) > 1:
-                self._views[param_slice] = {
-                    key: _View(value, value.data_ptr() if is_per_element(value, shape) else None)
-                    for key, value in part.items()
-                    if isinstance(value, torch.Tensor) and is_referenced(value)
-                }
-
-    def was_changed(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> bool:
-        """Return True if user code has written to a copy, or moved the memory of a view (``share_memory_`` does)."""
-        return any(
-            _has_moved(view) or (view.address is None and not torch.equal(view.tensor, value))
-            for view, value in self._all(runs, state_of)
-        )
-
-    def follow(self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]) -> None:
-        """After a step, update the copies; from time to time, drop tensors that nothing references any more."""
-        if not self._views:
-            return
-        if self._num_steps % PRUNE_EVERY == 0:
-            kept = {p: {k: v for k, v in of.items() if is_referenced(v.tensor)} for p, of in self._views.items()}
-            self._views = {param_slice: of for param_slice, of in kept.items() if of}
-        self._num_steps += 1
-        copies = [(view.tensor, value) for view, value in self._all(runs, state_of) if view.address is None]
-        if copies:
-            torch_private.copy_all([target for target, _ in copies], [source for _, source in copies])
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that restores the views of now, and the numbers in them."""
-        views = {param_slice: dict(of) for param_slice, of in self._views.items()}
-        copies = [view.tensor for of in views.values() for view in of.values() if view.address is None]
-        numbers = [copy.detach().clone() for copy in copies]
-
-        def restore() -> None:
-            self._views = views
-            for copy, was in zip(copies, numbers, strict=True):
-                copy.detach().copy_(was)
-
-        return restore
-
-    def _all(
-        self, runs: Iterable[FlatRun], state_of: Callable[[FlatRun], State]
-    ) -> Iterator[tuple[_View, torch.Tensor]]:
-        """Yield each view of a slice of ``runs``, and the value of its run."""
-        if self._views:
-            for run in runs:
-                for param_slice in run.slices if len(run.slices) > 1 else ():
-                    yield from ((v, state_of(run)[key]) for key, v in self._views.get(param_slice, {}).items())
-
-
-def _has_moved(view: _View) -> bool:
-    return view.address is not None and view.tensor.data_ptr() != view.address
-
-
 # Unfused CPU updates read and write memory about ten times: longer runs of large parameters no longer fit the caches
 # (benchmarks/optimizer_step.py, few_large: 97 ms joined without a limit, 79 ms not joined).
 CACHED_NUMEL = 1 << 16
@@ -368,9 +245,7 @@ class _Group:
         self.order = list(range(len(slices)))
         self.joins = [False] * len(slices)
         self.runs = runs
-        self.blocked: frozenset[int] = (
-            frozenset()
-        )  # indices in ``order`` whose state cannot be merged with their neighbour's
+        self.blocked: frozenset[int] = frozenset()  # indices in ``order`` whose state does not continue the one before
         self.num_steps = self.num_layouts = 0
         self.is_checked = False  # the state of the runs is known to be per element
 
@@ -392,8 +267,8 @@ class ElementwiseStep:
     slices, runs are split (state stays in place) or joined (if their state is contiguous), so that a
     step equals that of a plain optimizer over the slices.
 
-    :meth:`states` returns tensors with storages of their own on the live memory, and they stay live: state that user
-    code references is not moved; its slice then gets an update of its own.
+    :meth:`states` returns tensors with storages of their own on the live memory.  A run has numbers such as a step count
+    once; of its slices :meth:`states` returns copies, and what is written to them until the next step counts in it.
 
     Args:
         make: creates the optimizer from param groups.
@@ -418,7 +293,8 @@ class ElementwiseStep:
         self._is_known = is_known
         self._params = [list(param) for params, _ in groups for param in params]
         self._groups = [_make_group(params) for params, _ in groups]
-        self._views = StateViews()
+        # The numbers of slices that states() has returned since the last step, and those of their run.
+        self._copies: dict[ParamSlice, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
         self.optimizer = make(
             [
                 {**options, "params": [run.tensor for run in group.runs]}
@@ -444,29 +320,28 @@ class ElementwiseStep:
         try:
             for index, group in enumerate(self._groups):
                 self._prepare(index, group)
-            self._update()
+            torch_private.step_inside(self.optimizer)
         finally:
             for group in self._groups:
                 for run in group.runs:
                     run.tensor.grad = None
-        self._views.follow((run for group in self._groups for run in group.runs), self._state_of)
+        self._copies = {}
         for group in () if self._is_known else self._groups:
             if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
                 self._check_state(group)
         return loss
 
-    def _update(self) -> None:
-        torch_private.step_inside(self.optimizer)
-
     def mark(self) -> Callable[[], None]:
         """Return a function that restores the current runs; the caller restores the optimizer's state and groups."""
-        views, restore_views = self._views, self._views.mark()
+        copies = {param_slice: dict(of) for param_slice, of in self._copies.items()}
+        numbers = [(copy, copy.clone()) for of in copies.values() for copy, _ in of.values()]
         # shallow copies suffice: a new layout replaces these lists
         groups = [(group, dict(vars(group))) for group in self._groups]
 
         def restore() -> None:
-            self._views = views
-            restore_views()
+            self._copies = copies
+            for copy, value in numbers:
+                copy.copy_(value)
             for group, was in groups:
                 vars(group).update(was)
 
@@ -486,16 +361,16 @@ class ElementwiseStep:
         """Return :meth:`states`: all of it is local."""
         return self.states()
 
-    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options through the optimizer's own ``load_state_dict``."""
-        states: Mapping[ParamSlice, State] = {
-            param_slice: state_of_slice(values[param_slice.name], index)
-            for slices in self._params
-            if slices[0].name in values
-            for index, param_slice in enumerate(slices)
-        }
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]], adopt: bool = False) -> None:
+        """Replace all state and options through the optimizer's own ``load_state_dict``; ``adopt``: see :func:`unwrap`."""
+        states: Mapping[ParamSlice, State] = {}
+        for slices in self._params:
+            name = slices[0].name
+            found = {key: unwrap(name, key, value, slices, adopt) for key, value in values.get(name, {}).items()}
+            if name in values:
+                states |= {param_slice: state_of_slice(found, index) for index, param_slice in enumerate(slices)}
         self._groups = [_Group(group.slices, _alone(group.slices)) for group in self._groups]
-        self._views = StateViews()
+        self._copies = {}
         if self._is_flat:
             states = packed(states, [item for group in self._groups for item in group.find()])
         for index, group in enumerate(self._groups):
@@ -525,7 +400,8 @@ class ElementwiseStep:
         group.num_steps += 1
         joins = self._joins(index, group, found)
         is_laid_out = joins == group.joins and _is_current(group.runs, found)
-        if not is_laid_out or self._views.was_changed(group.runs, self._state_of):
+        written = (not torch.equal(*pair) for of in self._copies.values() for pair in of.values())
+        if not is_laid_out or any(written):
             found = self._lay_out(index, group)
         start = 0
         for run in group.runs:
@@ -552,39 +428,39 @@ class ElementwiseStep:
         if self._is_flat:
             group.order = [group.order[i] for i in in_memory_order(found)]
             found = group.find()
-        group.blocked, group.joins = self._join(index, group, found, states)
+        group.blocked = breaks(found, states)
+        group.joins = self._joins(index, group, found)
         group.runs, group.is_checked = [], False
         for start, stop in _ranges(group.joins):
             run = make_run(found[start:stop])
             group.runs.append(run)
             parts = [states.get(param_slice, {}) for param_slice in run.slices]
-            merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
-            if merged:
-                self.optimizer.state[run.tensor] = merged
-            self._views.keep(run, parts)
+            state = merged(parts, run.shapes) if len(parts) > 1 else parts[0]
+            if state:
+                self.optimizer.state[run.tensor] = state
         self.optimizer.param_groups[index]["params"] = [run.tensor for run in group.runs]
         return found
-
-    def _join(
-        self, index: int, group: _Group, found: Sequence[LiveSlice], states: Mapping[ParamSlice, State]
-    ) -> tuple[frozenset[int], list[bool]]:
-        group.blocked = frozenset()
-        while True:  # a blocked slice starts a new run, and the next slices are compared with it instead
-            joins = self._joins(index, group, found)
-            more = mismatches(found, joins, states)
-            if not more:
-                return group.blocked, joins
-            group.blocked |= more
 
     def _state_of(self, run: FlatRun) -> State:
         return self.optimizer.state.get(run.tensor, {})
 
     def _states_of(self, group: _Group) -> dict[ParamSlice, State]:
+        """Return the state of each slice: views of the memory of its run, and copies of its numbers."""
         found: dict[ParamSlice, State] = {}
         for run in group.runs:
-            state = self._state_of(run)
-            if state:
-                found.update(zip(run.slices, self._views.split(run, state), strict=True))
+            state, start = self._state_of(run), 0
+            if len(run.slices) == 1 and state:
+                found[run.slices[0]] = state
+                continue
+            for param_slice, shape in zip(run.slices if state else (), run.shapes, strict=False):
+                copies = self._copies.setdefault(param_slice, {})
+                own = found[param_slice] = dict(state)
+                for key, value in state.items():
+                    if is_per_element(value, run.tensor.shape):
+                        own[key] = suballocate(value, start, shape).detach()
+                    elif isinstance(value, torch.Tensor):
+                        own[key] = copies.setdefault(key, (value.clone(), value))[0]
+                start += shape.numel()
         return found
 
     def _check_state(self, group: _Group) -> None:
@@ -641,57 +517,3 @@ def _is_current(runs: Sequence[FlatRun], found: Sequence[LiveSlice]) -> bool:
 def _ranges(joins: Sequence[bool]) -> list[tuple[int, int]]:
     starts = [index for index, joined in enumerate(joins) if not joined]
     return list(zip(starts, [*starts[1:], len(joins)], strict=True))
-
-
-# ---- Optimizers that are element-wise except for sums over all elements of all parameters.
-
-
-class SummedStep(ElementwiseStep):
-    """Run such an optimizer slice by slice; each of its sums becomes an all-reduce of one number.
-
-    Raises: ConfigError if the parameters are not all sharded over the same ranks.
-    """
-
-    def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
-        # No joins: a rank whose memory lies differently would have other runs, and so other sums.
-        super().__init__(make, groups, is_flat=False, is_known=False)
-        self._places = _places_of([params for params, _ in groups], type(self.optimizer).__name__)
-
-    def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
-        """Add a param group to the optimizer."""
-        if _places_of([params], type(self.optimizer).__name__) != self._places:
-            raise _not_alike(type(self.optimizer).__name__)
-        super().add_group(params, options)
-
-    def _update(self) -> None:
-        with SumsOverRanks(per_element_of(self.optimizer), self._add_up):
-            torch_private.step_inside(self.optimizer)
-
-    def _add_up(self, value: torch.Tensor) -> torch.Tensor:
-        for group in self._places:
-            value = sum_of(value, group, is_max=False)
-        return value
-
-
-def _places_of(groups: Sequence[Params], name: str) -> list[dist.ProcessGroup]:
-    """Return the process groups whose all-reduces, in turn, sum over the shards of all the parameters."""
-    found = [_place_of(param[0].param) for params in groups for param in params]
-    if any(place != found[0] for place in found):
-        raise _not_alike(name)
-    return found[0]
-
-
-def _place_of(param: torch.Tensor) -> list[dist.ProcessGroup]:
-    if is_sharded_tensor(param):
-        return [torch_private.process_group_of(param)]
-    if not isinstance(param, DTensor):
-        return []
-    mesh = param.device_mesh
-    return [mesh.get_group(axis) for axis, placed in enumerate(param.placements) if not isinstance(placed, Replicate)]
-
-
-def _not_alike(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} sums over all elements of all parameters, so all must be sharded over the same ranks; "
-        "put the others into a separate optimizer"
-    )

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, cast
 
@@ -19,22 +19,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.consistency.agreement import StoreExchange, open_exchange
+from shardwise.consistency.agreement import open_exchange
 from shardwise.consistency.store import Sketch, sample_of
 from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
 from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of
 from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
 from shardwise.observe import note
-from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
+from shardwise.optim.elementwise import ElementwiseStep, empty_states
 from shardwise.optim.slices import (
-    Closure,
     MakeOptimizer,
     Members,
     OptimizerBackend,
     Params,
     ParamSlice,
     UpdateRule,
-    Values,
     after_load,
     after_state_dict,
     before_load,
@@ -44,8 +42,8 @@ from shardwise.optim.slices import (
     is_known,
     is_sharded_tensor,
     local_of,
+    reason_for_refusal,
     slices_of,
-    state_of_slice,
     update_rule,
 )
 from shardwise.optim.state_dict import (
@@ -54,19 +52,16 @@ from shardwise.optim.state_dict import (
     NamedGroup,
     OwnGroup,
     StateForm,
-    StateView,
     copy_options,
     full_value,
     in_form,
-    load_indexed,
     options_of,
     refuse_other_state,
     step_in_sync,
     synced_options,
-    unwrap,
     wrap,
 )
-from shardwise.optim.sums import states_after_zeros, takes_sums, why_not_cut, why_other_class
+from shardwise.optim.sums import why_not_cut, why_other_class
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
 # ---- Plain parameters whose gradients nothing averages: the model was sharded by no API, and each rank trains one of its own.
@@ -74,62 +69,47 @@ from shardwise.optim.whole_matrix import WholeMatrixStep
 logger = logging.getLogger(__name__)
 
 _SAMPLE_NUMEL = 4096  # of each gradient
-_MOST_STEPS = 1024  # after which ranks have begun at other times, and are not compared
+_MOST_STEPS = 64  # after which ranks have begun at other times, and are not compared
 
 
-class GradientComparison:
-    """Compare the gradients of a rank's first step with those of the next rank, without waiting for it.
+def has_only_plain(params: Iterable[torch.Tensor]) -> bool:
+    """Return True if no parameter can be a part of a sharded one, and there are other ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    is_plain = all(type(param) in (torch.Tensor, nn.Parameter) for param in params)
+    return is_plain and dist.get_backend() != "fake" and not torch_private.are_threads()
+
+
+def compare_gradients(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Compare the gradients of a rank's first step with those of the next rank, without waiting for it; advance in each step.
 
     Ranks may have parameters of their own (stages, experts, local steps), even with the same names and shapes, so
     gradients that differ are no error.
     """
-
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._mine: tuple[str, Sketch] | None = None
-        self._exchange: StoreExchange | None = None
-
-    @classmethod
-    def of(cls, params: Iterable[torch.Tensor]) -> GradientComparison | None:
-        """Return a comparison; None if parameters may be parts of a sharded one, or if there is no other rank."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return None
-        is_plain = all(type(param) in (torch.Tensor, nn.Parameter) for param in params)
-        is_job = dist.get_backend() != "fake" and not torch_private.are_threads()
-        return cls() if is_plain and is_job else None
-
-    def after_step(self, params: Mapping[str, torch.Tensor]) -> bool:
-        """Post this rank's gradients, or compare them; return True until that is done.  Later steps look seldom."""
-        self._num_steps += 1
-        if self._num_steps & (self._num_steps - 1):
-            return True
-        with suppress(TransportError):  # the process that keeps the store may have ended
-            return self._compare(params) and self._num_steps < _MOST_STEPS
-        return False
-
-    def _compare(self, params: Mapping[str, torch.Tensor]) -> bool:
-        if self._mine is None or self._exchange is None:
-            self._mine = _sketch_of(params)
-            if self._mine is None:
-                return True
-            assert dist.group.WORLD is not None
-            self._exchange = open_exchange(dist.group.WORLD, "gradients of plain parameters")
-            self._exchange.post("gradients", json.dumps([self._mine[0], self._mine[1].told]))
-        other = (self._exchange.rank + 1) % self._exchange.size
-        text = self._exchange.collect("gradients", [other], 0.0).get(other)
-        if text is None:
-            return True
-        names, sketch = json.loads(text)
-        theirs, mine = Sketch(*sketch), self._mine[1]
-        if names == self._mine[0] and not mine.distance(theirs) <= mine.tolerance:
-            logger.warning(
-                "ShardedOptimizer: the gradients of plain parameters differ between ranks (at the first step: of norm %.6g on "
-                "rank %d and %.6g on rank %d), and nothing averages them, so that each rank trains a model of its own. Call "
-                "fully_shard or replicate on the model before the optimizer is made, or wrap it in DistributedDataParallel. "
-                "Ranks that are to have parameters of their own (stages, experts, local steps) need nothing",
-                *(mine.norm, self._exchange.rank, theirs.norm, other),
-            )
-        return False
+    while (mine := _sketch_of(params)) is None:
+        yield
+    world = dist.group.WORLD
+    assert world is not None
+    exchange = open_exchange(world, "gradients of plain parameters")
+    exchange.post("gradients", json.dumps([mine[0], mine[1].told]))
+    other = (exchange.rank + 1) % exchange.size
+    for _ in range(_MOST_STEPS):
+        text = exchange.collect("gradients", [other], 0.0).get(other)
+        if text is not None:
+            break
+        yield
+    else:
+        return
+    names, sketch = json.loads(text)
+    theirs = Sketch(*sketch)
+    if names == mine[0] and not mine[1].distance(theirs) <= mine[1].tolerance:
+        logger.warning(
+            "ShardedOptimizer: the gradients of plain parameters differ between ranks (at the first step: of norm %.6g on "
+            "rank %d and %.6g on rank %d), and nothing averages them, so that each rank trains a model of its own. Call "
+            "fully_shard or replicate on the model before the optimizer is made, or wrap it in DistributedDataParallel. "
+            "Ranks that are to have parameters of their own (stages, experts, local steps) need nothing",
+            *(mine[1].norm, exchange.rank, theirs.norm, other),
+        )
 
 
 def _sketch_of(params: Mapping[str, torch.Tensor]) -> tuple[str, Sketch] | None:
@@ -147,7 +127,7 @@ def _sketch_of(params: Mapping[str, torch.Tensor]) -> tuple[str, Sketch] | None:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16], Sketch.of(torch.cat(samples))
 
 
-# ---- Optimizer backends: on slices, on slices with sums over ranks, on whole matrices, or the plain optimizer.
+# ---- Optimizer backends: on slices, on slices with sums over ranks, or on whole matrices.
 
 
 def make_backend(
@@ -161,23 +141,22 @@ def make_backend(
 
     Raises: ConfigError if none would be right.
     """
-    slices = [param_slice for params, _ in groups for param in params for param_slice in param]
-    is_plain = not any(isinstance(p.param, DTensor) or is_sharded_tensor(p.param) for p in slices)
-    has_sums, device = False, local_of(slices[0]).device
+    is_plain = not any(map(_is_sharded_kind, (slices for params, _ in groups for slices in params)))
     try:
         rule = update_rule(optimizer_class, declared)
         if rule == "elementwise" and not is_known(optimizer_class):
-            _check_cut(make, optimizer_class, groups[0][1], device)
-            has_sums = takes_sums(make, groups[0][1], device)
+            _check_cut(make, optimizer_class, groups[0][1], local_of(groups[0][0][0][0]).device)
     except ConfigError:
-        if not is_plain:
+        if not is_plain or reason_for_refusal(optimizer_class) is not None:
             raise
-        return PlainStep(make, groups)
-    if has_sums:
-        return PlainStep(make, groups) if is_plain else SummedStep(make, groups)
+        rule = "whole_matrix"
     if rule == "elementwise":
         return ElementwiseStep(make, groups, is_flat, is_known(optimizer_class))
-    return PlainStep(make, groups) if is_plain else WholeMatrixStep(make, optimizer_class, groups)
+    return WholeMatrixStep(make, optimizer_class, groups)  # plain tensors are whole on every rank
+
+
+def _is_sharded_kind(slices: Sequence[ParamSlice]) -> bool:
+    return isinstance(slices[0].param, DTensor) or is_sharded_tensor(slices[0].param)
 
 
 def _check_cut(
@@ -185,7 +164,8 @@ def _check_cut(
 ) -> None:
     name = optimizer_class.__name__
     advice = (
-        "update='whole_matrix' gathers each parameter to one rank for the step, which is right for any such optimizer"
+        "update='whole_matrix' gathers each parameter to one rank for the step, which is right for any optimizer that updates "
+        "every parameter by itself; sums over all parameters need whole parameters on every rank (DistributedDataParallel)"
     )
     try:
         reason = why_not_cut(make, options, device)
@@ -197,57 +177,6 @@ def _check_cut(
         raise ConfigError(
             f"{name} is declared 'elementwise' but {reason}: over shards it would train something else; {advice}"
         )
-
-
-class PlainStep:
-    """Run an optimizer of any kind on plain tensors, unchanged."""
-
-    is_elementwise = False
-
-    def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
-        self._make = make
-        self._params = [param_slice for params, _ in groups for (param_slice,) in params]
-        self.optimizer = make(
-            [{**options, "params": [param_slice.param for (param_slice,) in params]} for params, options in groups]
-        )
-
-    def step(self, closure: Closure | None = None) -> Any:
-        """Step the optimizer itself, which may call ``closure`` many times."""
-        with torch.enable_grad():
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that does nothing: all state is in the optimizer."""
-        return lambda: None
-
-    def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
-        """Add a param group of plain tensors.  Raises: ConfigError for sharded ones."""
-        slices = [param_slice for param in params for param_slice in param]
-        sharded = [p.name for p in slices if isinstance(p.param, DTensor) or is_sharded_tensor(p.param)]
-        if sharded:
-            raise ConfigError(
-                f"{type(self.optimizer).__name__} was set up for plain tensors and {sharded} are sharded; put them into "
-                "a ShardedOptimizer of their own"
-            )
-        self.optimizer.add_param_group({**options, "params": [param_slice.param for param_slice in slices]})
-        self._params += slices
-
-    def states(self, blank: bool = False) -> Values:
-        """Return the live state, or with ``blank`` the state after a step on zeros."""
-        if blank:
-            states = states_after_zeros(self._make, self.optimizer.param_groups, closure=lambda: 0.0)
-        else:
-            states = [dict(self.optimizer.state.get(param_slice.param, {})) for param_slice in self._params]
-        return {param_slice.name: state for param_slice, state in zip(self._params, states, strict=True) if state}
-
-    def local_states(self) -> Values:
-        """Return the live state."""
-        return self.states()
-
-    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options."""
-        states = [state_of_slice(values[p.name], 0) if p.name in values else None for p in self._params]
-        load_indexed(self.optimizer, states, options)
 
 
 # ---- Param groups by parameter names, as users write them and as state dicts contain them.
@@ -443,8 +372,8 @@ class ShardedOptimizer(Optimizer):
         self.param_groups = [OwnGroup(g, names) for g, (names, _) in zip(self.param_groups, split, strict=True)]
         self._members = Members(self.param_groups)
         self._is_built = True
-        self._state_view = StateView(self._state_by_param)
-        self._comparison = GradientComparison.of(self.named_params.values())
+        is_compared = has_only_plain(self.named_params.values())
+        self._comparison = compare_gradients(self.named_params) if is_compared else None
 
     # ---- stepping ----
 
@@ -457,8 +386,9 @@ class ShardedOptimizer(Optimizer):
         backend = self._backend
         with torch.no_grad():
             loss = step_in_sync(backend.step, closure, self.param_groups, backend.optimizer.param_groups)
-            if self._comparison is not None and not self._comparison.after_step(self.named_params):
-                self._comparison = None
+            if self._comparison is not None:
+                with suppress(TransportError):  # the process that keeps the store may have ended
+                    next(self._comparison, None)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -504,6 +434,12 @@ class ShardedOptimizer(Optimizer):
         if known or again:
             raise ConfigError(f"parameters {known or again} are in the optimizer already; leave them out of the group")
         slices = {name: slices_of(name, param) for name, param in found.items()}
+        sharded = [name for name, of in slices.items() if _is_sharded_kind(of)]
+        if sharded and not self._backend.is_elementwise and not any(map(_is_sharded_kind, self._slices.values())):
+            raise ConfigError(
+                f"{type(self._backend.optimizer).__name__} was set up for plain tensors and {sharded} are sharded; put them "
+                "into a ShardedOptimizer of their own"
+            )
         self._backend.add_group(list(slices.values()), options_of(param_group))
         super().add_param_group(
             {**options_of(self._backend.optimizer.param_groups[-1]), "params": list(found.values())}
@@ -518,7 +454,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """A read-only mapping from parameters to their state, whose tensors are the live ones."""
-        return self._state_view
+        return HeldState(self._state_by_param())
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -590,10 +526,7 @@ class ShardedOptimizer(Optimizer):
             by_name[name] = values
         options = [options_of(group) for group in groups]
         self._check_class(by_name, options)
-        if adopt and isinstance(self._backend, WholeMatrixStep):
-            self._backend.load_whole(by_name, options)
-        else:
-            self._backend.load(self._unwrapped(by_name, adopt), options)
+        self._backend.load(by_name, options, adopt)
         copy_options(options, self.param_groups)
         copy_options(self._backend.optimizer.param_groups, self.param_groups)
         after_load(self)
@@ -638,13 +571,6 @@ class ShardedOptimizer(Optimizer):
         return method
 
     # ---- inside ----
-
-    def _unwrapped(self, by_name: Mapping[str, Mapping[str, Any]], adopt: bool) -> dict[str, dict[str, Any]]:
-        is_elementwise = self._backend.is_elementwise
-        return {
-            name: {key: unwrap(name, key, v, self._slices[name], is_elementwise, adopt) for key, v in values.items()}
-            for name, values in by_name.items()
-        }
 
     def _synced_options(self) -> AbstractContextManager[None]:
         self._members.check(self.param_groups)

@@ -422,8 +422,8 @@ class OptimizerBackend(Protocol):
         """Return the state on this rank; never collective."""
         ...
 
-    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options; may be collective.  The backend may keep the tensors in ``values``."""
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]], adopt: bool = False) -> None:
+        """Replace all state, by values of any layout, and options; may be collective.  ``adopt``: keep tensors that fit."""
         ...
 
 

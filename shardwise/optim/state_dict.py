@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Literal, NoReturn, cast, get_args
@@ -125,22 +125,6 @@ class BlankState(HeldState):
         return HeldState()
 
 
-class StateView(_ReadOnly, Mapping[torch.Tensor, Mapping[str, Any]]):
-    """The state of each parameter, read at each access; its tensors are the live ones."""
-
-    def __init__(self, read: Callable[[], Mapping[torch.Tensor, Mapping[str, Any]]]) -> None:
-        self._read = read
-
-    def __getitem__(self, key: torch.Tensor) -> Mapping[str, Any]:
-        return self._read()[key]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())
-
-
 def wrap(slices: Sequence[ParamSlice], value: Any) -> Any:
     """Return a state value as users see it: a value per element becomes a tensor of the parameter's kind."""
     if not isinstance(value, PerSlice):
@@ -156,12 +140,10 @@ def wrap(slices: Sequence[ParamSlice], value: Any) -> Any:
     return first
 
 
-def unwrap(
-    name: str, key: str, value: Any, slices: Sequence[ParamSlice], is_elementwise: bool, adopt: bool = False
-) -> Any:
+def unwrap(name: str, key: str, value: Any, slices: Sequence[ParamSlice], adopt: bool) -> Any:
     """Return a state value of any kind (DTensor, ShardedTensor, full tensor), cut into the parameter's slices.
 
-    Values that are not per element are returned unchanged; for ``is_elementwise`` optimizers these are single numbers.
+    Values that are not per element are returned unchanged; they are single numbers.
     Tensors are copied, so that later steps do not write into what was loaded; with ``adopt``, tensors that are placed
     like the parameter are used themselves.  Collective if a DTensor is on another mesh or has other placements than the
     parameter.
@@ -171,7 +153,7 @@ def unwrap(
     param = slices[0].param
     if isinstance(value, DTensor):
         if tuple(value.shape) != tuple(param.shape):
-            raise LayoutError(_misfit(name, key, value, param))
+            raise misfit(name, key, value, param.shape)
         if isinstance(param, DTensor) and value.device_mesh == param.device_mesh:
             if adopt and value.placements == param.placements:
                 return PerSlice([torch_private.wait_tensor(torch_private.local_of(value))])
@@ -191,18 +173,16 @@ def unwrap(
     if not isinstance(value, torch.Tensor):
         return value
     if type(value) is not torch.Tensor and value.dim():
-        if is_elementwise:
-            raise LayoutError(
-                f"{name}: state {key!r} is a {type(value).__name__}, a tensor subclass, expected a plain tensor: "
-                "it is the state of another optimizer class"
-            )
-        return copied(value)
+        raise LayoutError(
+            f"{name}: state {key!r} is a {type(value).__name__}, a tensor subclass, expected a plain tensor: "
+            "it is the state of another optimizer class"
+        )
     if value.dim() and tuple(value.shape) == tuple(param.shape):
         if adopt and type(param) in (torch.Tensor, torch.nn.Parameter) and value.device == param.device:
             return PerSlice([value])
         return PerSlice(param_slice.box.cut(value).to(local_of(param_slice).device).clone() for param_slice in slices)
-    if is_elementwise and value.dim() and value.numel() > 1:
-        raise LayoutError(_misfit(name, key, value, param))
+    if value.dim() and value.numel() > 1:
+        raise misfit(name, key, value, param.shape)
     return copied(value)
 
 
@@ -228,9 +208,10 @@ def gather_sharded(value: ShardedTensor) -> torch.Tensor:
     return whole
 
 
-def _misfit(name: str, key: str, value: torch.Tensor, param: torch.Tensor) -> str:
-    return (
-        f"{name}: state {key!r} has shape {tuple(value.shape)}, expected that of the parameter, {tuple(param.shape)}. "
+def misfit(name: str, key: str, value: torch.Tensor, shape: Sequence[int]) -> LayoutError:
+    """Return the error for a state value that has another shape than its parameter."""
+    return LayoutError(
+        f"{name}: state {key!r} has shape {tuple(value.shape)}, expected that of the parameter, {tuple(shape)}. "
         "Load a state dict of names (state_dict() or full_state_dict()), not one of another rank's local tensors"
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -37,10 +38,9 @@ from shardwise.optim.slices import (
     is_sharded_tensor,
     local_of,
     loss_of,
-    state_of_slice,
     step_cost,
 )
-from shardwise.optim.state_dict import load_indexed
+from shardwise.optim.state_dict import full_value, load_indexed, misfit
 from shardwise.optim.sums import states_after_zeros
 
 # ---- Exchanges of whole matrices whose errors name the missing rank.
@@ -187,46 +187,10 @@ def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.dev
     return found
 
 
-def receive_states(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], device: torch.device) -> dict[int, State]:
-    """Return the state of owned matrices by ``id``, assembled from the slices in ``values``.
-
-    Raises: StateError on all ranks that notice it if ranks have different entries.
-    """
-    ranks = meeting.ranks
-    _check_same(meeting, values, device)
-    sends = [
-        [t for m in meeting.owned_by(r) for v in values.get(m.name, {}).values() if isinstance(v, PerSlice) for t in v]
-        for r in range(ranks.size)
-    ]
-    cut = [
-        (m, key, value[0].dtype)
-        for m in meeting.mine
-        for key, value in values.get(m.name, {}).items()
-        if isinstance(value, PerSlice)
-    ]
-    expected = [
-        [Expected(box.sizes, dtype) for m, _, dtype in cut for box in boxes_of(m, rank)] for rank in range(ranks.size)
-    ]
-    arrived = exchange(sends, expected, ranks, device)
-    found: dict[int, State] = {
-        id(m): {
-            key: torch.empty(m.shape, dtype=value[0].dtype, device=device) if isinstance(value, PerSlice) else value
-            for key, value in values[m.name].items()
-        }
-        for m in meeting.mine
-        if m.name in values
-    }
-    for rank, items in enumerate(arrived):
-        windows = iter(items)
-        for matrix, key, _ in cut:
-            for box in boxes_of(matrix, rank):
-                box.cut(found[id(matrix)][key]).copy_(next(windows))
-    return found
-
-
-def _check_same(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+def check_same(meeting: Meeting, values: Values, device: torch.device) -> None:
+    """Raise StateError, on all ranks that notice it, if ranks load different entries for the meeting's matrices."""
     mine = {
-        m.name: [(key, isinstance(value, PerSlice)) for key, value in values.get(m.name, {}).items()]
+        m.name: [(key, isinstance(value, DTensor | ShardedTensor)) for key, value in values.get(m.name, {}).items()]
         for m in meeting.matrices
     }
     for rank, theirs in enumerate(exchange_objects([mine] * meeting.ranks.size, meeting.ranks, device)):
@@ -237,6 +201,18 @@ def _check_same(meeting: Meeting, values: Mapping[str, Mapping[str, Any]], devic
                 f"{theirs[wrong[0]]}. Load the same entries on every rank; flattened state dicts of torch cannot be "
                 "loaded by whole-matrix optimizers, since only owners know the names of their state"
             )
+
+
+def whole_state(matrix: Matrix, state: Mapping[str, Any]) -> State:
+    """Return the state of ``matrix`` with full tensors on ranks that update it, nothing on others.  May be collective."""
+    found: State = {}
+    for key, value in state.items():
+        if isinstance(value, DTensor | ShardedTensor) and tuple(value.shape) != matrix.shape:
+            raise misfit(matrix.name, key, value, matrix.shape)
+        full = full_value(value, to_cpu=False)
+        if matrix.leaf is not None:
+            found[key] = full
+    return found
 
 
 def is_cut(value: object, matrix: Matrix) -> bool:
@@ -250,19 +226,6 @@ def _is_sent(value: object) -> TypeGuard[torch.Tensor]:
 
 
 _FINE, _FAILED, _PARTIAL = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Scattered:
-    """What the owners of a meeting sent back.
-
-    Attributes:
-        statuses: global ranks and the result of their step.
-        updates: the new values of this rank's slices.
-    """
-
-    statuses: list[tuple[int, int]]
-    updates: list[tuple[ParamSlice, torch.Tensor]]
 
 
 class WholeMatrixStep:
@@ -295,6 +258,8 @@ class WholeMatrixStep:
 
     def _check(self, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
         # Each owner has only its own matrices, but what the class refuses must be refused on every rank.
+        if not any(is_sharded(slices[0].param) for params, _ in groups for slices in params):
+            return
         stand_ins = [
             [torch.empty(tuple(slices[0].param.shape), dtype=slices[0].param.dtype, device="meta") for slices in params]
             for params, _ in groups
@@ -336,11 +301,11 @@ class WholeMatrixStep:
             self._release()
         if cause is not None and not self._meetings:
             raise cause
-        _raise_if_wrong([status for scattered in found for status in scattered.statuses], cause)
+        _raise_if_wrong([status for statuses, _ in found for status in statuses], cause)
         for matrix in self._matrices:
             matrix.has_state |= _flag(matrix, [gradient_of(param_slice) for param_slice in matrix.slices]) != 0
-        for scattered in found:
-            for param_slice, value in scattered.updates:
+        for _, updates in found:
+            for param_slice, value in updates:
                 local_of(param_slice).detach().copy_(value)
         return loss
 
@@ -406,7 +371,10 @@ class WholeMatrixStep:
             matrix.leaf.grad = gradient if found == {1} else None
         return status
 
-    def _scatter(self, meeting: Meeting, status: int) -> _Scattered:
+    def _scatter(
+        self, meeting: Meeting, status: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[ParamSlice, torch.Tensor]]]:
+        """Send updated shards; return the status of each owner by its global rank, and the new values of this rank's slices."""
         ranks = meeting.ranks
         sends = [
             [torch.tensor([status], device="cpu"), *(box.cut(leaf_of(m)) for m, box in all_boxes(meeting.mine, rank))]
@@ -427,7 +395,7 @@ class WholeMatrixStep:
             for pairs, items in zip(wanted, arrived, strict=True)
             for (_, param_slice), value in zip(pairs, items[1:], strict=True)
         ]
-        return _Scattered(statuses, updates)
+        return statuses, updates
 
     # ---- state ----
 
@@ -466,31 +434,21 @@ class WholeMatrixStep:
                 found[matrix.name] = dict(state)
         return found
 
-    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options.  ``values``: as :meth:`states` returns them.  Collective, like :meth:`states`."""
-        wholes: dict[int, State] = {}
-        for matrix in self._matrices:
-            matrix.has_state = matrix.name in values
-        for meeting in self._ordered():
-            wholes.update(receive_states(meeting, values, self._device))
-        states = [
-            state_of_slice(values[matrix.name], 0)
-            if matrix.owner is None and matrix.name in values
-            else wholes.get(id(matrix)) or None
-            for matrix in self._with_leaf()
-        ]
-        load_indexed(self.optimizer, states, options)
-
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
         """The parameters of :attr:`optimizer` by name: those that this rank owns, and those that are not sharded."""
         return {matrix.name: leaf_of(matrix) for matrix in self._with_leaf()}
 
-    def load_whole(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all state and options by full values for :attr:`leaves`, which become the state; not collective.
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]], adopt: bool = False) -> None:
+        """Replace all state and options by ``values``, sharded in any way or full, of which owners keep full copies.
 
-        ``values`` has an entry, maybe an empty one, for each parameter that has state on any rank.
+        Collective.  With ``adopt`` it is not: ``values`` are full tensors for :attr:`leaves`, which become the state, and an
+        entry, maybe an empty one, for each parameter that has state on any rank.
         """
+        for meeting in () if adopt else self._ordered():
+            check_same(meeting, values, self._device)
+        if not adopt:
+            values = {m.name: whole_state(m, values[m.name]) for m in self._matrices if m.name in values}
         for matrix in self._matrices:
             matrix.has_state = matrix.name in values
         load_indexed(self.optimizer, [dict(values.get(name, {})) or None for name in self.leaves], options)

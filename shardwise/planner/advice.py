@@ -15,15 +15,18 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES
-from shardwise.planner.dry_run import Loss, TensorSplit, default_loss, dry_run
 from shardwise.planner.hardware import (
     ONE_UNIT,
     OPTIMIZERS,
     SHARED,
     UNIT_STRATEGIES,
     Hardware,
+    Loss,
     Profile,
     Setting,
+    TensorSplit,
+    default_loss,
+    dry_run,
     read_hardware,
 )
 from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankTime, rank_units, step_of, steps_of, unit_paths

@@ -174,43 +174,18 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *,
-        num_ranks: int = 2,
-        backend: str = "gloo",
-        timeout_s: float | None = None,
-        group_timeout_s: float | None = None,
-        fresh: bool = False,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Call ``function(**kwargs)`` on every rank; return the results in rank order.
-
-        Args:
-            function: importable (module-level); it and its arguments must be picklable.
-            backend: of the group; "none" creates no process group.  With NCCL every rank has a GPU, or shares one.
-            timeout_s: after how many seconds the pool gives up.  group_timeout_s: the timeout of collectives.
-            fresh: call it in new processes: DTensor caches meshes with the names of their groups, and a later group of
-                the same shape may have other names.
+    def run(self, function: Callable[..., Any], *, num_ranks: int = 2, **options: Any) -> list[Any]:
+        """Call ``function`` on every rank, with those of ``options`` that are not of :meth:`attempt`; return results by rank.
 
         Raises: RankFailure with every rank's traceback (or stack, if it hung).
         """
-        answers = self.attempt(
-            function,
-            num_ranks=num_ranks,
-            backend=backend,
-            timeout_s=timeout_s,
-            group_timeout_s=group_timeout_s,
-            fresh=fresh,
-            **kwargs,
-        )
+        answers = self.attempt(function, num_ranks=num_ranks, **options)
         failures = {rank: answer.error for rank, answer in enumerate(answers) if answer.error is not None}
         if failures:
             report = "\n".join(
                 f"--- rank {rank} of {num_ranks} ---\n{error}" for rank, error in sorted(failures.items())
             )
-            raise RankFailure(f"{getattr(function, '__name__', function)}({kwargs}) failed\n{report}")
+            raise RankFailure(f"{getattr(function, '__name__', function)}({options}) failed\n{report}")
         return [answer.value for answer in answers]
 
     def attempt(
@@ -225,9 +200,14 @@ class WorkerPool:
         is_failure: Callable[[Any], bool] = lambda _: False,
         **kwargs: Any,
     ) -> list[Answer]:
-        """Do :meth:`run`, but return every rank's answer, in rank order, whatever happened.
+        """Call ``function(**kwargs)`` on every rank; return every rank's answer, in rank order, whatever happened.
 
         Args:
+            function: importable (module-level); it and its arguments must be picklable.
+            backend: of the group; "none" creates no process group.  With NCCL every rank has a GPU, or shares one.
+            timeout_s: after how many seconds the pool gives up.  group_timeout_s: the timeout of collectives.
+            fresh: call it in new processes: DTensor caches meshes with the names of their groups, and a later group of
+                the same shape may have other names.
             is_failure: returns True for a value after which other ranks may wait for this one in vain: as after an
                 exception, they get a few seconds.
         """

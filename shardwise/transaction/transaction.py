@@ -32,10 +32,9 @@ from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Track, note
-from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.optim.slices import as_they_are, copied
 from shardwise.random_state import RandomState
-from shardwise.zero.optimizer import ZeroRedundancyOptimizer, zero_backend
+from shardwise.zero.optimizer import OptimizerState, ZeroRedundancyOptimizer
 
 # ---- What a step changes, saved and restored: units, gradients, buffers, parameters, optimizer state and options.
 
@@ -245,23 +244,7 @@ def _keep(each: Any) -> Undo:
     return lambda: each.load_state_dict(state)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Optimized:
-    """An optimizer that users step, as a transaction sees it.
-
-    Attributes:
-        outer: the optimizer of the user.  inner: the one that has the state; the same for a plain optimizer.
-        mark: saves what is neither a tensor nor an option; returns a function that restores it.
-        renew: runs on every rank after a step is undone, even if this rank has not reached the step.
-    """
-
-    outer: Optimizer
-    inner: Optimizer
-    mark: Callable[[], Undo]
-    renew: Callable[[], None]
-
-
-def save_options(saved: Saved, each: Optimized) -> None:
+def save_options(saved: Saved, each: OptimizerState) -> None:
     """Save the options of an optimizer and its lists of parameters."""
     optimizers = [each.outer] if each.inner is each.outer else [each.outer, each.inner]
     for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
@@ -270,7 +253,7 @@ def save_options(saved: Saved, each: Optimized) -> None:
     saved.then(each.renew)
 
 
-def save_step(saved: Saved, each: Optimized) -> None:
+def save_step(saved: Saved, each: OptimizerState) -> None:
     """Save parameters and state of an optimizer that is about to step."""
     params = [param for group in each.outer.param_groups for param in group["params"]]
     saved.copy(("parameters", id(each)), [holder for param in params for holder in holders_of(param)])
@@ -306,24 +289,14 @@ def _options_as_they_are(group: dict[str, Any]) -> Undo:
     return restore
 
 
-def optimized(optimizer: Optimizer) -> Optimized:
-    """Return an optimizer as a transaction sees it.  Raises: ConfigError for one that steps inside backward."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        if optimizer.overlap_with_ddp:
-            raise ConfigError(
-                "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket, so that no "
-                "state before its step exists that could be restored; make it without overlap to use transactions"
-            )
-        backend = zero_backend(optimizer)
-        return Optimized(optimizer, optimizer.optim, backend.mark, backend.renew)
-    if isinstance(optimizer, ShardedOptimizer):
-        backend = optimizer_backend(optimizer)
-        return Optimized(optimizer, backend.optimizer, backend.mark, _nothing)
-    return Optimized(optimizer, optimizer, lambda: _nothing, _nothing)
-
-
-def _nothing() -> None:
-    return None
+def optimized(optimizer: Optimizer) -> OptimizerState:
+    """Return the state of an optimizer.  Raises: ConfigError for one that steps inside backward."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.overlap_with_ddp:
+        raise ConfigError(
+            "an optimizer made with overlap_with_ddp=True steps inside backward, bucket by bucket, so that no "
+            "state before its step exists that could be restored; make it without overlap to use transactions"
+        )
+    return OptimizerState.of(optimizer)
 
 
 # ---- A rank's report of the exception that ended its step, and which of several was the first cause.

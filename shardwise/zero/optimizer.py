@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +26,16 @@ from shardwise.collectives.owned import launch_broadcasts, ranks_that_are, recei
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
 from shardwise.consistency.store import Sketch, digest_of, sample_of
-from shardwise.errors import DesyncError, StateError
+from shardwise.errors import ConfigError, DesyncError, StateError
 from shardwise.fsdp.clip import clip_grad_norm_
 from shardwise.layout import OwnedSlice
 from shardwise.observe import note
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend, state_places
 from shardwise.optim.slices import after_load, after_state_dict, as_they_are, before_load, before_state_dict
 from shardwise.optim.state_dict import BlankState, HeldState, refuse_other_state
 from shardwise.zero.partition import (
     LocalOptimizer,
+    LocalSlice,
     Partition,
     RankPartition,
     addresses_of,
@@ -652,3 +656,55 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 def zero_backend(optimizer: ZeroRedundancyOptimizer) -> ZeroBackend:
     """Return the backend that steps ``optimizer`` on the partitions of all ranks."""
     return optimizer._backend  # pyright: ignore[reportPrivateUsage]
+
+
+# ---- The state of an optimizer of any API, as checkpoints and transactions read and restore it.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerState:
+    """The state of one optimizer: what there is, and how to put it back.
+
+    Attributes:
+        outer: the optimizer of the user.  inner: the one that updates; the same for a plain optimizer.
+        state_dict, load_state_dict: by number of the parameter; of sharded ones each rank has its part.
+        places: returns, by number, the parameters whose state this rank has: a tensor that their state is like, or a slice.
+        mark: saves what is neither a tensor nor an option; returns a function that restores it.
+        renew: runs on every rank after a step is undone, even if this rank has not reached the step.
+    """
+
+    outer: Optimizer
+    inner: Optimizer
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
+    places: Callable[[], Mapping[int, torch.Tensor | LocalSlice]]
+    mark: Callable[[], Callable[[], None]] = lambda: lambda: None
+    renew: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerState:
+        """Return the state of ``optimizer``."""
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            zero, state = zero_backend(optimizer), optimizer.sharded()
+            slices = zero.rank_partition.local_slices
+            places = {own.owned_slice.tensor: own.param if own.is_param else own for own in slices}
+            put, load = state.state_dict, state.load_state_dict
+            return cls(optimizer, optimizer.optim, put, load, lambda: places, zero.mark, zero.renew)
+        if isinstance(optimizer, ShardedOptimizer):
+            backend, places = optimizer_backend(optimizer), partial(state_places, optimizer)
+            put, load = partial(optimizer.state_dict, "indexed"), partial(optimizer.load_state_dict, adopt=True)
+            return cls(optimizer, backend.optimizer, put, load, places, backend.mark)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return cls(
+            optimizer, optimizer, optimizer.state_dict, optimizer.load_state_dict, lambda: dict(enumerate(params))
+        )
+
+    def entries(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield the number and the state of each parameter that has some.  Collective if owners of matrices have it.
+
+        Raises: ConfigError for state of something else than a parameter.
+        """
+        for number, values in self.state_dict()["state"].items():
+            if not isinstance(number, int):
+                raise ConfigError(f"state of {number!r} belongs to no parameter; it cannot be named")
+            yield number, values

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
-from shardwise.planner.dry_run import dry_run
-from shardwise.planner.hardware import Setting
+from shardwise.planner.hardware import Setting, dry_run
 from shardwise.planner.rank_step import rank_units, steps_of
 
 ALL_GATHER = "all_gather_single"

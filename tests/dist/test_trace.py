@@ -31,8 +31,7 @@ from shardwise import (
     replicate,
 )
 from shardwise.observe import Call, Op
-from shardwise.planner.dry_run import dry_run
-from shardwise.planner.hardware import SHARED, Profile, Setting
+from shardwise.planner.hardware import SHARED, Profile, Setting, dry_run
 from shardwise.planner.rank_step import rank_units, steps_of
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.planner.dry_run import flops_of
+from shardwise.planner.hardware import flops_of
 
 
 class Flops(TorchDispatchMode):

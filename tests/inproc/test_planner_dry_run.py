@@ -18,8 +18,7 @@ import shardwise
 from shardwise import ConfigError, fully_shard
 from shardwise.cli.main import main
 from shardwise.plan.schedule import StepEvent
-from shardwise.planner.dry_run import dry_run
-from shardwise.planner.hardware import UNIT_STRATEGIES, Profile, Setting, StepMark
+from shardwise.planner.hardware import UNIT_STRATEGIES, Profile, Setting, StepMark, dry_run
 from shardwise.recipes.config import PRESETS
 from shardwise.recipes.gpt import GPT
 

@@ -20,8 +20,7 @@ import shardwise
 from shardwise import ConfigError
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.advice import Choices, evaluate
-from shardwise.planner.dry_run import TensorSplit, dry_run
-from shardwise.planner.hardware import HARDWARE, Setting, StepMark
+from shardwise.planner.hardware import HARDWARE, Setting, StepMark, TensorSplit, dry_run
 
 WIDTH, INNER, BATCH, COUNT = 32, 128, 16, 3
 HALVES = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import shardwise
 from shardwise.consistency.recorder import (
+    NOTHING_MOVES,
     Event,
     Reason,
     Record,
     Stack,
     diagnose,
-    first_parting,
     from_text,
     in_words,
     lines_of,
@@ -40,7 +38,9 @@ def events_of(texts: list[str], start: int = 0, thread: int = MAIN) -> tuple[Eve
     )
 
 
-def record_of(rank: int, events: tuple[Event, ...], reason: str = "asked by SIGUSR1", num_ranks: int = 2) -> Record:
+def record_of(
+    rank: int, events: tuple[Event, ...], reason: str = f"{NOTHING_MOVES} for 30 s", num_ranks: int = 2
+) -> Record:
     last = events[-1].time_s if events else 0.0
     stack = Stack(last + 1, MAIN, "MainThread", ("/home/me/train.py:12 main", "/site/torch/wait.py:9 wait"))
     reasons = (Reason(last + 1, reason),)
@@ -49,30 +49,6 @@ def record_of(rank: int, events: tuple[Event, ...], reason: str = "asked by SIGU
 
 def note(time_s: float, place: str, what: str = "") -> Event:
     return Event(time_s, MAIN, "", 0, place, what)
-
-
-names = st.lists(st.sampled_from(["unshard", "reshard", "reduce", "commit"]), min_size=1, max_size=30)
-
-
-@given(names, st.integers(0, 29), st.lists(st.integers(0, 29), min_size=2, max_size=4))
-def test_ranks_part_at_the_first_event_that_differs_whatever_parts_they_remember(
-    texts: list[str], place: int, starts: list[int]
-) -> None:
-    place = min(place, len(texts) - 1)
-    starts = [min(start, place) for start in starts]
-    odd = [*texts[:place], *["another"] * (len(texts) - place)]
-    found = first_parting(TRACK, {rank: events_of(odd if rank == 0 else texts, s) for rank, s in enumerate(starts)})
-    assert found is not None
-    assert found.count == place + 1
-    assert found.found[0] == "another (unit)"
-
-
-@given(names, st.lists(st.tuples(st.integers(0, 29), st.integers(0, 29)), min_size=1, max_size=4))
-def test_ranks_that_do_the_same_do_not_part_however_far_each_has_come(
-    texts: list[str], ranges: list[tuple[int, int]]
-) -> None:
-    events = {rank: events_of(texts, start)[:length] for rank, (start, length) in enumerate(ranges)}
-    assert first_parting(TRACK, events) is None
 
 
 def test_a_rank_without_a_record_is_missing_and_named_first() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,12 +13,11 @@ from shardwise.optim.elementwise import (
     MANY_LAYOUTS,
     ElementwiseStep,
     LiveSlice,
-    StateViews,
-    can_merge,
+    breaks,
     find_joins,
     in_memory_order,
     make_run,
-    merge_states,
+    merged,
 )
 from shardwise.optim.slices import slices_of
 from shardwise.optim.state_dict import ByName, NamedGroup, in_form
@@ -58,27 +55,34 @@ def test_a_gap_ends_a_run() -> None:
     assert find_joins(found, frozenset(), 100) == [False, False]
 
 
-@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6), seed=st.integers(0, 9))
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6))
 @settings(max_examples=50)
-def test_split_and_merge_are_inverse_and_share_memory(sizes: list[int], seed: int) -> None:
-    run = make_run(_found(_windows(sizes), [None] * len(sizes)))
-    state: dict[str, Any] = {"step": torch.tensor(float(seed)), "average": torch.randn(run.tensor.shape), "flag": None}
-    parts = StateViews().split(run, state)
-    assert all(can_merge(parts[0], run.shapes[0], part, shape) for part, shape in zip(parts, run.shapes, strict=True))
-    merged = merge_states(parts, run.shapes) if len(parts) > 1 else parts[0]
-    assert torch.equal(merged["average"], state["average"])
-    assert torch.equal(merged["step"], state["step"])
+def test_state_of_neighbours_joins_where_it_lies(sizes: list[int]) -> None:
+    sizes = sorted(sizes, reverse=True)  # as in memory order, empty ones come last
+    found = _found(_windows(sizes), [None] * len(sizes))
+    flat = torch.randn(sum(sizes))
+    parts = [{"step": torch.tensor(3.0), "average": part, "flag": None} for part in flat.split(sizes)]
+    states = {item.param_slice: part for item, part in zip(found, parts, strict=True)}
+    assert breaks(found, states) <= {0}
+    state = merged(parts, make_run(found).shapes)
+    assert torch.equal(state["average"], flat)
+    assert torch.equal(state["step"], torch.tensor(3.0))
     if sum(sizes):
-        assert merged["average"].data_ptr() == state["average"].data_ptr()
+        assert state["average"].data_ptr() == flat.data_ptr()
 
 
-def test_different_counts_do_not_merge() -> None:
-    shape = torch.Size([2])
-    first = {"step": torch.tensor(1.0), "average": torch.ones(2)}
-    assert not can_merge(first, shape, {**first, "step": torch.tensor(2.0)}, shape)
-    assert not can_merge(first, shape, {"average": torch.ones(2)}, shape)
-    assert not can_merge(first, shape, {**first, "average": torch.ones(2, dtype=torch.float64)}, shape)
-    assert can_merge(first, shape, {**first, "average": torch.zeros(2)}, shape)
+def test_other_numbers_and_state_elsewhere_do_not_join() -> None:
+    found = _found(_windows([2, 2]), [None, None])
+    memory = torch.ones(4)
+    first, second = ({"step": torch.tensor(1.0), "average": part} for part in memory.split(2))
+    for other, is_joined in (
+        (second, True),
+        ({**second, "step": torch.tensor(2.0)}, False),
+        ({"average": second["average"]}, False),
+        ({**second, "average": torch.ones(2, dtype=torch.float64)}, False),
+        ({**second, "average": torch.ones(2)}, False),
+    ):
+        assert (1 not in breaks(found, {found[0].param_slice: first, found[1].param_slice: other})) == is_joined
 
 
 @given(
