@@ -87,20 +87,6 @@ RUN_NUMEL = 1 << 20  # 4 MiB of float32: sent together
 RUN_NUMEL_PER_RANK = 1 << 17  # more with very many ranks, so that each rank's part of a run is worth a message
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor: ``offsets`` and ``sizes`` per dim, and its start in row-major order."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.sizes)
-
-
 def batches(sizes: Sequence[int], most: int) -> list[range]:
     """Return consecutive ranges of indices; their ``sizes`` sum to ``most`` or less, except where one alone is larger.
 
@@ -201,30 +187,30 @@ def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Cut elements ``start:stop`` (row-major) of a tensor into at most ``2 * len(shape) - 1`` rectangular boxes.
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut elements ``start:stop`` (row-major) of a tensor into at most ``2 * len(shape) - 1`` rectangles: offsets and sizes.
 
     Checkpoints store boxes, not ranges.  The boxes are in element order and tile the range once.
     Example:
-        >>> [(b.offsets, b.sizes) for b in boxes((3, 4), 2, 11)]
+        >>> boxes((3, 4), 2, 11)
         [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
     """
     if not shape:
-        return (Box((), (), 0),) if stop > start else ()
+        return [((), ())] if stop > start else []
     row = prod(shape[1:])
-    found: list[Box] = []
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     while start < stop:
         first = start // row
         if start % row == 0 and stop - start >= row:
             rows = (stop - start) // row
-            found.append(Box((first, *[0] * (len(shape) - 1)), (rows, *shape[1:]), start))
+            found.append(((first, *[0] * (len(shape) - 1)), (rows, *shape[1:])))
             start += rows * row
             continue
         upto = min(stop, (first + 1) * row)
-        for inner in boxes(shape[1:], start - first * row, upto - first * row):
-            found.append(Box((first, *inner.offsets), (1, *inner.sizes), first * row + inner.start))
+        inner = boxes(shape[1:], start - first * row, upto - first * row)
+        found += [((first, *offsets), (1, *sizes)) for offsets, sizes in inner]
         start = upto
-    return tuple(found)
+    return found
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

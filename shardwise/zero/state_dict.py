@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeGuard
 
 import torch
@@ -17,8 +18,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from shardwise.collectives.owned import gather_objects, receive_tensor, send_tensor
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ConfigError, LayoutError, StateError
-from shardwise.layout import Box, OwnedSlice, boxes
-from shardwise.optim.slices import copied
+from shardwise.layout import OwnedSlice, boxes
+from shardwise.optim.slices import Window, copied
 from shardwise.optim.state_dict import load_indexed, options_of
 from shardwise.optim.sums import states_after_zeros, why_other_class
 from shardwise.zero.partition import (
@@ -220,22 +221,22 @@ class StateSlice(torch.Tensor):
     """
 
     local: torch.Tensor
-    parts: tuple[Box, ...]  # in memory order: dim ``i`` of a box is dim ``order[i]`` of the tensor
+    parts: list[Window]  # in memory order: dim ``i`` of a box is dim ``order[i]`` of the tensor
     order: tuple[int, ...]
-    start: int
 
     @staticmethod
     def make(local: torch.Tensor, param: torch.Tensor, start: int) -> StateSlice:
         """Return the slice of a tensor with the strides of ``param`` whose elements from ``start`` on are ``local`` (1-D)."""
         slice_ = torch.empty(1, dtype=local.dtype, device=local.device).expand(param.shape).as_subclass(StateSlice)
         order = range(param.dim()) if param.is_contiguous() else memory_order(param)
-        slice_.local, slice_.start, slice_.order = local, start, tuple(order)
-        slice_.parts = boxes([param.size(dim) for dim in order], start, start + local.numel())
+        slice_.local, slice_.order = local, tuple(order)
+        cut = boxes([param.size(dim) for dim in order], start, start + local.numel())
+        slice_.parts = [Window(*box) for box in cut]
         return slice_
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateSlice:
         found = self.as_subclass(StateSlice)
-        found.local, found.parts, found.order, found.start = self.local.clone(), self.parts, self.order, self.start
+        found.local, found.parts, found.order = self.local.clone(), self.parts, self.order
         memo[id(self)] = found
         return found
 
@@ -259,9 +260,8 @@ class StateSlice(torch.Tensor):
         return [ChunkStorageMetadata(self._by_dim(box.offsets), self._by_dim(box.sizes)) for box in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box in self.parts:
+        for box, begin in zip(self.parts, accumulate((box.numel for box in self.parts), initial=0), strict=False):
             if index.offset == self._by_dim(box.offsets):
-                begin = box.start - self.start
                 # for each dim of the tensor, its index among those of the box
                 dims = self._by_dim(range(len(self.order)))
                 return self.local[begin : begin + box.numel].view(box.sizes).permute(dims)
