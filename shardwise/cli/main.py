@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,43 +52,35 @@ _BACKENDS: Mapping[str, Callable[[], bool]] = {
 _OPEN_LIMIT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class HostFeature:
-    """A capability of a host: ``why_not``: why it is missing, "" if it exists; ``detail``: more about it."""
-
-    detail: str = ""
-    why_not: str = ""
-
-    def __str__(self) -> str:
-        detail = f" ({self.detail})" if self.detail else ""
-        return f"no{detail}: {self.why_not}" if self.why_not else f"yes{detail}"
+Facts = dict[str, dict[str, str]]  # by section
 
 
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """Everything that ``shardwise info`` prints, in order; nothing in it names the host or its user."""
+def feature(detail: str = "", why_not: str = "") -> str:
+    """Return whether a host has something, in words; ``why_not``: why not, "" if it has; ``detail``: more about it.
 
-    software: Mapping[str, str]
-    backends: Mapping[str, HostFeature]
-    devices: tuple[str, ...]
-    cores: Mapping[str, str]
-    transports: Mapping[str, HostFeature]
-    packages: Mapping[str, str]
-    environment: Mapping[str, str]
+    Example:
+        >>> feature("2.1", "torch finds no GPU")
+        'no (2.1): torch finds no GPU'
+    """
+    detail = f" ({detail})" if detail else ""
+    return f"no{detail}: {why_not}" if why_not else f"yes{detail}"
 
 
-def look_at_host(environment: Mapping[str, str]) -> HostFacts:
-    """Return the facts.  Takes about a second on a host with GPUs, which are initialized; starts one small process."""
-    return HostFacts(
-        software=_software(),
-        backends={name: _backend(is_built) for name, is_built in _BACKENDS.items()},
-        devices=tuple(map(_gpu, range(torch.cuda.device_count()))),
-        cores=_cores(),
-        transports=_transports() | _protections(),
-        packages={name: find_version(name).replace(UNKNOWN, "not installed") for name in PACKAGES},
-        environment={CHECKS: mode_of(environment)}
+def look_at_host(environment: Mapping[str, str]) -> Facts:
+    """Return what ``shardwise info`` prints, in order; nothing in it names the host or its user.
+
+    Takes about a second on a host with GPUs, which are initialized; starts one small process.
+    """
+    gpus = {f"GPU {index}": _gpu(index) for index in range(torch.cuda.device_count())}
+    return {
+        "software": _software(),
+        "backends": {name: feature(_nccl_version(name), _why_no(name)) for name in _BACKENDS},
+        "devices": _cores() | (gpus or {"GPUs": "none that torch can use"}),
+        "transports": _transports(),
+        "packages": {name: find_version(name).replace(UNKNOWN, "not installed") for name in PACKAGES},
+        "environment": {CHECKS: mode_of(environment)}
         | {name: environment[name] for name in VARIABLES if name in environment},
-    )
+    }
 
 
 def _software() -> dict[str, str]:
@@ -104,15 +95,16 @@ def _software() -> dict[str, str]:
     }
 
 
-def _backend(is_built: Callable[[], bool]) -> HostFeature:
+def _nccl_version(name: str) -> str:
+    return ".".join(map(str, nccl_version())) if name == "nccl" and _BACKENDS[name]() else ""
+
+
+def _why_no(name: str) -> str:
     if not dist.is_available():
-        return HostFeature(why_not="this build of torch has no torch.distributed")
-    if not is_built():
-        return HostFeature(why_not="not in this build of torch")
-    if is_built is dist.is_nccl_available:
-        version = ".".join(map(str, nccl_version()))
-        return HostFeature(version, "" if torch.cuda.is_available() else "torch finds no GPU")
-    return HostFeature()
+        return "this build of torch has no torch.distributed"
+    if not _BACKENDS[name]():
+        return "not in this build of torch"
+    return "torch finds no GPU" if name == "nccl" and not torch.cuda.is_available() else ""
 
 
 def _gpu(index: int) -> str:
@@ -130,30 +122,24 @@ def _cores() -> dict[str, str]:
     }
 
 
-def _transports() -> dict[str, HostFeature]:
-    gloo = _why_no_gloo()
-    nccl = _backend(dist.is_nccl_available)
-    shared = why_no_shared_memory()
+def _transports() -> dict[str, str]:
+    gloo, shared = _why_no_gloo(), why_no_shared_memory()
+    with private_network(True) as network:
+        refused = (
+            "" if network else "the kernel does not let this user create one; owners of connections are still checked"
+        )
     return {
-        "shared memory": HostFeature("CPU ranks of one host; --transport auto", shared or gloo),
-        "messages": HostFeature("CPU ranks, over gloo; --transport gloo", gloo),
-        "gloo collectives": HostFeature("CPU ranks; --transport collective", gloo),
-        "NCCL collectives": HostFeature("GPU ranks", nccl.why_not),
+        "shared memory": feature("CPU ranks of one host; --transport auto", shared or gloo),
+        "messages": feature("CPU ranks, over gloo; --transport gloo", gloo),
+        "gloo collectives": feature("CPU ranks; --transport collective", gloo),
+        "NCCL collectives": feature("GPU ranks", _why_no("nccl")),
+        "a network of their own": feature("CPU ranks of shardwise train on one host", refused),
     }
 
 
-def _protections() -> dict[str, HostFeature]:
-    with private_network(True) as network:
-        why_not = (
-            "" if network else "the kernel does not let this user create one; owners of connections are still checked"
-        )
-    return {"a network of their own": HostFeature("CPU ranks of shardwise train on one host", why_not)}
-
-
 def _why_no_gloo() -> str:
-    offer = _backend(dist.is_gloo_available)
-    if offer.why_not:
-        return f"gloo: {offer.why_not}"
+    if why_not := _why_no("gloo"):
+        return f"gloo: {why_not}"
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -198,31 +184,18 @@ def add_info_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
 def run_info(arguments: argparse.Namespace) -> int:
     """Print the facts; return 0."""
     facts = look_at_host(os.environ)
-    print(json.dumps(asdict(facts), indent=2) if arguments.json else "\n".join(in_lines(facts)))
+    print(json.dumps(facts, indent=2) if arguments.json else "\n".join(in_lines(facts)))
     return 0
 
 
-def in_lines(facts: HostFacts) -> Iterator[str]:
-    """Yield the facts as lines of text, with a heading for each kind."""
-    yield from _named(facts.software)
-    yield from _section("backends", facts.backends)
-    devices = {f"GPU {number}": text for number, text in enumerate(facts.devices)}
-    yield from _section("devices", {**facts.cores, **(devices or {"GPUs": "none that torch can use"})})
-    yield from _section("transports", facts.transports)
-    yield from _section("packages", facts.packages)
-    yield from _section("environment", facts.environment or {"(none)": "no variable is set that changes how ranks run"})
-
-
-def _section(heading: str, values: Mapping[str, object]) -> Iterator[str]:
-    yield f"\n{heading}"
-    for line in _named(values):
-        yield f"  {line}"
-
-
-def _named(values: Mapping[str, object]) -> Iterator[str]:
-    width = max(map(len, values))
-    for name, value in values.items():
-        yield f"{name.ljust(width)}  {value}"
+def in_lines(facts: Facts) -> Iterator[str]:
+    """Yield the facts as lines of text, with a heading for each section after the first."""
+    for number, (heading, values) in enumerate(facts.items()):
+        if number:
+            yield f"\n{heading}"
+        width = max(map(len, values))
+        for name, value in values.items():
+            yield f"{'  ' * bool(number)}{name.ljust(width)}  {value}"
 
 
 # ---- The ``shardwise`` command.
