@@ -141,9 +141,7 @@ def fill_requests(requests: Iterable[Request], tensors: Mapping[str, torch.Tenso
     """Fill the targets of ``requests`` from ``tensors``; return how many bytes were read."""
     total = 0
     for request in requests:
-        source = tensors[split(request.name)[-1]]
-        for dim, (start, size) in enumerate(zip(request.window.offsets, request.window.sizes, strict=True)):
-            source = source.narrow(dim, start, size)
+        source = request.window.cut(tensors[split(request.name)[-1]])
         request.target.copy_(source)
         total += source.numel() * source.element_size()
     return total

@@ -173,16 +173,25 @@ class Record:
     events: tuple[Event, ...] = field(default=(), repr=False)
 
 
+def _texts(values: Any) -> tuple[str, ...]:
+    return tuple(map(str, values))
+
+
+_ROWS: dict[str, tuple[type[Any], tuple[Callable[[Any], Any], ...]]] = {  # the values of each, in order
+    "reasons": (Reason, (float, str)),
+    "stacks": (Stack, (float, int, str, _texts)),
+    "events": (Event, (float, int, str, int, str, str)),
+}
+
+
 def to_text(record: Record) -> str:
     """Return ``record`` as one JSON object."""
-    rows = {
-        "reasons": [[each.time_s, each.text[:MOST_TEXT]] for each in record.reasons],
-        "stacks": [astuple(each) for each in record.stacks],
-        "events": [
-            [round(e.time_s, 6), e.thread, e.track, e.count, e.place, e.what[:MOST_TEXT]] for e in record.events
-        ],
-    }
+    rows = {name: [[*map(_short, astuple(each))] for each in getattr(record, name)] for name in _ROWS}
     return json.dumps({"version": VERSION} | {name: getattr(record, name) for name in ("rank", *_HEAD)} | rows)
+
+
+def _short(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value[:MOST_TEXT] if isinstance(value, str) else value
 
 
 def read_record(path: Path) -> Record | None:
@@ -202,20 +211,11 @@ def from_text(text: str) -> Record | None:
         rank = None if found["rank"] is None else int(found["rank"])
         if not -1 <= (-1 if rank is None else rank) < MOST_RANKS or not 0 <= head["num_ranks"] <= MOST_RANKS:
             return None  # no job has so many ranks
-        return Record(
-            rank,
-            **head,
-            reasons=tuple([Reason(float(time_s), str(text)) for time_s, text in found["reasons"]]),
-            stacks=tuple(
-                [Stack(float(t), int(thread), str(name), (*map(str, f),)) for t, thread, name, f in found["stacks"]]
-            ),
-            events=tuple(
-                [
-                    Event(float(t), int(thread), str(track), int(n), str(at), str(of))
-                    for t, thread, track, n, at, of in found["events"]
-                ]
-            ),
-        )
+        rows = {
+            name: tuple([kind(*[of(each) for of, each in zip(kinds, row, strict=True)]) for row in found[name]])
+            for name, (kind, kinds) in _ROWS.items()
+        }
+        return Record(rank, **head, **rows)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 

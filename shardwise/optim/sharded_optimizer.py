@@ -33,10 +33,7 @@ from shardwise.optim.slices import (
     Params,
     ParamSlice,
     UpdateRule,
-    after_load,
-    after_state_dict,
-    before_load,
-    before_state_dict,
+    call_hooks,
     clear_gradient,
     gradient_of,
     is_known,
@@ -470,8 +467,8 @@ class ShardedOptimizer(Optimizer):
 
         ``form``: "indexed" names parameters as a plain optimizer's state dict does.
         """
-        before_state_dict(self)
-        result = after_state_dict(self, self._named_dict(self._backend.states()))
+        call_hooks(self, "state_dict_pre")
+        result = call_hooks(self, "state_dict_post", self._named_dict(self._backend.states()))
         return result if form == "named" else in_form(form, result["state"], result["param_groups"])
 
     def blank_state_dict(self, form: StateForm = "named") -> dict[str, Any]:
@@ -515,7 +512,7 @@ class ShardedOptimizer(Optimizer):
 
         Raises: ConfigError if groups or names differ, LayoutError if a value does not fit its parameter.
         """
-        loaded = before_load(self, state_dict)
+        loaded = call_hooks(self, "load_state_dict_pre", dict(state_dict))
         own = self._names_by_group()
         groups, names = match_groups(loaded["param_groups"], own)
         by_name: dict[str, Mapping[str, Any]] = {}
@@ -529,7 +526,7 @@ class ShardedOptimizer(Optimizer):
         self._backend.load(by_name, options, adopt)
         copy_options(options, self.param_groups)
         copy_options(self._backend.optimizer.param_groups, self.param_groups)
-        after_load(self)
+        call_hooks(self, "load_state_dict_post")
 
     def _check_class(self, states: Mapping[str, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
         for names, own, saved in zip(self._names_by_group(), self.param_groups, options, strict=True):

@@ -21,31 +21,11 @@ from shardwise.torch_private import state_dict_hooks
 # too.
 
 
-def before_state_dict(optimizer: Optimizer) -> None:
-    """Call the hooks that run before a state dict is made."""
-    for hook in state_dict_hooks(optimizer, "state_dict_pre"):
-        hook(optimizer)
-
-
-def after_state_dict(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-    """Return ``found``, or what a hook has returned instead."""
-    for hook in state_dict_hooks(optimizer, "state_dict_post"):
-        found = hook(optimizer, found) or found
+def call_hooks(optimizer: Optimizer, when: str, found: dict[str, Any] | None = None) -> Any:
+    """Call the hooks of ``when`` ("state_dict_pre", ...); return the state dict ``found``, or what a hook has returned."""
+    for hook in state_dict_hooks(optimizer, when):
+        found = hook(optimizer, *([] if found is None else [found])) or found
     return found
-
-
-def before_load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict to load: a shallow copy of ``state_dict``, or what a hook has returned instead."""
-    loaded: dict[str, Any] = dict(state_dict)
-    for hook in state_dict_hooks(optimizer, "load_state_dict_pre"):
-        loaded = hook(optimizer, loaded) or loaded
-    return loaded
-
-
-def after_load(optimizer: Optimizer) -> None:
-    """Call the hooks that run after a load."""
-    for hook in state_dict_hooks(optimizer, "load_state_dict_post"):
-        hook(optimizer)
 
 
 # ---- Update rules: which optimizers can run over shards. The class decides; nothing is guessed.

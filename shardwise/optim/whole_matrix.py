@@ -89,7 +89,7 @@ class Matrix:
         slices: this rank's slices of it.
         owner: index of its owner in ``Meeting.ranks``; None if it is replicated.
         leaf: the parameter of the owner's optimizer; it has memory only during a step.  None on the other ranks.
-        boxes: on the owner, the boxes of each rank.
+        boxes: on the owner, the boxes of each rank; empty on others.
         has_state: the owner, on whichever rank, has state for it; equal on all ranks.
     """
 
@@ -100,7 +100,7 @@ class Matrix:
     slices: list[ParamSlice]
     owner: int | None = None
     leaf: torch.Tensor | None = None
-    boxes: list[list[Window]] | None = None
+    boxes: Sequence[list[Window]] = ()
     has_state: bool = False
 
 
@@ -140,16 +140,10 @@ def leaf_of(matrix: Matrix) -> torch.Tensor:
     return matrix.leaf
 
 
-def boxes_of(matrix: Matrix, rank: int) -> list[Window]:
-    """Return the boxes of ``rank`` in a matrix that this rank owns."""
-    assert matrix.boxes is not None
-    return matrix.boxes[rank]
-
-
 def all_boxes(matrices: Sequence[Matrix], rank: int) -> Iterator[tuple[Matrix, Window]]:
     """Yield the boxes of ``rank`` in each of ``matrices``, which this rank owns."""
     for matrix in matrices:
-        for box in boxes_of(matrix, rank):
+        for box in matrix.boxes[rank]:
             yield matrix, box
 
 
@@ -172,7 +166,7 @@ def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.dev
             is_sliced, is_tensor = is_cut(value, matrix), _is_sent(value)
             rest = value.detach().cpu().clone() if type(value) is torch.Tensor and not is_tensor else value
             for rank in range(ranks.size):
-                parts = [box.cut(value) for box in boxes_of(matrix, rank)] if is_sliced else [value] * is_tensor
+                parts = [box.cut(value) for box in matrix.boxes[rank]] if is_sliced else [value] * is_tensor
                 sends[rank] += parts
                 expected = [Expected(tuple(part.shape), part.dtype) for part in parts]
                 told[rank].append((matrix.name, key, is_sliced, expected, None if is_tensor else rest))
@@ -470,7 +464,7 @@ class WholeMatrixStep:
         for matrix in made:
             if matrix.owner is None:
                 matrix.leaf = local_of(matrix.slices[0]).detach()
-            elif matrix.boxes is not None:
+            elif matrix.boxes:
                 matrix.leaf = without_memory(matrix, self._device)
         self._matrices += made
         return [matrix.leaf for matrix in made if matrix.leaf is not None]

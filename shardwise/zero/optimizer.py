@@ -31,7 +31,7 @@ from shardwise.fsdp.clip import clip_grad_norm_
 from shardwise.layout import OwnedSlice
 from shardwise.observe import note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend, state_places
-from shardwise.optim.slices import after_load, after_state_dict, as_they_are, before_load, before_state_dict
+from shardwise.optim.slices import as_they_are, call_hooks
 from shardwise.optim.state_dict import BlankState, HeldState, refuse_other_state
 from shardwise.zero.partition import (
     LocalOptimizer,
@@ -586,17 +586,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"`consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the global "
                 "state, or save `.sharded()` with torch.distributed.checkpoint without consolidation."
             )
-        before_state_dict(self)
-        return after_state_dict(self, whole_state_dict(consolidated.state, self._groups))
+        call_hooks(self, "state_dict_pre")
+        return call_hooks(self, "state_dict_post", whole_state_dict(consolidated.state, self._groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load a full state (of this class, torch's, or the plain optimizer); this rank copies its partition.
 
         Not collective; ``state_dict`` does not change.  Raises: ConfigError (a ValueError) if groups do not match.
         """
-        load_whole(self._backend.local, before_load(self, state_dict))
+        load_whole(self._backend.local, call_hooks(self, "load_state_dict_pre", dict(state_dict)))
         self._backend.mark_loaded()
-        after_load(self)
+        call_hooks(self, "load_state_dict_post")
 
     def sharded(self, names: Mapping[str, torch.Tensor] | None = None, loading: bool = False) -> ShardedState:
         """Return this rank's partition of the state for ``torch.distributed.checkpoint``; see :class:`ShardedState`."""
