@@ -211,7 +211,7 @@ def from_text(text: str) -> Record | None:
         rank = None if found["rank"] is None else int(found["rank"])
         if not -1 <= (-1 if rank is None else rank) < MOST_RANKS or not 0 <= head["num_ranks"] <= MOST_RANKS:
             return None  # no job has so many ranks
-        rows = {
+        rows: dict[str, Any] = {
             name: tuple([kind(*[of(each) for of, each in zip(kinds, row, strict=True)]) for row in found[name]])
             for name, (kind, kinds) in _ROWS.items()
         }
