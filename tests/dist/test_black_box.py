@@ -80,7 +80,7 @@ def test_ranks_that_wait_in_silence_write_by_themselves_and_the_late_one_is_blam
     pool.run(recorded, num_ranks=2, folder=str(tmp_path), fault=fault, wait_s=1.0)
     found = diagnosis_of(tmp_path)
     texts = [reasons[0].text for reasons in found.reasons.values()]
-    assert all(text.startswith("nothing has moved for 1 s") for text in texts), texts
+    assert all(text.startswith("nothing has moved for ") for text in texts), texts
     assert "waits for rank 1" in lines_of(found)
     assert "in strike()" in lines_of(found)
 
