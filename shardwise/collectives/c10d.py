@@ -112,7 +112,7 @@ class HostWork:
         work, end, self._end = self._work, self._end, None  # the end keeps gradients: let it go
         if end is None:
             return
-        if work is not None and not work.is_completed():
+        if work is not None:
             remember((now(), thread(), "", 0, EVERYBODY, ""))
             try:
                 work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a custom collective's own Work class
