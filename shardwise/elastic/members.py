@@ -29,7 +29,8 @@ from shardwise.loop.launch import LaunchContext
 
 VARIABLE = "SHARDWISE_ELASTIC"  # of a rank's environment: the port of the store, and the descriptors of the memory
 _NUM_SETS = 2
-_OVER, _READY, _AGAIN_S = "elastic/over", "elastic/ready/{}", 0.1
+_OVER, _READY, _FORMED = "elastic/over", "elastic/ready/{}", "elastic/formed/{}"
+_AGAIN_S = 0.1  # between two attempts to interrupt the main thread
 _POLLS_S = 2e-4, 5e-3  # first and longest pause between two looks for a key
 
 
@@ -134,7 +135,9 @@ class Membership:
             return 0
         members = self._generation.members
         joining = self._ready()[: self._terms.num_ranks - len(members)]
-        if joining:
+        # A rank may take up the newest generation only: one that others are still entering must not have a successor
+        # that does not interrupt them.
+        if joining and (not members or self._store.check([_FORMED.format(self._generation.number)])):
             self._announce([*members, *joining], False, f"{len(joining)} joined")
         terms = self._terms
         wanted = terms.num_ranks + terms.num_spares - len(self._generation.members) - len(self._waiting)
@@ -303,6 +306,10 @@ class Process:
         store = dist.PrefixStore(f"elastic/{newest.number}", self._joined)
         dist.init_process_group(backend, store=store, rank=used.index(self.number), world_size=len(used))
         return self.generation
+
+    def note_formed(self) -> None:
+        """Note that all ranks of the generation have entered it."""
+        self._store.set(_FORMED.format(cast(Generation, self.generation).number), "")
 
     def listen(self) -> None:
         """Interrupt polls of the main thread, too."""

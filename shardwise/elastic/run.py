@@ -152,7 +152,12 @@ class ElasticRun(Generic[T]):
                     raise
             else:
                 step = ElasticStep(self._process, self.number, cast(T, self.state))
-                yield step
+                try:
+                    yield step
+                except GeneratorExit:  # the program leaves the loop
+                    if step.outcome == "done":
+                        self._process.finish()
+                    raise
                 if not step.outcome:
                     raise UsageError(
                         "elastic: the step was not entered; write: for step in run: with step as state: ..."
@@ -183,6 +188,8 @@ class ElasticRun(Generic[T]):
         world = cast(dist.ProcessGroup, dist.group.WORLD)
         group = world if is_gloo(world) else group_of(range(world.size()), "gloo")
         all_have_come(group)  # so that no rank of an earlier generation still writes
+        if not world.rank():
+            process.note_formed()
         note("elastic recovery", f"generation {generation.number}")
         self.state = self._build()
         named = _named(self.state)

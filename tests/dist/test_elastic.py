@@ -80,6 +80,11 @@ def test_a_spare_takes_the_place_of_a_lost_rank_and_leaves_unused(tmp_path: Path
     assert len(more["recoveries"]) == 1
 
 
+def test_a_program_may_leave_the_loop_and_spares_leave_too(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", "--spares", "1", num_steps=100, leaves=elastic_program.NUM_STEPS)
+    assert len(assert_undisturbed(tmp_path, ended)["worlds"]) == elastic_program.NUM_STEPS
+
+
 def test_processes_are_started_in_place_of_lost_ones_and_join_after_a_step(tmp_path: Path) -> None:
     words = ("-n", "2", "--max-restarts", "2")
     more = assert_undisturbed(tmp_path, elastic(tmp_path, *words, slow_ms=300, kills=[[0, "backward", 2]]))

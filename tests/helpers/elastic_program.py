@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,10 @@ import shardwise
 from shardwise.testing import faults
 
 NUM_STEPS, NUM_MICROBATCHES, WIDTH = 8, 12, 8
+PLACES = (
+    *("forward", "backward", "all-gather", "reduction", "optimizer step"),
+    *("elastic commit", "elastic recovery", "init"),
+)
 
 
 class Layers(nn.Module):
@@ -81,8 +87,19 @@ def shard(model: Layers, kind: str) -> None:
     shardwise.fully_shard(model)
 
 
+def draw(process: int, number: int, random_kills: dict[str, Any]) -> str | float | None:
+    """Return where this process is to be killed from its pass ``number`` on: a place, or milliseconds; None: not."""
+    noise = random.Random(f"{random_kills['seed']}/{process}/{number}")
+    if process in random_kills["immune"] or noise.random() >= random_kills["rate"]:
+        return None
+    return noise.choice([*PLACES, noise.uniform(0, 30), noise.uniform(0, 30)])
+
+
 def train(settings: dict[str, Any]) -> None:
-    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms."""
+    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms.
+
+    ``random``: kills that are drawn, see :func:`draw`.  ``log``: a folder for what starts and ends.
+    """
     process, kind = int(os.environ["RANK"]), settings.get("kind", "fully_shard")
     if "transport" in settings:
         shardwise.set_default_transport(settings["transport"])
@@ -109,11 +126,17 @@ def train(settings: dict[str, Any]) -> None:
             return made
 
         set_faults(-1)
+        num_passes = 0
+        note(settings, f"started-{process}")
         run = shardwise.elastic(build, num_steps=num_steps, num_microbatches=settings.get("V", NUM_MICROBATCHES))
         worlds: list[int] = []
         for step in run:
             with step as state:
                 set_faults(step.number)
+                num_passes += 1
+                if "random" in settings and (place := draw(process, num_passes, settings["random"])) is not None:
+                    kills.append([place, step.number])
+                    set_faults(step.number)
                 if settings.get("raises") == step.number and dist.get_rank() == 1:
                     raise ValueError("no such column")
                 if step.number >= 1 and settings.get("slow_ms"):
@@ -126,18 +149,28 @@ def train(settings: dict[str, Any]) -> None:
                 state["scheduler"].step()
                 state["user"]["seen"] += 1
                 worlds.append(size)
+                if step.number + 1 == settings.get("leaves"):
+                    break
                 if settings.get("differs") == step.number:
                     state["user"]["seen"] += rank
     assert run.state is not None
     state = run.state
+    note(settings, f"ended-{process}-{num_passes}")
     inner = getattr(state["model"], "module", state["model"])
     found = shardwise.full_state_dict(inner)
     if dist.get_rank() == 0:
         more = {"seen": state["user"]["seen"], "worlds": worlds, "recoveries": [r.cause for r in run.recoveries]}
         more["seconds"] = [dict(r.seconds) for r in run.recoveries]
+        more["threads"] = threading.active_count()
         more |= {"momentum": len(state["optimizer"].state_dict()["state"]) if kind != "zero" else 0}
         torch.save([found, more], settings["out"])
     dist.destroy_process_group()
+
+
+def note(settings: dict[str, Any], what: str) -> None:
+    """Make an empty file of this name in the folder of the log, if there is one."""
+    if "log" in settings:
+        Path(settings["log"], what).touch()
 
 
 def kill_after(milliseconds: float) -> Callable[[], None]:

@@ -1,0 +1,200 @@
+"""Kills of ranks at random moments, and what a recovery and the mirroring of state cost.
+
+``python benchmarks/elastic.py kills [--kills 300] [--seed 0]``: runs of 2, 3 and 4 ranks whose processes are killed at random
+places and moments, with and without processes that replace them, until so many were killed.  Each run must end with the
+parameters of one process, to the bit.
+
+``python benchmarks/elastic.py times [--repeats 9]``: from a kill to the end of the next step at 4 ranks, beside a restart from
+disk, and what the copy after each step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch  # noqa: E402
+from helpers import elastic_program  # noqa: E402
+from helpers.commands import COMMAND  # noqa: E402
+from helpers.forked_commands import run_forked  # noqa: E402
+
+RUN = [*COMMAND[: COMMAND.index("train")], "run"]
+CASES = [
+    (kind, transport) for kind in ("fully_shard", "replicate", "zero") for transport in ("auto", "gloo", "collective")
+]
+
+
+def kill(num_kills: int, seed: int) -> None:
+    """Make runs until ``num_kills`` processes were killed; print a line for each run, and a summary."""
+    noise, killed, runs, passes, steps = random.Random(seed), Counter[str](), 0, 0, 0
+    while killed.total() < num_kills:
+        num_ranks, is_replaced = noise.choice((2, 3, 4)), noise.random() < 0.6
+        kind, transport = noise.choice(CASES)
+        num_new = noise.randint(4, 16) if is_replaced else 0
+        num_spares = noise.randint(0, min(2, num_new))
+        mortal = range(num_new) if is_replaced else noise.sample(range(num_ranks), num_ranks - 1)
+        num_steps = 80 if is_replaced else 25
+        with tempfile.TemporaryDirectory() as folder:
+            drawn = {"seed": noise.randrange(2**31), "rate": noise.choice((0.03, 0.06, 0.15))}
+            settings = {
+                "kind": kind,
+                "transport": transport,
+                "num_steps": num_steps,
+                "out": f"{folder}/out",
+                "log": folder,
+            }
+            settings["random"] = {**drawn, "immune": sorted(set(range(100)) - set(mortal))}
+            words = ["--elastic", "-n", str(num_ranks), "--spares", str(num_spares)]
+            words += ["--max-restarts", str(num_new - num_spares), elastic_program.__file__, json.dumps(settings)]
+            start = time.monotonic()
+            ended = run_forked([*RUN, *words], TMPDIR=folder)
+            found = torch.load(f"{folder}/out")[0] if ended.code == 0 else {}
+            expected = elastic_program.undisturbed(num_steps)
+            is_right = found.keys() == expected.keys() and all(
+                torch.equal(found[name], expected[name]) for name in found
+            )
+            names = os.listdir(folder)
+            lost = ended.err.count("was ended by SIGKILL")
+            num_started = sum(name.startswith("started-") for name in names)
+            own_passes = max((int(name.split("-")[2]) for name in names if name.startswith("ended-")), default=0)
+            num_dead = num_started - sum(name.startswith("ended-") for name in names)
+        killed[f"{num_ranks} ranks, {'replaced' if is_replaced else 'not replaced'}"] += num_dead
+        runs, passes, steps = runs + 1, passes + own_passes, steps + num_steps
+        words_of_run = (
+            f"{num_ranks} ranks {kind} {transport} {num_spares} of {num_new} spare: {num_dead} lost, {lost} losses"
+        )
+        print(f"{'right' if is_right else 'WRONG'}: {words_of_run}, {time.monotonic() - start:.1f} s", flush=True)
+        if not is_right:
+            print(json.dumps(settings), *words[:-2], ended.code, ended.err, sep="\n", flush=True)
+    print(f"{killed.total()} kills in {runs} runs of {steps} steps: {dict(killed)}")
+
+
+# ---- Times, in processes that begin as a user's do.
+
+PROGRAM = """
+import json, os, signal, sys, time
+import torch, torch.distributed as dist, shardwise
+from shardwise.checkpoint import load, save
+from torch import nn
+how, folder, width, rows, kill_at, num_steps = json.loads(sys.argv[1])
+def build():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(6)]
+    model = nn.Sequential(*blocks)
+    for block in (*blocks, model):
+        shardwise.fully_shard(block)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+def is_first(): return os.environ["RANK"] == "1" and not os.path.exists(f"{folder}/killed")
+def one(number, model, optimizer):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(number)).chunk(size)[rank]
+    loss = model(x).square().mean()
+    if number == kill_at and is_first():
+        open(f"{folder}/killed", "w").write(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if not rank:
+        open(f"{folder}/ends", "a").write(f"{number} {time.monotonic()!r} {size}\\n")
+if how == "elastic":
+    run = shardwise.elastic(build, num_steps=num_steps)
+    begins, ends = [], []
+    for step in run:
+        with step as (model, optimizer):
+            begins.append(time.monotonic())
+            one(step.number, model, optimizer)
+            ends.append(time.monotonic())
+    if not dist.get_rank():
+        copies = [begin - end for begin, end in zip(begins[1:], ends)]
+        whole = [b - a for a, b in zip(begins, begins[1:])]
+        parts = [dict(each.seconds) for each in run.recoveries]
+        open(f"{folder}/found", "w").write(json.dumps([parts, copies, whole, run.num_bytes]))
+else:
+    dist.init_process_group("gloo")
+    model, optimizer = build()
+    state = {"model": model, "optimizer": optimizer}
+    begin = load(folder, state).step if os.path.exists(f"{folder}/killed") else 0
+    for number in range(begin, num_steps):
+        one(number, model, optimizer)
+        save(folder, state, step=number + 1, keep=2)
+dist.destroy_process_group()
+"""
+
+
+def measure(
+    how: str, num_ranks: int, sizes: tuple[int, int], kill_at: int, num_steps: int
+) -> tuple[float, list[object]]:
+    """Run the program; return the seconds from the kill to the end of that step, and what rank 0 has found."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(PROGRAM)
+        words = ["--elastic"] if how == "elastic" else ["--max-restarts", "1"]
+        told = json.dumps([how, folder, *sizes, kill_at, num_steps])
+        command = [sys.executable, "-m", "shardwise.cli.main", "run", "-n", str(num_ranks), *words, str(program), told]
+        subprocess.run(command, check=True, timeout=300, capture_output=True)
+        found = json.loads(Path(folder, "found").read_text()) if how == "elastic" else []
+        if kill_at < 0:
+            return 0.0, found
+        killed = float(Path(folder, "killed").read_text())
+        ends = [line.split() for line in Path(folder, "ends").read_text().splitlines()]
+        return min(
+            float(end) for number, end, _ in ends if int(number) == kill_at and float(end) > killed
+        ) - killed, found
+
+
+def time_all(repeats: int) -> None:
+    """Print the times as tables."""
+    sizes = (256, 1024)
+    rows: list[dict[str, float]] = []
+    for _ in range(repeats):
+        seconds, (parts, *_) = measure("elastic", 4, sizes, 5, 8)
+        (found,) = parts
+        rows.append(
+            {
+                **found,
+                "redone step, and the way of the kill to the launcher": seconds - sum(found.values()),
+                "all": seconds,
+            }
+        )
+    print("| from a kill at 4 ranks | median s |\n| --- | ---: |")
+    for name in rows[0]:
+        print(f"| {name} | {statistics.median(row[name] for row in rows):.3f} |")
+    restarts = [measure("disk", 4, sizes, 5, 8)[0] for _ in range(max(1, repeats // 3))]
+    print(f"| restart from disk | {statistics.median(restarts):.3f} |")
+    for num_ranks in (2, 4):
+        _, (_, copies, whole, num_bytes) = measure("elastic", num_ranks, (512, 1024), -1, 25)
+        copy, step = statistics.median(copies[5:]), statistics.median(whole[5:])
+        print(
+            f"{num_ranks} ranks: {1e3 * copy:.1f} ms of {1e3 * step:.0f} ms ({100 * copy / step:.1f} %), {num_bytes >> 20} MiB"
+        )
+
+
+def main() -> None:
+    """Read the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("kills", "times"))
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    if arguments.what == "kills":
+        kill(arguments.kills, arguments.seed)
+    else:
+        time_all(arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
