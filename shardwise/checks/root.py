@@ -16,15 +16,16 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.checks.initial_values import compare_beginnings, compare_replicas
 from shardwise.checks.model import TreeWatch, check_values
-from shardwise.checks.writes import check_copies, check_forward, digests_of
 from shardwise.consistency.store import digest_of
-from shardwise.errors import ConfigError, TransportError
+from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.fsdp.attachment import Attachment
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.equal_values import SHARES_BUFFERS, unlike_buffers, unlike_in_words
+from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import check_makers
-from shardwise.fsdp.user_writes import StepChecks, Written
+from shardwise.fsdp.user_writes import StepChecks, Written, own_rows, uncounted
+from shardwise.observe import unit_in_words
 
 _logger = logging.getLogger(__name__)
 _NUM_FIRST = 2  # passes that are checked by default, and forwards per unit whose writes are compared between ranks
@@ -83,11 +84,19 @@ class RootChecks(StepChecks):
 
     def end_unit(self, groups: Sequence[ParamGroup]) -> None:
         """Raise StateError if the forward has written to a full parameter through ``.data``."""
-        check_forward(groups)
+        for group in groups:
+            if (param := _differing(group)) is not None:
+                raise uncounted(param)
 
     def use_again(self, name: str, groups: Sequence[ParamGroup]) -> None:
         """Raise StateError if shards were written to through ``.data`` while their unit stayed unsharded."""
-        check_copies(name, groups)
+        for group in groups:
+            if not group.place.on.has_streams and (param := _differing(group)) is not None:
+                raise StateError(
+                    f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or another "
+                    "alias that torch does not count as a write, so the full parameter differs from the shard. Call "
+                    "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
+                )
 
     def see_writes(self, number: int, written: Written) -> None:
         """Post digests of what a forward has written; every rank has posted when the gradients of its backward are set.
@@ -98,7 +107,11 @@ class RootChecks(StepChecks):
         engine = self._engine()
         check = None if engine is None else engine.exec_order.mismatch_check
         count = self._num_compared[number]
-        if check is not None and (self._is_always or count < _NUM_FIRST) and (values := digests_of(written)):
+        if check is None or not (self._is_always or count < _NUM_FIRST):
+            return
+        fulls = [(param.fqn, param.full) for _, param in written if param.inner_spec is None]
+        values = [f"{fqn} with digest {digest_of(full.data):x}" for fqn, full in fulls if full is not None]
+        if values:
             place = f"{self._num_forwards}/{number}/{count}"
             self._num_compared[number] += 1
             check.post_writes(place, values)
@@ -141,3 +154,17 @@ def _digests_in(root: nn.Module) -> dict[str, str]:
         for name, buffer in torch_private.saved_buffers_of(module).items()
         if type(buffer) is torch.Tensor and not buffer.is_meta
     }
+
+
+def _differing(group: ParamGroup) -> ShardedParam | None:
+    """Return a parameter whose full form differs from its shard, though torch has counted no write to it; NaN equals NaN."""
+    if not group.is_collective or not group.place.on.has_values:
+        return None
+    for param, full, version, address in zip(*group.registered, strict=True):
+        is_seen = full._version != version or full.data_ptr() != address  # ``find_writes`` sees this write itself
+        if is_seen or param.inner_spec is not None or not param.local.numel():
+            continue
+        rows, gathered = own_rows(group, param, full)
+        if not torch.equal(rows, gathered) and not torch.allclose(rows, gathered, rtol=0, atol=0, equal_nan=True):
+            return param
+    return None

@@ -178,13 +178,7 @@ def _resolve_reshard(value: Any, num_shards: int) -> bool | int | None:
         raise ConfigError(
             f"If passing reshard_after_forward as an int, it should be a factor of {num_shards}, not {value}"
         )
-    if value == 1:
-        logger.warning(
-            "reshard_after_forward=1 (int) means resharding parameters to world size 1, "
-            "instead of reshard_after_forward=True (bool)"
-        )
-        return False
-    return True if value == num_shards else value
+    return value > 1 if value in (1, num_shards) else value
 
 
 def _place_axes(

@@ -50,7 +50,7 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     """Return a deep copy of a sharded module, for ``copy.deepcopy``.
 
     The module is resharded first.  Gradients are not copied, since ``nn.Parameter`` does not copy them either; this includes
-    unsynced gradients.  The user's settings (sync, prefetching, ends of steps) are copied.
+    unsynced gradients and residuals of compression.  The user's settings are copied, but lists of modules to prefetch.
     """
     owners = (attachment.unit, *attachment.unit.tied_units)
     for owner in owners:
@@ -93,8 +93,6 @@ def _complete(
     unit.groups = [_copy_group(group, memo, owner_of) for group in source.groups]
     remember(unit)
     Hooks(new).listen()
-    unit.forward_prefetch = _copied(source.forward_prefetch, units)
-    unit.backward_prefetch = _copied(source.backward_prefetch, units)
     new.ignored = tuple((memo[id(table)], name) for table, name in old.ignored if id(table) in memo)
     for tied in source.tied_units:
         if tied in units:
@@ -103,10 +101,6 @@ def _complete(
         for module in unit.modules:
             module.__dict__.pop(name, None)
             wrap_forward_method(module, new, name)
-
-
-def _copied(named: list[weakref.ref[Unit]] | None, units: dict[Unit, Unit]) -> list[weakref.ref[Unit]] | None:
-    return named and [weakref.ref(units[unit]) for ref in named if (unit := ref()) in units]
 
 
 def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.Module]) -> ParamGroup:
@@ -130,9 +124,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.
     result.sub_axes = group.sub_axes
     result.custom = replace(group.custom)
     if group.compression is not None:
-        known = group.compression.residuals
-        pairs = [(new, known[old]) for old, new in zip(group.params, params, strict=True) if old in known]
-        result.compression = Compression(group.compression.policy, {new: each.clone() for new, each in pairs})
+        result.compression = Compression(group.compression.policy)
     result.ensure_packed()
     return result
 

@@ -123,14 +123,13 @@ class Divergence:
         self._syncs = self._is_short = False
         # The schedule of the running pass, see Schedule in fsdp/unit.py; units move the cursor themselves, without a call.
         self.gathers, self._sums, self.cursor = [-1], [-1], 0
-        self._whole: list[int] = []
         self._late: dict[Unit, Gradients] = {}
         self._used: set[ShardedParam] = set()
         # Gathers that this rank has launched for the others alone, and the buffers for what it receives.
         self._given: deque[tuple[Handle, Sequence[FullBuffer]]] = deque()
-        self._planned: tuple[object, dict[tuple[PassKind, bool], tuple[list[int], list[int]]]] = None, {}
+        self._planned: tuple[object, object] | None = None  # the plan and links for which units have their schedule
         self._left: list[int] = []  # ranks that have left a Join
-        self._length = _NUM_FLAGS + 3 * len(self._units) + max(len(params), group.size())
+        self._length = _NUM_FLAGS + 2 * len(self._units) + max(len(params), group.size())
 
     # ---- what ranks tell each other ----
 
@@ -226,16 +225,13 @@ class Divergence:
         """Take up the schedule of a pass that all ranks begin."""
         self._kind, plan = kind, self._engine.exec_order.plan
         links = self._engine.comm_ctx.pass_tracker.open_links() if self._engine.exec_order.gathers else []
-        if self._planned[0] != (plan, links):
-            self._planned = (plan, links), {}
+        if self._planned != (plan, links):
+            self._planned = plan, links
             for unit in self._units:
                 is_read = all(group.is_read_by_peers(links) for group in unit.groups)  # without help of this rank
                 unit.schedule = None if is_read else weakref.proxy(self)
-        calls = self._planned[1].get((kind, self._syncs))
-        if calls is None:
-            calls = self._planned[1][kind, self._syncs] = self._calls_of(kind)
-        self.gathers, self._sums, self.cursor = [*calls[0], -1], [*calls[1], -1], 0
-        self._whole.clear()
+        gathers, sums = self._calls_of(kind)
+        self.gathers, self._sums, self.cursor = [*gathers, -1], [*sums, -1], 0
         self._used.clear()
         self._late.clear()
         self._is_short, self.is_open = plan is None, True
@@ -256,19 +252,13 @@ class Divergence:
         gathers, sums = ([unit.number if op is own else -1 for op, unit in taken] for own in (Op.UNSHARD, Op.REDUCE))
         return gathers, sums
 
-    def _next(self, calls: list[int], unit: Unit) -> int | None:
-        """Return where ``unit`` comes next in ``calls``; None: it does not."""
-        return calls.index(unit.number, self.cursor) if unit.number in calls[self.cursor :] else None
-
     def reach_gather(self, unit: Unit) -> None:
         """Launch for the others what comes before the gather of ``unit``, which the caller launches next."""
-        if (at := self._next(self.gathers, unit)) is None:
+        if unit.number not in self.gathers[self.cursor :]:
             self._serve_until(len(self.gathers) - 1)
             self._is_short = True
             self._round([unit.number])
-            at = self._next(self.gathers, unit)
-            assert at is not None
-        self._serve_until(at)
+        self._serve_until(self.gathers.index(unit.number, self.cursor))
         self.cursor += 1
 
     def launch(self, unit: Unit, gradients: Gradients) -> None:
@@ -277,23 +267,18 @@ class Divergence:
         If the schedule has no such reduction any more, the gradients are kept until the end of the pass.
         """
         reductions = self._engine.reductions
-        is_whole = bool(gradients) and len(gradients) == unit.backward.counted[0]
-        if is_whole and self._sums[self.cursor] == unit.number:
-            self.cursor += 1
-            self._whole.append(unit.number)
-            reductions.launch(unit, gradients)
-            return
         if unit in self._late:
             gradients.update(add_gradients(self._late.pop(unit), gradients))
-        if (at := self._next(self._sums, unit)) is None:
-            self._late[unit] = gradients
-            self._is_short = self._is_short or unit.number not in self._sums
-            return
-        self._serve_until(at)
+        if self._sums[self.cursor] != unit.number:
+            if unit.number not in self._sums[self.cursor :]:
+                self._late[unit] = gradients
+                self._is_short = self._is_short or unit.number not in self._sums
+                return
+            self._serve_until(self._sums.index(unit.number, self.cursor))
         self.cursor += 1
         early = frozenset[ShardedParam]() if reductions.early is None else reductions.early.params
         self._used.update(gradients, unit.earlier.held, unit.earlier.partial, early)
-        for group in unit.groups:
+        for group in unit.groups if not gradients or len(gradients) < unit.backward.counted[0] else ():
             unit.add_zeros(group, gradients, early)
         reductions.launch(unit, gradients)
 
@@ -316,10 +301,8 @@ class Divergence:
         self.is_open = False
         if self._kind == "backward":
             # Parameters that have a gradient on no rank keep the ``.grad`` that they have: what was reduced of them are zeros.
-            num = len(self._units)
-            whole, used = _NUM_FLAGS + 2 * num, _NUM_FLAGS + 3 * num
-            partly = [unit for unit in self._units if not said[whole + unit.number]]
-            unused = {param for unit in partly for param in unit.params if not said[used + self._places[param]]}
+            used = said[_NUM_FLAGS + 2 * len(self._units) :]
+            unused = {param for param, place in self._places.items() if not used[place]}
             size = self.group.size()
             factor = 1.0 if self.divides_by_all else size / max(size - len(self._left), 1)
             self._engine.reductions.note_end(unused, factor)
@@ -334,10 +317,9 @@ class Divergence:
     def _round(self, gathers: Sequence[int]) -> list[int]:
         """Tell the other ranks what this one needs, and append to the schedule what any rank needs."""
         num = len(self._units)
-        first, second, third, last = (_NUM_FLAGS + each * num for each in range(4))
+        first, second, last = (_NUM_FLAGS + each * num for each in range(3))
         places = [first + number for number in gathers]
         places += [second + unit.number for unit in self._late]
-        places += [third + number for number in self._whole]
         places += [last + self._places[param] for param in self._used]
         said = self._exchange(_WITHIN, [_IS_SHORT] if self._is_short else [], places)
         gathers, sums = ([number for number in range(num) if said[begin + number]] for begin in (first, second))

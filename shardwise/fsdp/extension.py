@@ -34,9 +34,8 @@ _ALIGNMENT = 16  # bytes, of every input in the packed section
 @dataclass(slots=True, eq=False)
 class _Extended:
     param: ShardedParam
-    outputs: list[tuple[FullBuffer, torch.Tensor]] = field(
-        default_factory=list
-    )  # memory, and the gathered tensor in it
+    # Memory, and the gathered tensor in it.
+    outputs: list[tuple[FullBuffer, torch.Tensor]] = field(default_factory=list)
     inner: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
 
@@ -64,6 +63,7 @@ class ExtensionParams:
 
     Attributes:
         params: the parameters, in the group's order.
+        entries: one record for each.
     """
 
     def __init__(self, axes: MeshAxes, precision: MixedPrecisionPolicy, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class ExtensionParams:
         self._precision = precision
         self._device = device
         self._on = device_of(device)
-        self._entries: list[_Extended] = []
+        self.entries: list[_Extended] = []
         self.params: list[ShardedParam] = []
 
     @staticmethod
@@ -81,7 +81,7 @@ class ExtensionParams:
 
     def adopt(self, params: list[ShardedParam]) -> None:
         """Manage ``params`` from now on."""
-        self._entries = [_Extended(param) for param in params]
+        self.entries = [_Extended(param) for param in params]
         self.params = params
         for param in params:
             param.full = None
@@ -161,16 +161,11 @@ class ExtensionParams:
 
     def drop(self) -> None:
         """Free the memory of the gathered tensors."""
-        for entry in self._entries:
+        for entry in self.entries:
             for buffer, _ in entry.outputs:
                 buffer.drop()
             for storage, _ in entry.inner:
                 storage.resize_(0)
-
-    @property
-    def entries(self) -> list[_Extended]:
-        """One record per parameter."""
-        return self._entries
 
 
 class _MixedEnds:

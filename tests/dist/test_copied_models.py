@@ -12,7 +12,6 @@ from helpers.ranks import on_ranks
 from torch import nn
 
 from shardwise import fully_shard, replicate, shard_model
-from shardwise.fsdp.attachment import attachment_of
 
 
 def _model() -> nn.Sequential:
@@ -67,19 +66,6 @@ def test_a_copy_reduces_by_the_users_rule() -> None:
     copied.set_requires_gradient_sync(True)
     _backward(copied, 1)
     assert_same(copied, _reference(0, 1))
-
-
-@on_ranks(2)
-def test_a_copy_prefetches_its_own_units() -> None:
-    model = _sharded()
-    model[0].set_modules_to_forward_prefetch([model[2]])
-    model[2].set_modules_to_backward_prefetch([model[0]])
-    copied = copy.deepcopy(model)
-    first, second = (attachment_of(copied[number]).unit for number in (0, 2))
-    assert [ref() for ref in first.forward_prefetch] == [second]
-    assert [ref() for ref in second.backward_prefetch] == [first]
-    _backward(copied, 0)
-    assert_same(copied, _reference(0))
 
 
 @on_ranks(1, 2)
