@@ -19,50 +19,9 @@ from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_full
 from shardwise.layout import ChunkShard
 from shardwise.torch_private import DTensorSpec
 
-# ---- The version of a shard: a count of writes to it that continues when user code gives it other memory.
-
 
 def _nothing() -> None:
     return None
-
-
-class VersionCount:
-    """The version of one shard.
-
-    Torch's version counters restart with every local tensor that user code puts in place; this count continues.
-
-    Attributes:
-        base: the offset that is added to torch's counters.
-        last: the version at the last check.
-        gathered: the version from which the full parameter was last gathered.
-        local: weak reference to the local tensor whose counter is read, if the shard is a DTensor.
-    """
-
-    __slots__ = ("base", "gathered", "last", "local")
-
-    def __init__(self) -> None:
-        self.base = 0
-        self.last = 0
-        self.gathered = -1
-        self.local: Callable[[], torch.Tensor | None] = _nothing
-
-    def of(self, sharded: torch.Tensor, local: torch.Tensor) -> int:
-        """Return the version of ``sharded``, whose local tensor is ``local``."""
-        return sharded._version + local._version + self.base
-
-    def keep(self, version: int, sharded: torch.Tensor, local: torch.Tensor) -> None:
-        """Set the version of ``sharded`` to ``version``; its new local tensor is ``local``, of the same values."""
-        self.base += version - self.of(sharded, local)
-        if local is not sharded:
-            self.local = weakref.ref(local)
-
-    def continue_with(self, sharded: torch.Tensor, local: torch.Tensor) -> None:
-        """Continue counting after user code has put ``local`` in the place of another local tensor.
-
-        The version increases, so that a backward that needs the old values raises: they are gone.
-        """
-        if local is not sharded:  # a plain parameter keeps its own counter
-            self.keep(self.last + 1, sharded, local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +102,10 @@ class ShardedParam:
             from user code.
         shard_shape: the shape of this rank's shard.
         is_handed_out: user code can reach the shard; until then its memory may be replaced.
-        count: the version of the shard.
+        version_base: what :attr:`version` has more than torch's counters, which restart with every local tensor that user code
+            puts in place.
+        counted: weak reference to the local tensor whose counter is read, if the shard is a DTensor.
+        last_version, gathered_version: those of the last check, and from which the full parameter was last gathered.
         ordinal: its index among the parameters of its unit.
         is_hooked: the full parameter has the hook that reports its gradient; ``hook_id`` identifies the hook.
         keeps_dtype: it is used in its own dtype, whatever the mixed precision of its unit.
@@ -170,7 +132,10 @@ class ShardedParam:
     subsharded: nn.Parameter | None = None
     sub_seen: tuple[int, bool] = (0, True)
     registered_form: nn.Parameter | None = None
-    count: VersionCount = field(default_factory=VersionCount)
+    version_base: int = 0
+    counted: Callable[[], torch.Tensor | None] = field(default=_nothing)
+    last_version: int = 0
+    gathered_version: int = -1
     ordinal: int = 0
     is_hooked: bool = False
     hook_id: int = -1
@@ -209,13 +174,27 @@ class ShardedParam:
     @property
     def version(self) -> int:
         """A number that changes with every write to the shard that torch counts."""
-        return self.sharded._version + self.local._version + self.count.base
+        return self.sharded._version + self.local._version + self.version_base
 
     def replace_local(self, local: torch.Tensor) -> None:
         """Make ``local``, of the same values, the local tensor of the shard; the version stays."""
         before = self.version
         torch_private.set_local(self.sharded, local)
-        self.count.keep(before, self.sharded, self.local)
+        self.set_version(before)
+
+    def set_version(self, version: int) -> None:
+        """Continue counting from ``version`` with a new local tensor."""
+        self.version_base += version - self.version
+        if self.local is not self.sharded:
+            self.counted = weakref.ref(self.local)
+
+    def follow_local(self) -> None:
+        """Count on if user code has put another local tensor in place; a plain parameter keeps its own counter.
+
+        The version increases, so that a backward that needs the old values raises: they are gone.
+        """
+        if self.local is not self.sharded and self.local is not self.counted():
+            self.set_version(self.last_version + 1)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Register ``parameter``, one of the forms, at every place."""
@@ -241,7 +220,7 @@ class ShardedParam:
 
     def check_data(self) -> None:
         """Raise StateError if the DTensor has another storage than before, but the same local tensor."""
-        if self.count.local() is self.local and self.storage != torch_private.storage_id(self.sharded):
+        if self.counted() is self.local and self.storage != torch_private.storage_id(self.sharded):
             raise StateError(
                 f".data of {self.fqn} was assigned to, which changes nothing: torch's DTensors compute with the local tensor "
                 "that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "

@@ -312,8 +312,7 @@ class ParamGroup:
         self.adopt_registered()
         for param in self.params:
             param.check_data()
-            if param.local is not param.count.local():
-                param.count.continue_with(param.sharded, param.local)
+            param.follow_local()
         packing, comm = self.packing, self.bound_comm
         if packing is None or [*map(self._kind, self.params)] != self._kinds:
             packing = self._pack()
@@ -502,9 +501,9 @@ class ParamGroup:
         A stale backward then raises, as it does on one process.
         """
         self._has_new_versions = False
-        written = [param for param in self.params if param.count.last != param.count.gathered]
+        written = [param for param in self.params if param.last_version != param.gathered_version]
         for param in written:
-            param.count.gathered = param.count.last
+            param.gathered_version = param.last_version
         fulls = [param.full for param in written if param.full is not None and param.full is not param.sharded]
         if fulls:
             torch.autograd.graph.increment_version(fulls)
@@ -540,8 +539,8 @@ class ParamGroup:
     def _note_versions(self, params: Sequence[ShardedParam], counted: Sequence[int]) -> None:
         self.last_version, self._has_new_versions = 0, True
         for param, version in zip(params, counted, strict=True):
-            param.count.last = version + param.count.base
-            self.last_version += param.count.last
+            param.last_version = version + param.version_base
+            self.last_version += param.last_version
 
     def version(self) -> int:
         """Return a number that changes with every write to a shard that torch counts."""

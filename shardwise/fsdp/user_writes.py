@@ -64,7 +64,7 @@ def take_written(written: Written) -> None:
             local.copy_(rows)
         group.is_written = True
         torch.autograd.graph.increment_version(param.sharded)
-        param.count.gathered = param.version
+        param.gathered_version = param.version
         params, _, versions, _ = group.registered
         versions[params.index(param)] = full._version
 
