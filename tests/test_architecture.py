@@ -320,7 +320,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 6400,  # with plan 5900, and checks 600
+    "fsdp": 6300,  # with plan 5900, and checks 600
     "collectives": 2700,
     "checkpoint": 2500,  # with transaction 2900
     "recipes": 1800,
@@ -334,8 +334,8 @@ BUDGETS = {
     "elastic": 550,  # issue 49, part 2: with the launcher and the recipe at most 800
     "loop": 650,
     "testing": 400,
-    "plan": 400,
-    "checks": 350,
+    "plan": 350,
+    "checks": 300,
     "offload": 1000,  # of 1200: host tier 450, disk tier 350, activations 200
 }
 
