@@ -205,7 +205,8 @@ class DiskTier:
         self._ahead = None
         views = buffer.views(held)
         self._lent = unit, buffer, views
-        self.prefetch(self._next.get(unit, unit))
+        if self._next.get(unit, unit) != unit:  # what is read now of this unit is not what its update stores
+            self.prefetch(self._next[unit])
         return views
 
     def store(self, unit: int, state: State) -> State:

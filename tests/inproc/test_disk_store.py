@@ -1,0 +1,107 @@
+"""The disk tier: what is loaded is what was stored and committed, whatever was undone, read ahead or left in user's hands."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.errors import ConfigError, StateError
+from shardwise.offload.disk import DiskTier
+
+SIZES = (3000, 1, 7001)
+
+
+def values(number: int) -> list[torch.Tensor]:
+    return [torch.full((SIZES[number],), 1.0), torch.full((2, 3), number), torch.zeros(0)]
+
+
+def are_equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def test_updates_that_are_undone_redone_read_or_kept_leave_what_was_committed(tmp_path: Path) -> None:
+    rng, tier = random.Random(0), DiskTier(tmp_path)
+    truth: list[list[torch.Tensor]] = [[] for _ in SIZES]
+    held: list[Sequence[torch.Tensor]] = [() for _ in SIZES]
+    escaped: list[tuple[Sequence[torch.Tensor], list[torch.Tensor]]] = []
+
+    def update(unit: int) -> list[torch.Tensor]:
+        state = list(tier.load(unit, held[unit], keeps=True)) or values(unit)
+        assert are_equal(state, truth[unit] or values(unit))
+        for each in state:
+            each.add_(1)
+        held[unit] = tier.store(unit, state)
+        assert all(each.is_meta for each in held[unit])
+        return [each + 1 for each in truth[unit] or values(unit)]
+
+    for _ in range(60):
+        guesses = {unit: update(unit) for unit in range(len(SIZES))}
+        for unit, guess in guesses.items():
+            if rng.random() < 0.4:
+                held[unit] = tier.restore(unit)
+                if not held[unit]:
+                    assert not truth[unit]
+                    continue
+                guess = update(unit)
+            tier.commit(unit)
+            truth[unit] = guess
+        if rng.random() < 0.3:  # a state dict: nothing writes to its tensors but the next update of the same unit
+            for unit in range(len(SIZES)):
+                held[unit] = tier.load(unit, held[unit], keeps=False)
+            escaped = [(held[unit], [each.clone() for each in held[unit]]) for unit in range(len(SIZES))]
+            update(0)
+            held[0] = tier.restore(0)
+            assert are_equal(*escaped[1])
+            assert are_equal(*escaped[2])
+    tier.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_and_torn_bytes_are_named(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, limits[1]))
+    try:
+        with pytest.raises(StateError, match=r"optimizer state on disk \(.*\): no space for .* more: File too large"):
+            tier.store(0, values(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    tier = DiskTier(tmp_path)
+    held = tier.store(0, values(0))
+    tier.commit(0)
+    loaded = tier.load(0, held, keeps=False)
+    assert are_equal(loaded, values(0))
+    links = {fd: f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+    for link in links.values():
+        if os.path.lexists(link) and os.readlink(link).startswith(str(tmp_path)):
+            with open(link, "r+b") as file:
+                size = os.fstat(file.fileno()).st_size
+                for begin in range(0, size, 4096):
+                    os.pwrite(file.fileno(), b"torn", begin)
+    with pytest.raises(StateError, match="is not the one that was written"):
+        tier.load(0, held, keeps=False)
+
+
+def test_a_write_that_fails_later_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path)
+    tier.store(0, values(0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        held = tier.store(0, values(0))
+        with pytest.raises(StateError, match="a write failed: File too large"):
+            tier.load(0, held, keeps=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"rank 0 cannot write to the folder .*file"):
+        DiskTier(tmp_path / "file")
