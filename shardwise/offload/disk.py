@@ -173,7 +173,7 @@ class DiskTier:
         self._free: SimpleQueue[Buffer] = SimpleQueue()
         for _ in range(_NUM_BUFFERS):
             self._free.put(Buffer(0))
-        self._lent: tuple[int, Buffer, list[torch.Tensor]] | None = None  # to the update of this unit
+        self._in_use: tuple[int, Buffer, list[torch.Tensor]] | None = None  # by the update of this unit
         self._ahead: tuple[int, Future[Buffer]] | None = None  # the unit that is read ahead
         self._next: dict[int, int] = {}  # by unit: the one that came after it last time
         self._last = -1
@@ -204,7 +204,7 @@ class DiskTier:
         buffer = self._result(self._ahead[1])
         self._ahead = None
         views = buffer.views(held)
-        self._lent = unit, buffer, views
+        self._in_use = unit, buffer, views
         if self._next.get(unit, unit) != unit:  # what is read now of this unit is not what its update stores
             self.prefetch(self._next[unit])
         return views
@@ -248,14 +248,14 @@ class DiskTier:
     # ---- buffers ----
 
     def _buffer_of(self, unit: int, state: State) -> Buffer | None:
-        """Return the buffer that ``state`` was lent in, if all of it is still there."""
-        if self._lent is None or self._lent[0] != unit:
+        """Return the buffer that ``state`` was loaded into, if all of it is still there."""
+        if self._in_use is None or self._in_use[0] != unit:
             return None
-        _, buffer, views = self._lent
+        _, buffer, views = self._in_use
         if [each.data_ptr() for each in views] != [each.data_ptr() for each in state]:
             self._forget()
             return None
-        self._lent = None
+        self._in_use = None
         return buffer
 
     def _copied(self, state: State, num_bytes: int) -> Buffer:
@@ -267,9 +267,9 @@ class DiskTier:
         return buffer if len(buffer.memory) >= num_bytes else Buffer(num_bytes)
 
     def _forget(self) -> None:
-        """Leave the lent buffer to those who have its tensors (a state dict, for instance), for it was not stored."""
-        if self._lent is not None:
-            self._lent = None
+        """Leave the buffer in use to those who have its tensors (a state dict, for instance), for it was not stored."""
+        if self._in_use is not None:
+            self._in_use = None
             self._free.put(Buffer(0))
 
     def _drop_ahead(self) -> None:
