@@ -47,7 +47,7 @@ def _open_without_name(folder: Path, flags: int) -> int:
 
 
 class StateFile:
-    """A file of blocks with checksums, which are in memory: nobody reads the file after this process.
+    """A file of blocks with checksums, which are in memory, since the file ends with this process.
 
     Attributes:
         is_direct: the kernel moves bytes between disk and buffers without a copy of its own (``O_DIRECT``).
