@@ -302,7 +302,7 @@ def fully_shard(
     )
     unit = _build(modules, preset, FSDPModule)
     if reshard is False and placements is not None and not is_asked:
-        unit.uses_default_reshard = True  # full parameters stay for a backward, not after an evaluation
+        unit.keeps_for_backward = True  # full parameters stay for a backward, not after an evaluation
     return cast(Any, module)
 
 

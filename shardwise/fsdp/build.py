@@ -78,7 +78,7 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     return result
 
 
-_SETTINGS = ("uses_default_reshard", "max_reductions", "may_diverge", "transport", "ahead_bytes", "all_reduce_hook")
+_SETTINGS = ("keeps_for_backward", "max_reductions", "may_diverge", "transport", "ahead_bytes", "all_reduce_hook")
 
 
 def _complete(
@@ -208,7 +208,7 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
     # Tied parameters that another unit owns stay there: this unit waits for that one, and reduces no gradient of them.
     unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
-    unit.uses_default_reshard = preset.reshard_after_forward is None
+    unit.keeps_for_backward = preset.reshard_after_forward is None
     unit.groups = _make_groups([item for item in found if not _register_tied(item, unit)], preset, device)
     remember(unit)
     attachment = Attachment(unit)

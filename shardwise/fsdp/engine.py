@@ -283,7 +283,7 @@ class Engine:
             # after forward keep those that take a collective to gather.
             for unit in self.units:
                 is_collective = any(group.is_collective for group in unit.groups)
-                if unit.state is FULL and (unit.uses_default_reshard or not is_collective):
+                if unit.state is FULL and (unit.keeps_for_backward or not is_collective):
                     unit.reshard()
         if self._has_reported:  # a forward takes all ranks, so user code has handled the exception
             publish_failure("")

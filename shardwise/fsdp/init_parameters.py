@@ -85,8 +85,7 @@ def init_parameters(
 
 
 def _units_in(module: nn.Module) -> list[Unit]:
-    attachments = [each for child in module.modules() if (each := attachment_of(child)) is not None]
-    return list({id(each.unit): each.unit for each in attachments}.values())
+    return list(dict.fromkeys(each.unit for child in module.modules() if (each := attachment_of(child)) is not None))
 
 
 def _init_modules(module: nn.Module) -> None:

@@ -444,7 +444,7 @@ class FSDPModule(_Base):
         if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in self._units(recurse):
-            unit.uses_default_reshard = False
+            unit.keeps_for_backward = False
         self._replace_policies(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

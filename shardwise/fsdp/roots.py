@@ -229,7 +229,7 @@ def _become_root(attachment: Attachment) -> Engine:
             )
     check_materialized(attachments)
     # Backward reads the parameters of the root next, so freeing them after its forward would save nothing.
-    if attachment.unit.uses_default_reshard:
+    if attachment.unit.keeps_for_backward:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
     engine = new_engine([each.unit for each in attachments])
     for make in check_makers:

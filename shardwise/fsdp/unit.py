@@ -272,8 +272,8 @@ class Unit:
         holders: the number of forwards that are using the full parameters now.
         num_aliases: :meth:`count_aliases` when a forward began.
         awaited: ids of the modules that have not run yet in the current forward; with several modules the last one ends it.
-        uses_default_reshard: the user did not pass ``reshard_after_forward``, so a root keeps its parameters unsharded, and
-            whatever is kept is freed after a forward that no backward follows.
+        keeps_for_backward: the user did not pass ``reshard_after_forward``, so a root stays full after a forward, but only
+            for its backward: not after a forward without a graph.
         max_reductions: how many reduce-scatter inputs may be allocated at once; the largest of an engine's units counts.
         transport: the transport that the user chose for this unit; the root's counts.
         checks: those of its engine.
@@ -305,7 +305,7 @@ class Unit:
         self.holders = 0
         self.num_aliases = 0
         self.awaited: set[int] = set()
-        self.uses_default_reshard = False
+        self.keeps_for_backward = False
         self.max_reductions = 1
         self.transport: Transport | None = None
         self.ahead_bytes: int | None = None
