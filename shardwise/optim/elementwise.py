@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import are_neighbours, join_from, suballocate
+from shardwise.collectives.owned import sum_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.slices import (
     Closure,
@@ -20,12 +22,13 @@ from shardwise.optim.slices import (
     PerSlice,
     Values,
     gradient_of,
+    is_sharded_tensor,
     local_of,
     loss_of,
     state_of_slice,
 )
 from shardwise.optim.state_dict import load_indexed, unwrap
-from shardwise.optim.sums import states_after_zeros, why_not_elementwise
+from shardwise.optim.sums import SumsOverRanks, per_element_of, states_after_zeros, why_not_elementwise
 
 # ---- Runs: slices that are contiguous in memory, with contiguous gradients, updated as one 1-D tensor.
 # Runs are found by address only, independent of FSDP units: shards and gradients in flat memory get one update per run,
@@ -320,7 +323,7 @@ class ElementwiseStep:
         try:
             for index, group in enumerate(self._groups):
                 self._prepare(index, group)
-            torch_private.step_inside(self.optimizer)
+            self._update()
         finally:
             for group in self._groups:
                 for run in group.runs:
@@ -330,6 +333,9 @@ class ElementwiseStep:
             if not group.is_checked or group.num_steps % CHECK_EVERY == 0 or group.num_steps <= CHECK_EVERY:
                 self._check_state(group)
         return loss
+
+    def _update(self) -> None:
+        torch_private.step_inside(self.optimizer)
 
     def mark(self) -> Callable[[], None]:
         """Return a function that restores the current runs; the caller restores the optimizer's state and groups."""
@@ -517,3 +523,57 @@ def _is_current(runs: Sequence[FlatRun], found: Sequence[LiveSlice]) -> bool:
 def _ranges(joins: Sequence[bool]) -> list[tuple[int, int]]:
     starts = [index for index, joined in enumerate(joins) if not joined]
     return list(zip(starts, [*starts[1:], len(joins)], strict=True))
+
+
+# ---- Optimizers that are element-wise except for sums over all elements of all parameters.
+
+
+class SummedStep(ElementwiseStep):
+    """Run such an optimizer slice by slice; each of its sums becomes an all-reduce of one number.
+
+    Raises: ConfigError if the parameters are not all sharded over the same ranks.
+    """
+
+    def __init__(self, make: MakeOptimizer, groups: Sequence[tuple[Params, Mapping[str, Any]]]) -> None:
+        # No joins: a rank whose memory lies differently would have other runs, and so other sums.
+        super().__init__(make, groups, is_flat=False, is_known=False)
+        self._places = _places_of([params for params, _ in groups], type(self.optimizer).__name__)
+
+    def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
+        """Add a param group to the optimizer."""
+        if _places_of([params], type(self.optimizer).__name__) != self._places:
+            raise _not_alike(type(self.optimizer).__name__)
+        super().add_group(params, options)
+
+    def _update(self) -> None:
+        with SumsOverRanks(per_element_of(self.optimizer), self._add_up):
+            torch_private.step_inside(self.optimizer)
+
+    def _add_up(self, value: torch.Tensor) -> torch.Tensor:
+        for group in self._places:
+            value = sum_of(value, group, is_max=False)
+        return value
+
+
+def _places_of(groups: Sequence[Params], name: str) -> list[dist.ProcessGroup]:
+    """Return the process groups whose all-reduces, in turn, sum over the shards of all the parameters."""
+    found = [_place_of(param[0].param) for params in groups for param in params]
+    if any(place != found[0] for place in found):
+        raise _not_alike(name)
+    return found[0]
+
+
+def _place_of(param: torch.Tensor) -> list[dist.ProcessGroup]:
+    if is_sharded_tensor(param):
+        return [torch_private.process_group_of(param)]
+    if not isinstance(param, DTensor):
+        return []
+    mesh = param.device_mesh
+    return [mesh.get_group(axis) for axis, placed in enumerate(param.placements) if not isinstance(placed, Replicate)]
+
+
+def _not_alike(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} sums over all elements of all parameters, so all must be sharded over the same ranks; "
+        "put the others into a separate optimizer"
+    )

@@ -25,7 +25,7 @@ from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
 from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of
 from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
 from shardwise.observe import note
-from shardwise.optim.elementwise import ElementwiseStep, empty_states
+from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
 from shardwise.optim.slices import (
     MakeOptimizer,
     Members,
@@ -58,7 +58,7 @@ from shardwise.optim.state_dict import (
     synced_options,
     wrap,
 )
-from shardwise.optim.sums import why_not_cut, why_other_class
+from shardwise.optim.sums import takes_sums, why_not_cut, why_other_class
 from shardwise.optim.whole_matrix import WholeMatrixStep
 
 # ---- Plain parameters whose gradients nothing averages: the model was sharded by no API, and each rank trains one of its own.
@@ -139,16 +139,20 @@ def make_backend(
     Raises: ConfigError if none would be right.
     """
     is_plain = not any(map(_is_sharded_kind, (slices for params, _ in groups for slices in params)))
+    has_sums, device = False, local_of(groups[0][0][0][0]).device
     try:
         rule = update_rule(optimizer_class, declared)
         if rule == "elementwise" and not is_known(optimizer_class):
-            _check_cut(make, optimizer_class, groups[0][1], local_of(groups[0][0][0][0]).device)
+            _check_cut(make, optimizer_class, groups[0][1], device)
+            has_sums = takes_sums(make, groups[0][1], device)
     except ConfigError:
         if not is_plain or reason_for_refusal(optimizer_class) is not None:
             raise
         rule = "whole_matrix"
-    if rule == "elementwise":
+    if rule == "elementwise" and not has_sums:
         return ElementwiseStep(make, groups, is_flat, is_known(optimizer_class))
+    if has_sums and not is_plain:
+        return SummedStep(make, groups)
     return WholeMatrixStep(make, optimizer_class, groups)  # plain tensors are whole on every rank
 
 
@@ -161,8 +165,7 @@ def _check_cut(
 ) -> None:
     name = optimizer_class.__name__
     advice = (
-        "update='whole_matrix' gathers each parameter to one rank for the step, which is right for any optimizer that updates "
-        "every parameter by itself; sums over all parameters need whole parameters on every rank (DistributedDataParallel)"
+        "update='whole_matrix' gathers each parameter to one rank for the step, which is right for any such optimizer"
     )
     try:
         reason = why_not_cut(make, options, device)

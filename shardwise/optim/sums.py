@@ -1,31 +1,49 @@
-"""Probes of optimizers on tensors of their own: whether they treat every element alone, and the names of their state."""
+"""Probes of optimizers on tensors of their own: sums over elements, treatment of every element alone, names of state."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.errors import ConfigError
 from shardwise.optim.slices import MakeOptimizer, known_base
 from shardwise.optim.state_dict import options_of
 
+# takes this rank's number, which may be overwritten, and returns the sum over ranks
+AddUp = Callable[[torch.Tensor], torch.Tensor]
 
-class NumbersOfElements(torch_private.DispatchMode):
-    """Note the operations that compute a number from the elements of ``tensors``, such as sums: a shard gives another one.
+_SUMS = ("sum", "dot", "vdot", "count_nonzero", "any")  # reductions that accept an empty shard
+_NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 
-    A result computed element by element from such tensors is per element too.  The program decides, not shapes.
+
+class SumsOverRanks(torch_private.DispatchMode):
+    """While active, sums over the elements of ``tensors`` are also summed over ranks.
+
+    A result computed element by element from such tensors is per element too; a summed number is not, nor is what is
+    computed from numbers.  The program decides which operations sum, not shapes, so that it is the same on every rank,
+    even one with empty shards.
+
+    Args:
+        tensors: shards, their gradients and their state.
+        add_up: sums one number over ranks.
 
     Attributes:
-        found: names of these operations.
+        num_sums: number of sums so far.
+
+    Raises: ConfigError, on every rank, for a number that does not follow from the ranks' numbers, such as a mean.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], add_up: AddUp) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.num_sums = 0
+        self._add_up = add_up
         self._per_element: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in tensors:
             self._follow(tensor)
@@ -39,11 +57,26 @@ class NumbersOfElements(torch_private.DispatchMode):
             return out
         numbers = [each for each in _tensors_in(out) if each.dim() == 0 and not self._is_per_element(each)]
         if numbers and all(each.dim() > 0 for each in inputs):
-            self.found.append(func.overloadpacket.__name__)
+            self._take(func, args, numbers)
             return out
         for tensor in _tensors_in(out):
             self._follow(tensor)
         return out
+
+    def _take(self, func: Any, args: tuple[Any, ...], numbers: Sequence[torch.Tensor]) -> None:
+        name = func.overloadpacket.__name__
+        power = float(args[1]) if name in _NORMS and len(args) > 1 and args[1] is not None else 2.0
+        if name not in (*_SUMS, *_NORMS) or not 0 < power < math.inf:
+            raise ConfigError(
+                f"the optimizer computes {name} over all elements of a tensor, which cannot be computed from its shards; "
+                "pass update='whole_matrix' if it updates every parameter separately"
+            )
+        for number in numbers:
+            self.num_sums += 1
+            if name in _NORMS:
+                number.copy_(self._add_up(number**power) ** (1 / power))
+            else:
+                number.copy_(self._add_up(number.int() if number.dtype is torch.bool else number.clone()))
 
     def _follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -84,8 +117,8 @@ _SCALES = (1.0, 1e-3)
 def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> str | None:
     """Return why the optimizer must not get parts of tensors; None if no reason is found.
 
-    ``options``: of the param group to probe.  Cost: four steps on 65,536 elements, and two small ones.
-    Raises: what the optimizer raises.
+    ``options``: of the param group to probe.  Cost: four steps on 65,536 elements; four more if it takes sums. Raises:
+    what the optimizer raises.
     """
     kinds: list[object] = []
     for shape, scale in zip(_SHAPES, _SCALES, strict=True):
@@ -107,20 +140,52 @@ def why_not_cut(make: MakeOptimizer, options: Mapping[str, Any], device: torch.d
         error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in parts])).abs().max()
         if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
             return "updates a tensor that is cut in two in another way than the whole"
-    computed = _computed_numbers(make, options, device)
-    return f"computes {computed[0]} over all elements of a tensor" if computed else None
+        if takes_sums(make, options, device):
+            halves = _stepped_by_halves(make, options, device, start, gradients, sizes)
+            error = (whole[0].cpu().flatten() - torch.cat([part.cpu() for part in halves])).abs().max()
+            if not error <= 1e-4 * change.abs().max() + 1e-6 * scale:
+                return "takes sums over all elements of a tensor, and more than those"
+    return None
 
 
-def _computed_numbers(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> list[str]:
+def _stepped_by_halves(
+    make: MakeOptimizer,
+    options: Mapping[str, Any],
+    device: torch.device,
+    start: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+) -> list[torch.Tensor]:
+    """Return two parts of ``start``, each stepped by an optimizer of its own that gets the sums of the whole."""
+    sums: list[torch.Tensor] = []
+
+    def note(number: torch.Tensor) -> torch.Tensor:
+        sums.append(number.clone())
+        return number
+
+    _stepped(make, options, device, [start], [[gradient] for gradient in gradients], note)
+    halves: list[torch.Tensor] = []
+    for number, part in enumerate(start.flatten().split(sizes)):
+        rows = [[gradient.flatten().split(sizes)[number]] for gradient in gradients]
+        of_whole = iter(sums)
+        halves += _stepped(make, options, device, [part], rows, lambda _, left=of_whole: next(left))[0]
+    return halves
+
+
+def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> bool:
+    """Return True if steps sum over elements; over shards, that would be one rank's sum.  Cost: two small steps.
+
+    Raises: what the optimizer raises; ConfigError for a number that does not follow from those of shards.
+    """
     tensor = torch.ones(_SHAPES[0], device=device)
     optimizer = _made(make, [{**options, "params": [tensor]}])
-    found: list[str] = []
+    num_sums = 0
     for _ in range(2):
         tensor.grad = torch.ones_like(tensor)
-        with NumbersOfElements(per_element_of(optimizer)) as numbers:
+        with SumsOverRanks(per_element_of(optimizer), lambda number: number) as sums:
             optimizer.step()
-        found += numbers.found
-    return found
+        num_sums += sums.num_sums
+    return num_sums > 0
 
 
 def states_after_zeros(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -167,13 +232,15 @@ def _stepped(
     device: torch.device,
     start: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
+    add_up: AddUp | None = None,
 ) -> tuple[list[torch.Tensor], list[Mapping[str, Any]]]:
     tensors = [tensor.to(device, copy=True) for tensor in start]
     optimizer = _made(make, [{**options, "params": tensors}])
     for row in gradients:
         for tensor, gradient in zip(tensors, row, strict=True):
             tensor.grad = gradient.to(device, copy=True)
-        optimizer.step()
+        with nullcontext() if add_up is None else SumsOverRanks(per_element_of(optimizer), add_up):
+            optimizer.step()
     return tensors, [optimizer.state.get(tensor, {}) for tensor in tensors]
 
 

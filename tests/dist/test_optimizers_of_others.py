@@ -192,22 +192,31 @@ def test_methods_of_a_whole_matrix_optimizer_and_unknown_names_are_refused() -> 
         optimizer.evil()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(("kind", "number"), [(Middling, "mean"), (Prodigy, "dot")])
-def test_numbers_over_all_elements_are_refused(kind: Any, number: str) -> None:
-    """A shard gives another sum; plain parameters give the right one."""
+@on_ranks(2, 4)
+def test_sums_over_all_elements_are_those_of_all_ranks() -> None:
     plain = build("plain")
     model = shard_units(copy.deepcopy(plain))
-    with pytest.raises(ConfigError, match=f"computes {number} over all elements"):
-        ShardedOptimizer(dict(model.named_parameters()), kind, update="elementwise")
-    with pytest.raises(ConfigError, match=f"computes {number} over all elements"):
-        ZeroRedundancyOptimizer(plain.parameters(), kind, partition="even")
-    other = copy.deepcopy(plain)
-    ours, theirs = (
-        ShardedOptimizer(dict(plain.named_parameters()), kind, update="elementwise"),
-        kind(other.parameters()),
-    )
-    for step in range(3):
-        step_on_drawn_gradients(plain, ours, step)
-        step_on_drawn_gradients(other, theirs, step)
-    assert_same(plain, other, EXACT, kind.__name__)
+    ours = ShardedOptimizer(dict(model.named_parameters()), Prodigy, update="elementwise")
+    theirs = Prodigy(plain.parameters())
+    for step in range(4):
+        for each, optimizer in ((model, ours), (plain, theirs)):
+            each(batch_for("plain", 0, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = ours.param_groups[0]["d"]
+        assert (found > 1e-3) is (step > 0), f"it found no step size in step {step}: {found}"
+        assert found == pytest.approx(theirs.param_groups[0]["d"], rel=1e-4)
+    assert_same(model, plain, CLOSE, "Prodigy")
+
+
+@on_ranks(2)
+def test_numbers_over_all_elements_that_shards_do_not_tell_are_refused() -> None:
+    model = shard_units(build("plain"))
+    named = dict(model.named_parameters())
+    with pytest.raises(ConfigError, match="computes mean over all elements"):
+        ShardedOptimizer(named, Middling, update="elementwise")
+    named["plain"] = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigError, match="Prodigy sums.*sharded over the same ranks"):
+        ShardedOptimizer(named, Prodigy, update="elementwise")
+    with pytest.raises(ConfigError, match="Prodigy sums over all elements"):  # it would sum its own slices
+        ZeroRedundancyOptimizer(build("plain").parameters(), Prodigy, partition="even")
