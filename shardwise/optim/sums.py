@@ -188,6 +188,12 @@ def takes_sums(make: MakeOptimizer, options: Mapping[str, Any], device: torch.de
     return num_sums > 0
 
 
+def why_not_alone(make: MakeOptimizer, options: Mapping[str, Any], device: torch.device) -> str | None:
+    """Return :func:`why_not_cut`, or that the optimizer takes sums, which an optimizer with some of the slices cannot."""
+    has_sums = "sums over all elements of all parameters"
+    return why_not_cut(make, options, device) or (has_sums if takes_sums(make, options, device) else None)
+
+
 def states_after_zeros(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the state that a step creates for each tensor of ``groups``, in order; neither tensors nor optimizer change.
 

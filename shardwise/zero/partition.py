@@ -20,7 +20,7 @@ from shardwise.errors import ArgumentTypeError, ConfigError, LayoutError
 from shardwise.layout import OwnedSlice, add_loads, even_slices, runs_of, whole_slices
 from shardwise.optim.slices import MakeOptimizer, Members, is_sharded, is_sharded_tensor
 from shardwise.optim.state_dict import copy_options, options_of, step_in_sync
-from shardwise.optim.sums import takes_sums, why_not_cut
+from shardwise.optim.sums import why_not_alone
 
 # ---- Checks of ZeroRedundancyOptimizer's arguments, with the errors of torch's class of that name.
 
@@ -146,13 +146,7 @@ def check_partition(
     advice = f"{name} does not treat every element alone; use partition='whole'"
     try:
         device = flatten_groups(params)[0].device
-
-        def make(groups: Sequence[dict[str, Any]]) -> Optimizer:
-            return optimizer_class(groups, **options)
-
-        reason = why_not_cut(make, {}, device)
-        if reason is None and takes_sums(make, {}, device):
-            reason = "sums over all elements of all parameters"
+        reason = why_not_alone(lambda groups: optimizer_class(groups, **options), {}, device)
     except Exception as error:
         raise ConfigError(f"partition='even' cannot be used: {advice} ({error})") from error
     if reason is not None:
