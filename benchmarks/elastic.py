@@ -67,9 +67,10 @@ def kill(num_kills: int, seed: int) -> None:
             )
             names = os.listdir(folder)
             lost = ended.err.count("was ended by SIGKILL")
-            num_started = sum(name.startswith("started-") for name in names)
             own_passes = max((int(name.split("-")[2]) for name in names if name.startswith("ended-")), default=0)
-            num_dead = num_started - sum(name.startswith("ended-") for name in names)
+            num_dead = sum(name.startswith("started-") for name in names) - sum(
+                name.startswith("left-") for name in names
+            )
         killed[f"{num_ranks} ranks, {'replaced' if is_replaced else 'not replaced'}"] += num_dead
         runs, passes, steps = runs + 1, passes + own_passes, steps + num_steps
         words_of_run = (

@@ -130,7 +130,7 @@ class Membership:
         """Let processes that are ready join; return how many are to be started."""
         if self._is_over():
             if self._waiting:
-                self._announce((), True, "the run is over")
+                self._announce((), False, "the run is over")
                 self._waiting.clear()
             return 0
         members = self._generation.members
@@ -234,7 +234,7 @@ class Process:
         self._store = _connect(told["port"])
         self.generation: Generation | None = None
         self.newest = Generation(0, (), False, "", 0.0)
-        self._is_over = False
+        self._is_entering = False
         self._joined: dist.Store | None = None
         self._left = 0  # the number of the last generation that it was a rank of
         self._lost_in = 0  # the newest generation that begins with a loss
@@ -275,11 +275,16 @@ class Process:
     def is_superseded(self) -> bool:
         """Return True if a rank of the generation of this process is lost."""
         own = self.generation
-        return own is not None and self._lost_in > own.number
+        return own is not None and self._has_lost(own.number)
+
+    def _has_lost(self, number: int) -> bool:
+        # Ranks that have left the loop do not enter; those that are about to leave it are not to be interrupted.
+        is_left_alone = self._is_entering and self.newest.number > number and not self.newest.members
+        return is_left_alone or self._lost_in > number
 
     def refuse(self, number: int) -> None:
         """Raise if a rank of generation ``number`` is lost.  Raises: RanksChanged."""
-        if self._lost_in > number and not self._is_over:
+        if self._has_lost(number):
             raise RanksChanged(f"elastic: {self.newest.cause}")
 
     def join(self, backend: str, num_used: Callable[[int], int]) -> Generation:
@@ -301,6 +306,7 @@ class Process:
                 break
             waits.wait_until(lambda newest=newest: self.newest is not newest, waits.LOOK_S, pauses_s=_POLLS_S)
         self.generation = Generation(newest.number, used, newest.is_urgent, newest.cause, newest.seen_s)
+        self._is_entering = True
         self.listen()
         self._joined = _GenerationStore(self._store, self, newest.number)  # C++ does not keep its Python part
         store = dist.PrefixStore(f"elastic/{newest.number}", self._joined)
@@ -309,6 +315,7 @@ class Process:
 
     def note_formed(self) -> None:
         """Note that all ranks of the generation have entered it."""
+        self._is_entering = False
         self._store.set(_FORMED.format(cast(Generation, self.generation).number), "")
 
     def listen(self) -> None:
@@ -336,6 +343,6 @@ class Process:
     def finish(self) -> None:
         """Note that the run is over: from here on a lost rank ends it."""
         with self._leaving:
-            self.generation, self._is_over = None, True
+            self.generation, self._lost_in = None, -1
         waits.leave()
         self._store.set(_OVER, str(os.getpid()))

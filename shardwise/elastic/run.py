@@ -188,8 +188,7 @@ class ElasticRun(Generic[T]):
         world = cast(dist.ProcessGroup, dist.group.WORLD)
         group = world if is_gloo(world) else group_of(range(world.size()), "gloo")
         all_have_come(group)  # so that no rank of an earlier generation still writes
-        if not world.rank():
-            process.note_formed()
+        process.note_formed()
         note("elastic recovery", f"generation {generation.number}")
         self.state = self._build()
         named = _named(self.state)

@@ -99,6 +99,13 @@ def test_state_outlives_all_ranks(tmp_path: Path) -> None:
     assert len(more["worlds"]) == 3, "the new ranks made steps 5 to 7 alone"
 
 
+def test_a_run_without_memory_begins_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoints")
+    assert elastic(tmp_path, "-n", "2", num_steps=5, folder=folder).code == 0
+    more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "3", folder=folder, kills=[[2, "init", -1]]))
+    assert more["worlds"] == [2, 2, 2], "steps 5 to 7"
+
+
 def test_only_a_number_of_ranks_that_divides_the_microbatches_takes_part(tmp_path: Path) -> None:
     more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "4", V=4, kills=[[3, "backward", 2]]))
     assert more["worlds"] == [4, 4, 2, 2, 2, 2, 2, 2]

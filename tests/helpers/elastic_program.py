@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.checkpoint import save
 from shardwise.testing import faults
 
 NUM_STEPS, NUM_MICROBATCHES, WIDTH = 8, 12, 8
@@ -29,6 +30,9 @@ PLACES = (
     *("forward", "backward", "all-gather", "reduction", "optimizer step"),
     *("elastic commit", "elastic recovery", "init"),
 )
+
+
+is_over = threading.Event()  # a kill after the loop is not outlived
 
 
 class Layers(nn.Module):
@@ -128,7 +132,10 @@ def train(settings: dict[str, Any]) -> None:
         set_faults(-1)
         num_passes = 0
         note(settings, f"started-{process}")
-        run = shardwise.elastic(build, num_steps=num_steps, num_microbatches=settings.get("V", NUM_MICROBATCHES))
+        folder = settings.get("folder")
+        run = shardwise.elastic(
+            build, num_steps=num_steps, num_microbatches=settings.get("V", NUM_MICROBATCHES), folder=folder
+        )
         worlds: list[int] = []
         for step in run:
             with step as state:
@@ -149,10 +156,13 @@ def train(settings: dict[str, Any]) -> None:
                 state["scheduler"].step()
                 state["user"]["seen"] += 1
                 worlds.append(size)
+                if folder is not None:
+                    save(folder, state, step=step.number + 1)
                 if step.number + 1 == settings.get("leaves"):
                     break
                 if settings.get("differs") == step.number:
                     state["user"]["seen"] += rank
+    is_over.set()
     assert run.state is not None
     state = run.state
     note(settings, f"ended-{process}-{num_passes}")
@@ -177,12 +187,15 @@ def kill_after(milliseconds: float) -> Callable[[], None]:
     """Kill this process from another thread."""
 
     def kill() -> None:
-        time.sleep(milliseconds / 1000)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if not is_over.wait(milliseconds / 1000):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
     return kill
 
 
 if __name__ == "__main__":
-    train(json.loads(sys.argv[1]))
+    try:
+        train(json.loads(sys.argv[1]))
+    finally:  # also a spare that was not needed
+        note(json.loads(sys.argv[1]), f"left-{os.environ['RANK']}")
