@@ -176,7 +176,7 @@ def time_all(repeats: int) -> None:
     restarts = [measure("disk", 4, sizes, 5, 8)[0] for _ in range(max(1, repeats // 3))]
     print(f"| restart from disk | {statistics.median(restarts):.3f} |")
     for num_ranks in (2, 4):
-        _, (_, copies, whole, num_bytes) = measure("elastic", num_ranks, (512, 1024), -1, 25)
+        _, (_, copies, whole, num_bytes) = measure("elastic", num_ranks, (512, 2048), -1, 20)
         copy, step = statistics.median(copies[5:]), statistics.median(whole[5:])
         print(
             f"{num_ranks} ranks: {1e3 * copy:.1f} ms of {1e3 * step:.0f} ms ({100 * copy / step:.1f} %), {num_bytes >> 20} MiB"
