@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -48,7 +49,7 @@ def kill(num_kills: int, seed: int) -> None:
         num_steps = 80 if is_replaced else 25
         with tempfile.TemporaryDirectory() as folder:
             drawn = {"seed": noise.randrange(2**31), "rate": noise.choice((0.03, 0.06, 0.15))}
-            settings = {
+            settings: dict[str, Any] = {
                 "kind": kind,
                 "transport": transport,
                 "num_steps": num_steps,
@@ -135,9 +136,7 @@ dist.destroy_process_group()
 """
 
 
-def measure(
-    how: str, num_ranks: int, sizes: tuple[int, int], kill_at: int, num_steps: int
-) -> tuple[float, list[object]]:
+def measure(how: str, num_ranks: int, sizes: tuple[int, int], kill_at: int, num_steps: int) -> tuple[float, list[Any]]:
     """Run the program; return the seconds from the kill to the end of that step, and what rank 0 has found."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")

@@ -101,8 +101,8 @@ def test_state_outlives_all_ranks(tmp_path: Path) -> None:
 
 def test_a_run_without_memory_begins_from_the_newest_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
-    assert elastic(tmp_path, "-n", "2", num_steps=5, folder=folder).code == 0
-    more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "3", folder=folder, kills=[[2, "init", -1]]))
+    assert elastic(tmp_path, "-n", "2", num_steps=5, checkpoints=folder).code == 0
+    more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "3", checkpoints=folder, kills=[[2, "init", -1]]))
     assert more["worlds"] == [2, 2, 2], "steps 5 to 7"
 
 

@@ -132,7 +132,7 @@ def train(settings: dict[str, Any]) -> None:
         set_faults(-1)
         num_passes = 0
         note(settings, f"started-{process}")
-        folder = settings.get("folder")
+        folder = settings.get("checkpoints")
         run = shardwise.elastic(
             build, num_steps=num_steps, num_microbatches=settings.get("V", NUM_MICROBATCHES), folder=folder
         )
