@@ -20,12 +20,9 @@ os.environ.setdefault(
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator["WorkerPool"]:  # noqa: F821, UP037
-    from helpers.jobs import PRELOAD
+    from helpers.jobs import SessionPool
 
-    from shardwise.testing import WorkerPool
-
-    most_ranks = int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))
-    with WorkerPool(max_ranks=most_ranks, fresh_preload=PRELOAD) as workers:
+    with SessionPool(int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))) as workers:
         yield workers
 
 

@@ -34,6 +34,13 @@ def test_a_size_may_belong_to_other_arguments(word: str) -> None:
     assert dist.get_world_size() == {"pair": 2, "trio": 3}[word]
 
 
+@on_ranks(2)
+def test_sets_of_strings_have_another_order_on_another_rank() -> None:
+    found: list[object] = [None, None]
+    dist.all_gather_object(found, hash("word"))
+    assert found[0] != found[1]
+
+
 @on_ranks(1, backend="none")
 def test_options_are_the_pools() -> None:
     assert not dist.is_initialized()

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.testing import WorkerPool
+
 SEGMENT = "memfd:shardwise"
 # What takes a process seconds to import, and leaves CUDA alone: processes that are forked later could not use it.
 PRELOAD = (
@@ -31,6 +33,20 @@ PRELOAD = (
     "helpers.models",
     "shardwise.testing.frozen",
 )
+
+
+class SessionPool(WorkerPool):
+    """Workers that are forked, but for rank 1: its sets of strings have an order of their own, as in ranks of a launcher."""
+
+    def __init__(self, max_ranks: int) -> None:
+        super().__init__(max_ranks, preload=PRELOAD, fresh_preload=PRELOAD)
+
+    def _start(self, num_ranks: int) -> None:
+        super()._start(1)
+        forked, self._context = self._context, mp.get_context("spawn")
+        super()._start(min(num_ranks, 2))
+        self._context = forked
+        super()._start(num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
