@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.divergent import Divergent, Steps, Way, alone, assert_same, drawn, inputs, on_all, run_forward
 from helpers.inside import parts_from
-from helpers.pairs import pairwise
+from helpers.pairs import few, pairwise
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -30,6 +30,7 @@ CASES = [
     *pairwise(OF_TWO_AXES, TRANSPORTS, [4]),
     *pairwise([kind for kind in WAYS if kind not in OF_TWO_AXES], TRANSPORTS, [2, 4]),
 ]
+JOINING = [(joins, *case) for number, case in enumerate(CASES) for joins in ((False, True), (True, False))[number % 2]]
 
 
 def sharded(kind: str, transport: str = "auto") -> nn.Module:
@@ -71,7 +72,7 @@ def tower(num_ranks: int) -> Steps:
     return [[[Way((0, 1, 3) if (rank + step) % 2 else (0, 1, 2, 3))] for rank in range(num_ranks)] for step in range(4)]
 
 
-@pytest.mark.parametrize(("kind", "transport", "num_ranks"), CASES)
+@pytest.mark.parametrize(("kind", "transport", "num_ranks"), few(CASES, 3))
 @on_ranks()
 def test_a_tower_on_some_ranks(kind: str, transport: str, num_ranks: int) -> None:
     check(tower(num_ranks), kind, transport)
@@ -85,13 +86,12 @@ def test_ways_of_units_whose_parameters_are_sent_one_by_one(kind: str, num_ranks
         check(drawn(1, num_ranks, 3), kind, "gloo", joins=True)
 
 
-@pytest.mark.parametrize(("kind", "transport", "num_ranks"), CASES)
+@pytest.mark.parametrize(("joins", "kind", "transport", "num_ranks"), few(JOINING, 2))
 @on_ranks()
-def test_ways_drawn_at_random(kind: str, transport: str, num_ranks: int) -> None:
-    """Each case has two programs of its own, the second of which joins."""
-    first = 2 * CASES.index((kind, transport, num_ranks))
-    check(drawn(first, num_ranks, 3), kind, transport)
-    check(drawn(first + 1, num_ranks, 3), kind, transport, joins=True)
+def test_ways_drawn_at_random(joins: bool, kind: str, transport: str, num_ranks: int) -> None:
+    """Each case has a program of its own."""
+    number = JOINING.index((joins, kind, transport, num_ranks))
+    check(drawn(number, num_ranks, 3), kind, transport, joins)
 
 
 class Wide(nn.Module):

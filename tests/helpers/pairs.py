@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return cases of one value per axis, so that every two values of different axes meet in at least one case.
@@ -24,3 +26,8 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         chosen.append(max(cases, key=lambda case: len(pairs_of(case) & missing)))
         missing -= pairs_of(chosen[-1])
     return [tuple(axis[index] for axis, index in zip(values, case, strict=True)) for case in chosen]
+
+
+def few(cases: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
+    """Return ``cases`` as parameters; all but one of each ``every`` are for ``make test-exhaustive``."""
+    return [pytest.param(*case, marks=[pytest.mark.exhaustive] * (n % every > 0)) for n, case in enumerate(cases)]
