@@ -230,17 +230,21 @@ MANY_PARAMETERS = {
     "testing/pool.py:attempt",
 }
 MOST_PARAMETERS, MOST_RETURNED = 6, 2
-FUNCTIONS = [
-    (path.relative_to(ROOT).as_posix(), node)
-    for path in FILES
-    for node in ast.walk(tree_of(path))
-    if isinstance(node, ast.FunctionDef)
-]
+
+
+@functools.cache
+def functions() -> list[tuple[str, ast.FunctionDef]]:
+    return [
+        (path.relative_to(ROOT).as_posix(), node)
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def test_functions_take_few_parameters() -> None:
     found: set[str] = set()
-    for place, function in FUNCTIONS:
+    for place, function in functions():
         arguments = function.args
         names = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         if len(names) - (names[:1] in (["self"], ["cls"])) > MOST_PARAMETERS:
@@ -250,7 +254,7 @@ def test_functions_take_few_parameters() -> None:
 
 def test_no_function_returns_a_bare_tuple_of_many() -> None:
     found: list[str] = []
-    for place, function in FUNCTIONS:
+    for place, function in functions():
         for node in ast.walk(function.returns) if function.returns is not None else ():
             is_tuple = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "tuple"
             if is_tuple and isinstance(node.slice, ast.Tuple) and len(node.slice.elts) > MOST_RETURNED:
@@ -310,7 +314,7 @@ def test_files_and_functions_are_short() -> None:
     """Docstrings of functions are not counted; ``torch_private.py`` has a function per private name, most of one line."""
     sizes = {path.name: len(path.read_text().splitlines()) for path in FILES if path.name != "torch_private.py"}
     long = [f"{name}: {size}" for name, size in sizes.items() if size > MOST_LINES]
-    for place, function in FUNCTIONS:
+    for place, function in functions():
         num_lines = (
             (function.end_lineno or 0) - function.lineno + 1 - len((ast.get_docstring(function) or "").splitlines())
         )

@@ -6,7 +6,9 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,6 +33,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs
 
 from shardwise import CPUOffloadPolicy, fully_shard
 
+TWO: Any = pytest.param(2, marks=pytest.mark.exhaustive)  # one axis of a mesh has one rank then
 c10d_ops, funcol = torch.ops.c10d, torch.ops.c10d_functional
 
 
@@ -68,7 +71,7 @@ def run_2d_mlp(with_pipeline_axis: bool) -> None:
             assert len(param.placements) == 2
 
 
-@on_ranks(2, 4, fresh=True)
+@on_ranks(TWO, 4, fresh=True)
 def test_train_parity_2d_mlp() -> None:
     run_2d_mlp(with_pipeline_axis=False)
 
@@ -118,7 +121,7 @@ def parallel_transformer(args: ModelArgs, mesh: DeviceMesh, sequence_parallel: b
     return fully_shard(model, mesh=mesh["dp"])
 
 
-@on_ranks(2, 4, fresh=True)
+@on_ranks(TWO, 4, fresh=True)
 def test_train_parity_2d_transformer_checkpoint_resume(tmp_path: Path) -> None:
     size = dist.get_world_size()
     dp = 2 if size > 2 else 1
@@ -157,7 +160,7 @@ def test_train_parity_2d_transformer_checkpoint_resume(tmp_path: Path) -> None:
         assert all(torch.equal(left, right) for left, right in zip(expected_values, values, strict=True))
 
 
-@on_ranks(2, 4)
+@on_ranks(TWO, 4)
 def test_train_parity_hsdp() -> None:
     size = dist.get_world_size()
     shards = 2 if size > 2 else 1

@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 LINKS: dict[Transport, str | None] = {"auto": "shared memory", "gloo": "send/recv", "collective": None}
-TRANSPORTS_AND_RANKS = [("auto", 2), ("gloo", 2), ("auto", 4)]
+TRANSPORTS_AND_RANKS = [("auto", 2), ("gloo", 2), pytest.param("auto", 4, marks=pytest.mark.exhaustive)]
 
 
 def assert_used(model: nn.Module, transport: Transport) -> None:
@@ -59,7 +59,12 @@ def against_one_process(model: str, optimizer: str, reshard: bool | None, transp
 @on_ranks()
 @pytest.mark.parametrize(
     ("optimizer", "transport", "num_ranks"),
-    [("sgd", "auto", 2), ("adamw-foreach", "gloo", 2), ("adamw-foreach", "auto", 4), ("adamw-fused", "auto", 2)],
+    [
+        ("sgd", "auto", 2),
+        pytest.param("adamw-foreach", "gloo", 2, marks=pytest.mark.exhaustive),
+        ("adamw-foreach", "auto", 4),
+        ("adamw-fused", "gloo", 2),
+    ],
 )
 def test_equals_one_process_on_the_whole_batch(optimizer: str, transport: Transport) -> None:
     with over(transport), parts_from(8):
@@ -108,7 +113,7 @@ def against_peers(num_steps: int, transport: Transport) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("transport", "num_ranks"), [("auto", 2), ("gloo", 2), ("collective", 2), ("auto", 4), ("collective", 4)]
+    ("transport", "num_ranks"), [("auto", 2), ("gloo", 2), ("collective", 2), pytest.param("auto", 4, marks=pytest.mark.exhaustive), ("collective", 4)]
 )
 def test_equals_torch_fsdp2_to_the_bit_and_ddp(transport: Transport) -> None:
     run_against_peers(num_steps=3, transport=transport)

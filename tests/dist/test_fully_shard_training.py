@@ -374,7 +374,7 @@ def test_gradient_accumulation(mode: str) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["all", pytest.param("root_only", marks=pytest.mark.exhaustive), *MODES[2:]])
 def test_gradient_accumulation_over_replicas(mode: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     cases = pairwise(RESHARDS, (False, True), (OffloadPolicy(), CPUOffloadPolicy()))

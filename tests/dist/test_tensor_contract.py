@@ -20,7 +20,7 @@ from helpers.compare import local
 from helpers.folders import folder_of_all
 from helpers.inside import over
 from helpers.models import batch_for
-from helpers.pairs import pairwise
+from helpers.pairs import few, pairwise
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -291,7 +291,8 @@ def test_what_users_hold_are_ordinary_tensors(api: str, transport: str, check: s
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("api", "check"), [("hybrid", "aliases"), ("hybrid", "copies"), ("hybrid", "model"), ("fully_shard", "aliases")]
+    ("api", "check"),
+    few([("hybrid", "aliases"), ("hybrid", "model"), ("hybrid", "copies"), ("fully_shard", "aliases")], 2),
 )
 def test_they_are_on_four_ranks(api: str, check: str) -> None:
     run_contract(api, "auto", check, ["from meta", "assigned and kept"])
