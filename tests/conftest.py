@@ -19,7 +19,7 @@ os.environ.setdefault(
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator["WorkerPool"]:  # noqa: F821, UP037
+def pool() -> Iterator["SessionPool"]:  # noqa: F821, UP037
     from helpers.jobs import SessionPool
 
     with SessionPool(int(os.environ.get("SHARDWISE_MOST_RANKS", "4"))) as workers:

@@ -12,10 +12,9 @@ import pytest
 import torch.distributed as dist
 from chaos.program import DIVERGENCES, Program
 from chaos.rank_program import train
-from helpers.commands import COMMAND, clean_environment, options, start, wait_for_training
+from helpers.commands import clean_environment
 from helpers.jobs import Job
 from helpers.ranks import on_ranks
-from helpers.runs import write_text
 
 import shardwise
 from shardwise import DesyncError, observe
@@ -178,17 +177,3 @@ def test_a_new_start_puts_the_records_of_the_last_one_aside(tmp_path: Path) -> N
         assert not is_before
         assert [record.reasons[0].text for record in found] == ["third", "third"]
         dist.barrier()
-
-
-def test_a_training_run_writes_into_its_folder_by_itself(tmp_path: Path) -> None:
-    text, run = tmp_path / "text", tmp_path / "run"
-    text.mkdir()
-    more = options(data=write_text(text), out=run, steps=100_000, nproc=2)
-    with start([*COMMAND, *more]) as process:  # not forked: the lines are those of the command alone
-        ranks = wait_for_training(process, run)
-        os.kill(ranks[-1], signal.SIGKILL)
-        process.communicate(timeout=60)
-    found = diagnosis_of(run)
-    assert (found.num_ranks, len(found.missing)) == (2, 1)
-    assert [each.rank for each in found.failures] == [1 - found.missing[0]]
-    assert "/recipes/" in lines_of(found)  # the line of the program in which it was

@@ -113,7 +113,14 @@ def against_peers(num_steps: int, transport: Transport) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("transport", "num_ranks"), [("auto", 2), ("gloo", 2), ("collective", 2), pytest.param("auto", 4, marks=pytest.mark.exhaustive), ("collective", 4)]
+    ("transport", "num_ranks"),
+    [
+        ("auto", 2),
+        ("gloo", 2),
+        ("collective", 2),
+        pytest.param("auto", 4, marks=pytest.mark.exhaustive),
+        ("collective", 4),
+    ],
 )
 def test_equals_torch_fsdp2_to_the_bit_and_ddp(transport: Transport) -> None:
     run_against_peers(num_steps=3, transport=transport)

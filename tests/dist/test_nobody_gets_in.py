@@ -1,9 +1,13 @@
-"""Nobody else's process reaches the ranks of one host: they listen on loopback alone, and nothing they hear is run."""
+"""Nobody else's process reaches the ranks of one host: they listen on loopback alone, and nothing they hear is run.
+
+The command runs in interpreters of its own here, so what it writes when a rank is killed is read here, too.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.commands import COMMAND, children, options, start, wait_for_training
+from helpers.commands import COMMAND, options, start, wait_for_training
 from helpers.network import Listener, Networks, listeners, two_networks
 from helpers.ranks import on_ranks
 from helpers.runs import write_text
 
+from shardwise.consistency.diagnosis import diagnose, in_words
+from shardwise.consistency.recorder import find_records
+from shardwise.loop.launch import private_network
 from shardwise.recipes.sharding import RunRanks
 
 pytestmark = pytest.mark.skipif(
@@ -25,9 +32,11 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Running:
-    """A job that trains, the sockets of its processes, and the networks it was started in, if that was allowed."""
+    """A job that trains, its folder, the sockets of its processes, and the networks it was started in, if that was allowed."""
 
-    num_processes: int
+    process: subprocess.Popen[str]
+    ranks: list[int]
+    folder: Path
     sockets: list[Listener]
     networks: Networks | None
 
@@ -45,14 +54,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None
         inside = networks.enter(networks.inside) if networks else []
         interface = "inside" if networks else _another_interface()
         with start([*inside, *words], {"GLOO_SOCKET_IFNAME": interface}) as process:
-            wait_for_training(process, run)
-            pids = [process.pid, *children(process.pid)]
-            yield Running(len(pids), listeners(pids), networks)
+            ranks = wait_for_training(process, run)
+            yield Running(process, ranks, run, listeners([process.pid, *ranks]), networks)
             process.send_signal(signal.SIGKILL)
 
 
 def test_ranks_of_one_host_listen_on_loopback_alone_whatever_was_chosen_for_many(running: Running) -> None:
-    assert running.num_processes >= 3
+    assert len(running.ranks) >= 2
     assert running.sockets, "gloo listens somewhere"
     assert [each for each in running.sockets if not each.address.is_loopback] == []
 
@@ -63,6 +71,23 @@ def test_another_network_finds_every_port_of_the_job_closed(running: Running) ->
     with running.networks.open_port() as port:
         assert running.networks.connect(port) == "open", "else this test would see nothing"
     assert {running.networks.connect(each.port) for each in running.sockets} == {"refused"}
+
+
+def test_ranks_have_a_network_of_their_own_where_the_kernel_allows_one(running: Running) -> None:
+    with private_network(True) as network:
+        is_allowed = bool(network)
+    found = {os.readlink(f"/proc/{pid}/ns/net") for pid in running.ranks}
+    assert len(found) == 1
+    assert (found != {os.readlink(f"/proc/{running.process.pid}/ns/net")}) == is_allowed
+
+
+def test_the_others_write_into_the_folder_of_the_run_by_themselves_when_a_rank_is_killed(running: Running) -> None:
+    os.kill(running.ranks[-1], signal.SIGKILL)
+    running.process.communicate(timeout=60)
+    found = diagnose(find_records(running.folder)[0])
+    assert (found.num_ranks, len(found.missing)) == (2, 1)
+    assert [each.rank for each in found.failures] == [1 - found.missing[0]]
+    assert "/recipes/" in "\n".join(in_words(found))  # the line of the program in which it was
 
 
 @on_ranks(2)

@@ -61,6 +61,7 @@ def test_a_run_needs_no_output_no_utf8_and_no_name_in_utf8(tmp_path: Path) -> No
     assert metrics_of(folder)[-1]["step"] == 8
     assert done is not None
     assert b"run\\udcff" in done.stdout
+    assert done.stderr == b""  # in interpreters of their own: other tests fork their commands
 
 
 def test_no_escape_in_a_name_reaches_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

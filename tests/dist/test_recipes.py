@@ -96,9 +96,9 @@ def test_the_script_for_slurm_runs_what_it_is_given_on_the_ranks_of_a_node(tmp_p
         "SLURM_NNODES": "1",
         "SLURM_NODEID": "0",
     }
-    env = environment(tmp_path, **job, SLURM_GPUS_ON_NODE="2")
+    env = environment(tmp_path, **job, SLURM_GPUS_ON_NODE="1")
     found = run(["bash", str(SLURM), "examples/resume.py", str(tmp_path / "my run")], env)
-    assert "2 rank(s), steps 1 to 20" in found
+    assert "1 rank(s), steps 1 to 20" in found
     options = re.findall(r"^#SBATCH (--[\w-]+)(?:=\S+)?$", SLURM.read_text(), flags=re.MULTILINE)
     assert len(options) == SLURM.read_text().count("#SBATCH")
 

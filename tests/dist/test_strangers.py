@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Generator
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.commands import COMMAND, options, start, wait_for_training
+from helpers.commands import COMMAND, options, start
 from helpers.network import listeners
 from helpers.ranks import on_ranks
 from helpers.runs import write_text
@@ -23,7 +22,6 @@ from shardwise import ShardwiseError, fully_shard
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment
 from shardwise.consistency.process_groups import check_peers
 from shardwise.errors import TransportError
-from shardwise.loop.launch import private_network
 
 
 def _num_sockets() -> int:
@@ -88,20 +86,6 @@ def test_a_rank_of_the_command_sends_nothing_to_a_stranger_in_its_group(tmp_path
             assert stranger.received() == 0
     assert f"shardwise: error: user {NOBODY} of this host is connected to port {found[0].port} of this rank" in error
     assert first.returncode == 1
-
-
-def test_ranks_have_a_network_of_their_own_where_the_kernel_allows_one(tmp_path: Path) -> None:
-    with private_network(True) as network:
-        is_allowed = bool(network)
-    run, text = tmp_path / "run", write_text(tmp_path)
-    with start([*COMMAND, *options(data=text, out=run, nproc=2, steps=1_000_000, save_every=5)]) as process:
-        ranks = wait_for_training(process, run)
-        networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in ranks}
-        addresses = {str(each.address) for each in listeners(ranks)}
-        process.send_signal(signal.SIGKILL)
-    assert addresses == {"127.0.0.1"}
-    assert len(networks) == 1
-    assert (networks != {os.readlink("/proc/self/ns/net")}) == is_allowed
 
 
 @second_user

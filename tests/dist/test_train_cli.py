@@ -1,4 +1,4 @@
-"""The real command in real processes: it trains, resumes with the same losses, and ends cleanly when it must."""
+"""The command, of which ranks are forked: it trains, resumes with the same losses, and ends cleanly when it must."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import COMMAND, Ended, is_alive, options, wait_for_training
-from helpers.commands import run as run_command
 from helpers.forked_commands import run_forked, start_forked
 from helpers.forked_ranks import run_script
 from helpers.runs import copy_cut_back, metrics_of, write_text
@@ -31,7 +30,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     run = tmp_path_factory.mktemp("runs") / "whole"
     words = [*COMMAND, *options(data=text, out=run, nproc=2, shard="zero3", accumulate=2)]
-    return run, run_command(words)
+    return run, run_forked(words)
 
 
 def test_it_trains_and_leaves_a_complete_run_folder(trained: tuple[Path, Ended]) -> None:

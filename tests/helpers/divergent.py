@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from helpers.compare import comparable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from helpers.compare import comparable
 
 WIDTH, NUM_LAYERS = 5, 4
 
