@@ -20,8 +20,7 @@ from helpers.network import Listener, Networks, listeners, two_networks
 from helpers.ranks import on_ranks
 from helpers.runs import write_text
 
-from shardwise.consistency.diagnosis import diagnose, in_words
-from shardwise.consistency.recorder import find_records
+from shardwise.consistency.recorder import diagnose, find_records, in_words
 from shardwise.loop.launch import private_network
 from shardwise.recipes.sharding import RunRanks
 
