@@ -366,13 +366,11 @@ class Shards:
         self._section_bytes = offset
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
         self._moves = [self._bucket_moves(bucket) for bucket in buckets]
-        self._full_windows: list[torch.Tensor] | None = None
-        self._packed_windows = BufferWindows()
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
         is_split = len(buckets) == 1 and place.device.type != "cpu"
-        self._num_even = buckets[0].layout.num_even if is_split else 0
+        self.num_even = buckets[0].layout.num_even if is_split else 0
 
     @property
     def packed_dtype(self) -> torch.dtype:
@@ -419,30 +417,26 @@ class Shards:
             return bucket.local
         return self._place.on.fetch(bucket.local, bucket.full_dtype)
 
-    def unpack(self, packed: torch.Tensor, fulls: Sequence[torch.Tensor]) -> None:
-        """Copy every shard from the packed buffer to its place in the full buffers."""
-        if self._full_windows is None:
-            self._full_windows = [
-                full_window(full, move, base)
-                for full, moves in zip(fulls, self._moves, strict=True)
-                for base, move in moves
-            ]
-        if self._num_even:
-            rows = packed.view(self.num_shards, self._section_numel)[: self._num_even]
-            torch.split_with_sizes_copy(rows, self._columns, dim=1, out=self._full_windows)
-            return
-        known = self._packed_windows.kept.get(id(packed))
-        if known is not None and known[0]() is packed:
-            sources = known[1]
-        else:
-            sources = [
-                packed_window(packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype), move)
-                for bucket, moves in zip(self.buckets, self._moves, strict=True)
-                for _, move in moves
-            ]
-            self._packed_windows.put(packed, sources)
-        if sources:
-            torch_private.copy_each(self._full_windows, sources)
+    def full_windows(self, fulls: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the windows of the full buffers that shards are copied to."""
+        return [
+            full_window(full, move, base)
+            for full, moves in zip(fulls, self._moves, strict=True)
+            for base, move in moves
+        ]
+
+    def packed_windows(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return the windows of the packed buffer with these shards, in the same order."""
+        return [
+            packed_window(packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype), move)
+            for bucket, moves in zip(self.buckets, self._moves, strict=True)
+            for _, move in moves
+        ]
+
+    def split(self, packed: torch.Tensor, windows: list[torch.Tensor]) -> None:
+        """Copy all shards to ``windows`` by one kernel; only if there are ``num_even``."""
+        rows = packed.view(self.num_shards, self._section_numel)[: self.num_even]
+        torch.split_with_sizes_copy(rows, self._columns, dim=1, out=windows)
 
 
 class ShardEnds:
@@ -483,7 +477,7 @@ class Delivery:
     ``sends_alone``: transports may send the shards one by one.  ``shard()`` returns this rank's section.
     """
 
-    __slots__ = ("_ends", "fulls", "pool", "shard", "shards", "take_over")
+    __slots__ = ("_ends", "_full_windows", "_packed_windows", "fulls", "pool", "shard", "shards", "take_over")
 
     def __init__(
         self, shards: Shards, fulls: Sequence[FullBuffer], pool: BufferPool, sends_alone: bool = False
@@ -492,13 +486,29 @@ class Delivery:
         self._ends = [ShardEnds(shards, number, full, pool) for number, full in enumerate(fulls) if sends_alone]
         self.shard = shards.section
         self.take_over = fulls[0].take_over if shards.are_full(fulls) else None
+        self._full_windows: list[torch.Tensor] | None = None
+        self._packed_windows = BufferWindows()
 
     def buckets(self) -> Sequence[BucketEnds]:
         return self._ends
 
     def deliver(self, packed: torch.Tensor) -> None:
+        """Copy every shard from the packed buffer to its place in the full buffers."""
         pool, fulls = self.pool, self.fulls
-        self.shards.unpack(packed, (fulls[0].hold(pool),) if len(fulls) == 1 else [full.hold(pool) for full in fulls])
+        flats = (fulls[0].hold(pool),) if len(fulls) == 1 else [full.hold(pool) for full in fulls]
+        if self._full_windows is None:
+            self._full_windows = self.shards.full_windows(flats)
+        if self.shards.num_even:
+            self.shards.split(packed, self._full_windows)
+            return
+        known = self._packed_windows.kept.get(id(packed))
+        if known is not None and known[0]() is packed:
+            sources = known[1]
+        else:
+            sources = self.shards.packed_windows(packed)
+            self._packed_windows.put(packed, sources)
+        if sources:
+            torch_private.copy_each(self._full_windows, sources)
 
 
 class Packing:
@@ -531,10 +541,10 @@ class Packing:
         self.travelling = [full for full in self.fulls if not full.aliases_shards]
         self.delivery: Delivery | None = None
 
-    def bind(self, pool: BufferPool, sends_alone: bool) -> None:
-        """Use ``pool`` for the memory of full buffers; ``sends_alone``: transports may send the shards one by one."""
-        # Made here, not in each gather: a step then makes no objects for it.
+    def bind(self, pool: BufferPool, sends_alone: bool) -> Delivery | None:
+        """Return :attr:`delivery`, with full buffers in ``pool``; ``sends_alone``: transports may send shards one by one."""
         self.delivery = Delivery(self.shards, self.travelling, pool, sends_alone) if self.travelling else None
+        return self.delivery
 
     def hold(self, pool: BufferPool) -> list[torch.Tensor]:
         """Return the 1-D full buffers of the buckets that travel, with their memory allocated."""

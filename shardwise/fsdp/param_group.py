@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -123,8 +125,20 @@ def _lies_as_sharded(param: ShardedParam) -> bool:
     return torch_private.local_of(full).stride() == local.stride()
 
 
-_VERSION = operator.attrgetter("_version")
+_IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
+
+
+def _refuse() -> NoReturn:
+    raise StateError("parameters were asked for before there was an engine; run the root's forward or unshard()")
+
+
+def _gather_nothing() -> Handle | None:
+    return None
+
+
+def _copy_here(delivery: Delivery) -> Handle | None:
+    delivery.deliver(delivery.shard())
 
 
 class ParamGroup:
@@ -139,6 +153,8 @@ class ParamGroup:
         dtypes: the dtypes in which parameters are gathered and gradients reduced.
         compression: the compression of parameters and gradients; None: they are sent uncompressed.
         custom: replacements of the backend's collectives that the user has set.
+        gather: launches the all-gather of the full parameters; its handle is None if there is nothing to wait for.  The caller
+            has called :meth:`ensure_packed`, and has ordered the gather stream after its copies.
         bound_comm: the communicators and the pool; None before an engine has bound them, when :attr:`comm` raises.
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters stay plain tensors, and registered (``replicate``).
@@ -197,6 +213,7 @@ class ParamGroup:
         self.compression: Compression | None = None
         self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
         self.bound_comm: GroupComm | None = None
+        self.gather: Callable[[], Handle | None] = _refuse
         self.num_replica_sums = 0
         self.gradient_dtypes: set[torch.dtype] | None = None
 
@@ -348,7 +365,7 @@ class ParamGroup:
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
         packing = Packing(buckets, self.axes.num_shards, self.place)
         if self.bound_comm is not None:
-            packing.bind(self.bound_comm.pool, sends_alone=not self.extended.params)
+            self._prepare_gather(packing, self.bound_comm)
         self.packing, self._sub = packing, None
         self.registered = [], [], [], []
         self._kinds = [*map(self._kind, self.params)]  # packing may have moved shards to another device
@@ -373,41 +390,34 @@ class ParamGroup:
         """Use ``comm`` for collectives and memory from now on."""
         self.bound_comm = comm
         if self.packing is not None:
-            self.packing.bind(comm.pool, sends_alone=not self.extended.params)
+            self._prepare_gather(self.packing, comm)
+
+    def _prepare_gather(self, packing: Packing, comm: GroupComm) -> None:
+        """Choose how :attr:`gather` gets full parameters: a step then decides nothing, and makes no objects for it."""
+        delivery = packing.bind(comm.pool, sends_alone=not self.extended.params)
+        if self.extended.params:
+            self.gather = partial(self.extended.gather, delivery, comm.shards, comm.pool)
+        elif delivery is None:
+            self.gather = _gather_nothing
+        elif comm.shards is not None:
+            self.gather = partial(comm.shards.all_gather, delivery)
+        elif self.place.is_offloaded:  # this rank has all shards
+            self.gather = partial(fetch_alone, comm.streams.fetch, delivery)
+        else:
+            self.gather = partial(_copy_here, delivery)
 
     @property
     def comm(self) -> GroupComm:
         """The communicators.  Raises: StateError before there is an engine."""
-        if self.bound_comm is None:
-            raise StateError(
-                "parameters were asked for before there was an engine; run the root's forward or unshard()"
-            )
-        return self.bound_comm
+        return _refuse() if self.bound_comm is None else self.bound_comm
 
-    def gather(self, from_sub: bool) -> Handle | None:
-        """Launch the all-gather of the full parameters; return None if there is nothing to wait for.
-
-        The caller has called :meth:`ensure_packed`, and has ordered the gather stream after its copies.
-        """
-        packing, ways = self.packing, self.bound_comm or self.comm
+    def gather_from_sub(self) -> Handle | None:
+        """Launch the all-gather of the full parameters from those on the smaller mesh; None: there is nothing to wait for."""
+        packing, comm = self.packing, self.comm
         assert packing is not None
-        # Three ways to the same full parameters: from a smaller mesh, from the shards of all ranks, or, where this rank has all
-        # shards (no ``comm``), by a copy on the device or from the host.
-        if from_sub:
-            assert self._sub is not None
-            delivery, comm = Delivery(self._sub, packing.travelling, ways.pool), ways.sub
-        else:
-            delivery, comm = packing.delivery, ways.shards
-            if self.extended.params:
-                return self.extended.gather(delivery, comm, ways.pool)
-        if delivery is None or not delivery.fulls:
-            return None
-        if comm is None and self.place.is_offloaded:
-            return fetch_alone(ways.streams.fetch, delivery)
-        if comm is None:
-            delivery.deliver(delivery.shard())
-            return None
-        return comm.all_gather(delivery)
+        assert self._sub is not None
+        delivery = Delivery(self._sub, packing.travelling, comm.pool)
+        return comm.sub.all_gather(delivery) if comm.sub is not None else _copy_here(delivery)
 
     def is_read_by_peers(self, links: Container[str]) -> bool:
         """Return True if ranks read each other's shards without help, by one of the open ``links``, or have all of them."""
@@ -443,17 +453,17 @@ class ParamGroup:
         self.is_kept = False
         if self._has_new_versions:
             self._follow_writes()
-        swap = self._swap
-        if swap is None or not swap.register_full():
-            # The first unshard, or user code has changed something: parameter by parameter, then a new swap for later steps.
-            self._check_not_replaced(self.params)
-            params = [param for bucket in packing.buckets for param in bucket.params]
-            for param in params:
-                self._make_full(param, packing)
-            self._follow_settings([*params, *self.extended.params], on_gradient)
-            swap = self._swap = Swap([*params, *self.extended.params])
-            swap.register_full(is_new=True)
-            self.registered = params, swap.fulls[: len(params)], [], []
+        swap, registered = self._swap, () if self._swap is None else [*map(dict.get, *self._swap.places)]
+        if (
+            swap is None
+            or not (all(map(_IS, swap.forms[1], registered)) or all(map(_IS, swap.forms[0], registered)))
+            or [*map(_REQUIRES_GRAD, swap.both)] != swap.wants
+        ):
+            swap = self._make_swap(packing, on_gradient)
+        for registry, fulls_of, _ in swap.by_registry:
+            registry.update(fulls_of)
+        for at, full, _ in swap.with_setattr:
+            at.call_setattr(full)
         # What writes of user code to full parameters are recognized by (``user_writes.py``).
         params, fulls, _, _ = self.registered
         self.registered = params, fulls, [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
@@ -464,6 +474,19 @@ class ParamGroup:
         if self._sub is not None:
             self._drop_sub()
         return num_trainable
+
+    def _make_swap(
+        self, packing: Packing, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
+    ) -> Swap:
+        """Make full parameters, or adapt those there are, at the first unshard, and when user code has changed something."""
+        self._check_not_replaced(self.params)
+        params = [param for bucket in packing.buckets for param in bucket.params]
+        for param in params:
+            self._make_full(param, packing)
+        self._follow_settings([*params, *self.extended.params], on_gradient)
+        swap = self._swap = Swap([*params, *self.extended.params])
+        self.registered = params, swap.fulls[: len(params)], [], []
+        return swap
 
     def _follow_settings(
         self, params: Iterable[ShardedParam], on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
@@ -553,21 +576,28 @@ class ParamGroup:
 
         A parameter that user code has put in the place of a full one stays registered, as on one process.
         """
-        if self._swap is None or not self._swap.register_sharded():
+        swap = self._swap
+        if swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places))):
+            for registry, _, shards_of in swap.by_registry:
+                registry.update(shards_of)
+            for at, _, param in swap.with_setattr:
+                at.call_setattr(param.sharded)
+        else:
             for param in self.params:
                 for registration in param.registrations:
                     if param.is_own(registration.parameters.get(registration.name)):
                         registration.put(param.sharded)
-        self.drop(keeps_memory)
+        if not keeps_memory and self.packing is not None:
+            for buffer in self.packing.fulls:
+                buffer.drop()
+            if self.extended.params:
+                self.extended.drop()
         if self._sub is not None:
             self._drop_sub()
 
-    def drop(self, keeps_memory: bool = False) -> None:
-        """Free the memory of the full parameters unless ``keeps_memory``."""
-        packing = self.packing
-        if keeps_memory or packing is None:
-            return
-        for buffer in packing.fulls:
+    def drop(self) -> None:
+        """Free the memory of the full parameters."""
+        for buffer in () if self.packing is None else self.packing.fulls:
             buffer.drop()
         if self.extended.params:
             self.extended.drop()
@@ -588,4 +618,5 @@ class ParamGroup:
             for bucket, full in zip(packing.buckets, packing.hold(self.comm.pool), strict=True)
         ]
         self._sub = Shards(buckets, self.sub_axes.num_shards, self.place)
-        self.drop(keeps_memory)
+        if not keeps_memory:
+            self.drop()

@@ -36,7 +36,7 @@ class Snapshot:
         self.params = params
         self._shards = [param.sharded for param in params]
         rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
-        self._registries, self._names, self._forms = zip(*rows, strict=True)
+        self._registries, self._names, self.forms = zip(*rows, strict=True)
         locals_ = torch_private.locals_of(self._shards)
         are_dtensors = all(map(operator.is_not, locals_, self._shards))
         self._local = torch_private.LOCAL if are_dtensors else torch_private.local_of
@@ -65,7 +65,7 @@ class Snapshot:
         """
         locals_ = [*map(self._local, self._shards)]
         apart = locals_ if self._local is torch_private.LOCAL else self._apart(locals_)
-        are_registered = all(map(operator.is_, self._forms, map(dict.get, self._registries, self._names)))
+        are_registered = all(map(operator.is_, self.forms, map(dict.get, self._registries, self._names)))
         if (
             not (are_registered or (swap is not None and swap.has_full))
             or not all(map(operator.is_, apart, map(_TARGET, self._locals)))
@@ -80,9 +80,9 @@ Registry = dict[str, nn.Parameter | None]
 
 
 class Swap:
-    """Registers the full parameters of a group, and the sharded ones again, by ``dict.update`` without a Python loop.
+    """The tables by which a group registers its full parameters, and the sharded ones again, without a Python loop.
 
-    It is made when parameters are registered for the first time, and again after user code has changed something.  A tied
+    They are made when parameters are registered for the first time, and again after user code has changed something.  A tied
     parameter has a row for each of its places.  A module with its own ``__setattr__`` (LSTM) is told afterwards.
 
     Attributes:
@@ -98,32 +98,17 @@ class Swap:
             for param, full in zip(params, fulls, strict=True)
             for registration in param.registrations
         ]
-        self._places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
-        self._forms = [full for _, full, _ in rows], [param.sharded for _, _, param in rows]
-        self._wants = [*map(_REQUIRES_GRAD, self._forms[1])]
+        self.places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
+        self.forms = [full for _, full, _ in rows], [param.sharded for _, _, param in rows]
+        self.both = [*self.forms[0], *self.forms[1]]
+        self.wants = [*map(_REQUIRES_GRAD, self.forms[1])] * 2  # ``requires_grad`` of ``both``
         # Modules with their own ``__setattr__``, which is called after the registration.
-        self._with_setattr = [row for row in rows if row[0].setattr_module is not None]
+        self.with_setattr = [row for row in rows if row[0].setattr_module is not None]
         by_registry: dict[int, tuple[Registry, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
         for at, full, param in rows:
             _, fulls_of, shards_of = by_registry.setdefault(id(at.parameters), (at.parameters, {}, {}))
             fulls_of[at.name], shards_of[at.name] = full, param.sharded
-        self._by_registry = [*by_registry.values()]
-
-    def register_full(self, is_new: bool = False) -> bool:
-        """Register the full parameters; return False, with nothing registered, if user code has changed something.
-
-        ``is_new``: this swap has just been made, and anything may be registered.
-        """
-        (fulls, shards), registered = self._forms, [*map(dict.get, *self._places)]
-        if not (is_new or all(map(operator.is_, shards, registered)) or all(map(operator.is_, fulls, registered))):
-            return False  # full ones stay registered after a forward
-        if [*map(_REQUIRES_GRAD, shards)] != self._wants or [*map(_REQUIRES_GRAD, fulls)] != self._wants:
-            return False
-        for registry, fulls_of, _ in self._by_registry:
-            registry.update(fulls_of)
-        for registration, full, _ in self._with_setattr:
-            registration.call_setattr(full)
-        return True
+        self.by_registry = [*by_registry.values()]
 
     def follow_freezing(self) -> None:
         """Give shards the ``requires_grad`` that user code has set on full parameters since they were registered.
@@ -139,22 +124,11 @@ class Swap:
                 f"a hook was registered on the full form of {fqn}, whose gradient is that of this rank alone. Remove it, and "
                 "register it on the shard, outside of forward and backward: it then gets the reduced gradient"
             )
-        if [*map(_REQUIRES_GRAD, self._forms[0])] != self._wants:
-            for (_, full, param), wanted in zip(self._rows, self._wants, strict=True):
-                if full.requires_grad is not wanted:
-                    param.sharded.requires_grad_(full.requires_grad)
-
-    def register_sharded(self) -> bool:
-        """Register the sharded parameters; return False, with nothing done, unless all full ones are registered."""
-        if not all(map(operator.is_, self._forms[0], map(dict.get, *self._places))):  # ``has_full``, one call less
-            return False
-        for registry, _, shards in self._by_registry:
-            registry.update(shards)
-        for at, _, param in self._with_setattr:
-            at.call_setattr(param.sharded)
-        return True
+        for (_, full, param), wanted in zip(self._rows, self.wants, strict=False):
+            if full.requires_grad is not wanted:
+                param.sharded.requires_grad_(full.requires_grad)
 
     @property
     def has_full(self) -> bool:
         """True if the full parameters are registered."""
-        return all(map(operator.is_, self._forms[0], map(dict.get, *self._places)))
+        return all(map(operator.is_, self.forms[0], map(dict.get, *self.places)))

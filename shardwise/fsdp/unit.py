@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Container, Sequence
 from enum import Enum
-from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -196,6 +196,9 @@ class UnitBackward:
 
 
 # ---- The states of a unit.
+
+
+_VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class UnitState(Enum):
@@ -425,7 +428,7 @@ class Unit:
         if listeners:
             begin(self.track.name, "unshard", self.name)
         try:
-            self.handles = (*map(ParamGroup.gather, groups, repeat(from_sub)),)
+            self.handles = tuple([group.gather_from_sub() if from_sub else group.gather() for group in groups])
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
@@ -491,7 +494,12 @@ class Unit:
             check_sub(self.name, self.params)
         was_full = self.state is FULL
         if was_full:
-            written = find_writes(self.groups)
+            written: Written = []
+            for group in self.groups:
+                _, fulls, versions, addresses = group.registered
+                if group.is_kept or [*map(_VERSION, fulls)] != versions or [*map(_ADDRESS, fulls)] != addresses:
+                    written = find_writes(self.groups)
+                    break
             if written and in_pass:
                 self.reshards_late = True
                 return
@@ -517,8 +525,8 @@ class Unit:
     def free_kept_memory(self) -> None:
         """Free the memory of full parameters that a sharded unit keeps, after the policy that kept it has changed."""
         if self.state is SHARDED or self.state is SUB:
-            for group in self.groups:
-                group.drop(self.policy.keeps_full_memory)
+            for group in () if self.policy.keeps_full_memory else self.groups:
+                group.drop()
 
     def abandon(self) -> None:
         """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
