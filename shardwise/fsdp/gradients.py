@@ -20,7 +20,7 @@ from shardwise.fsdp.local_gradients import Gradients, change_by_hooks
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.unit import Unit
-from shardwise.plan.schedule import LEAST_BYTES, Sharing, UnitBucket, UnitPolicy, bucket_bytes, split_unit
+from shardwise.plan.schedule import LEAST_BYTES, Sharing, UnitBucket, bucket_bytes, split_unit
 
 _DTYPE, _UNIT = operator.attrgetter("dtype"), operator.attrgetter("unit")
 _MOST_LAYOUTS = 64
@@ -55,25 +55,23 @@ class Launch:
 Entry = tuple[Launch, ParamGroup, Gradients]
 
 
-def layout_of(group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype) -> ReduceLayout:
-    """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``group`` caches it.
+def _make_layout(
+    group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype, key: tuple[object, ...]
+) -> ReduceLayout:
+    """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``group`` caches it by ``key``.
 
     ``params``: of the group, and in a bucket of several units of other groups after these.
     """
-    # ``by_reduce_dtype`` returns this very list in the usual case, which saves hashing every parameter.
-    key = (dtype,) if params is group.by_size else (dtype, *params)
-    layout = group.reduce_layouts.get(key)
-    if layout is None:
-        if len(group.reduce_layouts) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
-            group.reduce_layouts.clear()
-        on_host = not group.place.on.has_streams
-        # On the host sections of a whole bucket are reused, too: a bucket has more gradients to make than a unit.
-        kept_bytes = 2 * FULL_BYTES_ON_HOST if on_host and is_summed(group) else KEPT_BYTES
-        # On the host all-reduces over replicas carry a checksum element, in dtypes that represent it exactly.
-        is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
-        num_spare = int(is_exact and on_host and not (len(params) == 1 and _is_large(group, params[0], dtype)))
-        layout = ReduceLayout(params, group.place.alignment(dtype), group.axes.shard_rank, num_spare, kept_bytes)
-        group.reduce_layouts[key] = layout
+    if len(group.reduce_layouts) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
+        group.reduce_layouts.clear()
+    on_host = not group.place.on.has_streams
+    # On the host sections of a whole bucket are reused, too: a bucket has more gradients to make than a unit.
+    kept_bytes = 2 * FULL_BYTES_ON_HOST if on_host and is_summed(group) else KEPT_BYTES
+    # On the host all-reduces over replicas carry a checksum element, in dtypes that represent it exactly.
+    is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
+    num_spare = int(is_exact and on_host and not (len(params) == 1 and _is_large(group, params[0], dtype)))
+    layout = ReduceLayout(params, group.place.alignment(dtype), group.axes.shard_rank, num_spare, kept_bytes)
+    group.reduce_layouts[key] = layout
     return layout
 
 
@@ -93,6 +91,7 @@ class Reduction:
         has_elements: False when all parameters have size zero, so that there is nothing to send.
         has_next: :meth:`advance` will launch the stage after the reduce-scatter.
         is_partial: the gradients are reduced over the shard axis only; a later backward reduces them over replicas.
+        holds_input: the input of the reduce-scatter is allocated.
         is_over: nothing is in flight, and :meth:`finish` has nothing to do.
     """
 
@@ -107,7 +106,10 @@ class Reduction:
     ) -> None:
         self.units = [*map(_UNIT, launches)]  # not the launches: these own the reduction, and a cycle would keep memory
         self.group, self.dtype, self._scale, self.gradients = group, dtype, scale, gradients
-        self._reduce_layout = reduce_layout = layout_of(group, params, dtype)
+        # In the usual case ``params`` is this very list, which saves hashing every parameter.
+        key = (dtype,) if params is group.by_size else (dtype, *params)
+        reduce_layout = group.reduce_layouts.get(key) or _make_layout(group, params, dtype, key)
+        self._reduce_layout = reduce_layout
         self.params, self.layout, self.label = reduce_layout.params, reduce_layout.bucket, reduce_layout.names
         self.section_numel, self.has_elements = self.layout.section_numel, self.layout.full_numel > 0
         first = launches[0]
@@ -127,7 +129,7 @@ class Reduction:
         # Handles of the two stages while they are in flight: the reduce-scatter, and the all-reduce over replicas.
         self._scattered: Handle | None = None
         self._replicated: Handle | None = None
-        self.is_over = self._is_dense = False
+        self.is_over = self.holds_input = self._is_dense = False
         self.section: torch.Tensor | None = None
         self.number, self.checksum = 0, None
         self._result: GradientSection | None = None
@@ -176,6 +178,7 @@ class Reduction:
         """Launch the reduce-scatter."""
         assert self._comm.reduce is not None
         self._scattered = self._comm.reduce.reduce_scatter(self, self._scale)
+        self.holds_input = self._scattered.holds_input
         reduce = self._comm.streams.reduce
         if reduce.is_concurrent:  # streams order what follows, so the host does not wait
             self._follow_on_streams(reduce)
@@ -245,7 +248,7 @@ class Reduction:
         """
         if self._scattered is not None:
             self._scattered.wait()
-            self._scattered = None
+            self._scattered, self.holds_input = None, False
         if self.has_next:
             self.has_next = False
             self._launch_next()
@@ -266,7 +269,8 @@ class Reduction:
         for handle in handles:
             if handle is not None:
                 handle.cancel()
-        self._give_back()
+        if self._result is not None:
+            self._result.is_taken = False
 
     # ---- the result ----
 
@@ -286,7 +290,10 @@ class Reduction:
         olds: list[torch.Tensor] = []
         news: list[torch.Tensor] = []
         params: Sequence[ShardedParam] = self.params
-        gradients = self._as_gradients() if self._stored is None else self._stored
+        if self._is_final and self._result is not None:
+            gradients = self._result.gradients
+        else:
+            gradients = self._as_gradients() if self._stored is None else self._stored
         if launch.unused:
             kept = [number for number, param in enumerate(params) if param not in launch.unused]
             params, gradients = [params[number] for number in kept], [gradients[number] for number in kept]
@@ -309,14 +316,16 @@ class Reduction:
                 news.append(torch_private.local_of(gradient))
         if olds:
             torch_private.add_all(olds, news)
-        self._give_back()
+        if (
+            self._result is not None
+        ):  # a later reduction may use its memory, once user code references no gradient in it
+            self._result.is_taken, self._result = False, None
         return failed
 
     def _as_gradients(self) -> list[torch.Tensor]:
         """Return the result as users see it: in the dtype of ``.grad``, on the device of the shards."""
-        if self._is_final:
-            if self._result is None:  # reduced in the memory of the gradient
-                self._result = self._reduce_layout.section_in(self.target())
+        if self._is_final:  # reduced in the memory of the gradient
+            self._result = self._reduce_layout.section_in(self.target())
             return self._result.gradients
         place = self.group.place
         dtypes = {param.dtype for param in self.params}
@@ -332,22 +341,12 @@ class Reduction:
             found.append(as_gradient(param, window if place.is_offloaded else window.to(param.dtype, copy=True)))
         return found
 
-    def _give_back(self) -> None:
-        """Let a later reduction use the memory of the result, once user code references no gradient in it."""
-        if self._result is not None:
-            self._result.is_taken, self._result = False, None
-
     # ---- queries ----
 
     @property
     def is_due(self) -> bool:
         """True if :meth:`advance` would not wait for other ranks."""
         return self._scattered is None or self._scattered.is_done()
-
-    @property
-    def holds_input(self) -> bool:
-        """True while the input of the reduce-scatter is allocated."""
-        return self._scattered is not None and self._scattered.holds_input
 
     @property
     def staging_bytes(self) -> int:
@@ -369,8 +368,13 @@ def launch_reductions(entries: Sequence[Entry]) -> list[Reduction]:
     # A lot is the arguments of one ``Reduction``: launches, group, dtype, scale, parameters, gradients.
     lots: dict[object, tuple[list[Launch], ParamGroup, torch.dtype, Scale, list[ShardedParam], list[torch.Tensor]]] = {}
     for launch, group, gradients in entries:
-        for dtype, params in by_reduce_dtype(group, dict(zip(gradients, map(_DTYPE, gradients.values()), strict=True))):
-            scale = scale_of(group, dtype, launch.unit.policy)
+        found, policy, num_ranks = {*map(_DTYPE, gradients.values())}, launch.unit.policy, group.num_ranks
+        if len(found) == 1 and len(gradients) == len(group.by_size):  # the usual case
+            by_dtype = [(found.pop(), group.by_size)]
+        else:
+            by_dtype = by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()})
+        for dtype, params in by_dtype:
+            scale = scale_of(num_ranks, dtype, policy.divide_factor, policy.sum_only)
             lot = lots.get(key := (dtype, id(scale)))  # equal scales are one object
             if lot is None:
                 lots[key] = lot = [], group, dtype, scale, params if len(entries) == 1 else [], []
@@ -396,7 +400,9 @@ def planned_scatter_bytes(group: ParamGroup, unit: Unit) -> int:
     trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
     launch, total = [Launch(unit, True, {}, {})], 0
     for dtype, params in by_reduce_dtype(group, trainable):
-        total += Reduction(launch, group, dtype, scale_of(group, dtype, unit.policy), params, []).staging_bytes
+        params = group.by_size if len(params) == len(group.by_size) else params
+        scale = scale_of(group.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
+        total += Reduction(launch, group, dtype, scale, params, []).staging_bytes
     return total
 
 
@@ -404,9 +410,6 @@ def by_reduce_dtype(
     group: ParamGroup, dtypes: Mapping[ShardedParam, torch.dtype]
 ) -> list[tuple[torch.dtype, list[ShardedParam]]]:
     """Return the parameters of ``dtypes`` by their dtype, in the group's order."""
-    found = {*dtypes.values()}
-    if len(found) == 1 and len(dtypes) == len(group.by_size):  # the usual case
-        return [(found.pop(), group.by_size)]
     by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
     for param in group.by_size:
         if param in dtypes:
@@ -414,19 +417,17 @@ def by_reduce_dtype(
     return list(by_dtype.items())
 
 
-_MEAN = Scale()
-_scale = functools.lru_cache(maxsize=64)(Scale)  # the same object in every step, since communicators cache by it
-
-
-def scale_of(group: ParamGroup, dtype: torch.dtype, policy: UnitPolicy) -> Scale:
-    """Return the scale of the reduce-scatter."""
+@functools.lru_cache(maxsize=64)  # the same object in every step, since communicators cache by it
+def scale_of(num_ranks: int, dtype: torch.dtype, divide_factor: float | None, sum_only: bool) -> Scale:
+    """Return the scale of the reduce-scatter of a mesh of ``num_ranks``, by the policy of the unit."""
     # A sum of many float16 gradients may overflow before it is divided; bfloat16 has the exponents of float32.
     risky = dtype not in (torch.float32, torch.float64, torch.bfloat16)
-    if policy.divide_factor is not None:
-        return _scale(policy.divide_factor, policy.sum_only, risky)
-    if risky or policy.sum_only:
-        return _scale(float(group.axes.num_shards * group.axes.num_replicas), policy.sum_only, risky)
-    return _MEAN
+    if divide_factor is None and (risky or sum_only):
+        divide_factor = float(num_ranks)
+    return _scale(divide_factor, sum_only, risky)
+
+
+_scale = functools.lru_cache(maxsize=64)(Scale)  # equal scales are one object
 
 
 # ---- Buckets that several units share, where nothing is sharded: one all-reduce for the gradients of all.  A unit that is
@@ -486,7 +487,8 @@ def launch_large(launch: Launch, group: ParamGroup, gradients: Gradients) -> lis
     for param in group.by_size:
         if (gradient := gradients.get(param)) is not None and _is_large(group, param, gradient.dtype):
             del gradients[param]
-            scale, in_place = scale_of(group, gradient.dtype, launch.unit.policy), param not in launch.held
+            policy, in_place = launch.unit.policy, param not in launch.held
+            scale = scale_of(group.num_ranks, gradient.dtype, policy.divide_factor, policy.sum_only)
             launched.append(Reduction([launch], group, gradient.dtype, scale, [param], [gradient]))
             launched[-1].reduce_here(in_place and is_own(gradient))
     return launched

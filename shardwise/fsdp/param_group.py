@@ -169,7 +169,7 @@ class ParamGroup:
         num_replica_sums: how many all-reduces over replicas are due so far, those that a later backward makes included.
         in_place: the parameters that stay registered and are their own full form.
         packing: the buckets and full buffers; None before the first packing.
-        axes: the data-parallel mesh.
+        axes: the data-parallel mesh.  num_ranks: how many ranks its gradients are averaged over.
         sub_axes: the smaller mesh of ``reshard_after_forward``; None if there is none.
 
     The class has more attributes than most, since forms, memory and communicators of parameters meet here; each of these is
@@ -187,7 +187,7 @@ class ParamGroup:
         self.params = params
         self.by_size = [params[index] for index in by_size([param.shard for param in params])]
         self.members = set(params)
-        self.axes = axes
+        self.axes, self.num_ranks = axes, axes.num_shards * axes.num_replicas
         self.sub_axes: MeshAxes | None = None
         self.dtypes = Dtypes(precision)
         self.place = place

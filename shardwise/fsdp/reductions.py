@@ -113,13 +113,9 @@ class Reductions:
         Where ranks may diverge, other ranks may have gradients of it: then only its reduction ends it.
         """
         if not self._exec_order.diverges:
-            self._end(unit)
-
-    def _end(self, unit: Unit) -> None:
-        # Also a unit without a gradient ends: a bucket waits for all of its units.
-        self._ended.add(unit.number)
-        if self._buckets is not None:
-            self._send_buckets(self._buckets.take())
+            self._ended.add(unit.number)  # also a unit without a gradient ends: a bucket waits for all of its units
+            if self._buckets is not None:
+                self._send_buckets(self._buckets.take())
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and the unit's gradients of earlier backwards.  Raises: DesyncError, TransportError."""
@@ -139,7 +135,8 @@ class Reductions:
             if launch.held:
                 gradients = add_gradients(launch.held, fresh)
                 params = frozenset(gradients)
-        self._compare(unit, params)
+        if self._exec_order.uncompared or params not in self._exec_order.agreed:
+            self._compare(unit, params)
         if listeners:
             begin(self._exec_order.track.name, "reduce", unit.name)
         groups = unit.groups
@@ -153,7 +150,9 @@ class Reductions:
             self._send_parts(launch, buckets, gradients)
         else:
             self._share(launch, gradients)
-        self._end(unit)
+        self._ended.add(unit.number)
+        if self._buckets is not None:
+            self._send_buckets(self._buckets.take())
         if listeners:
             unit.emit(Op.REDUCE, sum(each.staging_bytes for each in launch.reductions))
 

@@ -296,7 +296,7 @@ class Unit:
         self.state = SHARDED
         self.version = self.num_packs = 0
         self.gathered_in: int | None = None
-        self.handles: tuple[Handle | None, ...] = ()
+        self.handles: Sequence[Handle | None] = ()
         self.shows_shards = self.reshards_late = False
         self.number = -1
         self.may_diverge = self.diverges = False
@@ -428,12 +428,14 @@ class Unit:
         if listeners:
             begin(self.track.name, "unshard", self.name)
         try:
-            self.handles = tuple([group.gather_from_sub() if from_sub else group.gather() for group in groups])
+            handles: list[Handle | None] = []
+            for group in groups:  # a comprehension would be one more call
+                handles.append(group.gather_from_sub() if from_sub else group.gather())
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
             raise self._explained(error) from error
-        self.state, self.version, self.gathered_in = GATHERING, version, pass_number
+        self.handles, self.state, self.version, self.gathered_in = handles, GATHERING, version, pass_number
         if listeners:
             self.emit(Op.UNSHARD, *self.gather_staging)
 
