@@ -123,14 +123,14 @@ ERROR = "error"  # the place of an event for an error of shardwise when it is cr
 # Monotonic seconds, id of the thread, name of the track, count on the track, place, what.
 Entry: TypeAlias = tuple[float, int, str, int, str, str]
 
-_ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: readers want all threads
+ring: deque[Entry] = deque(maxlen=NUM_EVENTS)  # of this process: readers want all threads
 observers: list[Callable[[str], None]] = []  # called with every error of shardwise when it is created
 # Called with an exception, not of shardwise, that ends the program; their results are added to it as a note.
 explainers: list[Callable[[BaseException], str]] = []
 _numbers: dict[str, itertools.count[int]] = {}
 # Code that runs at every call of a step appends its Entry with ``remember`` itself, without a Python call.  All other code
 # calls :func:`note`.
-remember, now, thread = _ring.append, time.monotonic, threading.get_ident
+remember, now, thread = ring.append, time.monotonic, threading.get_ident
 
 
 def note(place: str, what: str = "", subject: object = None) -> bool:
@@ -200,13 +200,13 @@ live_tracks: weakref.WeakSet[Track] = weakref.WeakSet()  # those of next_track t
 
 def entries() -> list[Entry]:
     """Return the last ``NUM_EVENTS`` events, oldest first."""
-    return [*_ring.copy()]  # other threads add entries, also while a loop over the ring itself would run
+    return [*ring.copy()]  # other threads add entries, also while a loop over the ring itself would run
 
 
 def last_time() -> float:
     """Return the time of the last event, in monotonic seconds; 0 before the first."""
     try:
-        return _ring[-1][0]
+        return ring[-1][0]
     except IndexError:
         return 0.0
 

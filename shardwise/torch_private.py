@@ -410,8 +410,15 @@ def reduces_in_param_dtype() -> bool:
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Create the spec of a DTensor once, to be shared by the parameter and its gradients."""
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+    """Return the spec of a DTensor; all that are alike share one as long as it lives, since making it takes 50 us."""
+    key = id(mesh), tuple(placements), shape, stride, dtype
+    spec = _specs.get(key)
+    if spec is None:
+        spec = _specs[key] = DTensorSpec(mesh, key[1], tensor_meta=TensorMeta(shape, stride, dtype))
+    return spec
+
+
+_specs: weakref.WeakValueDictionary[object, DTensorSpec] = weakref.WeakValueDictionary()
 
 
 def spec_in(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

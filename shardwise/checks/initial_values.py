@@ -17,7 +17,6 @@ from shardwise.consistency.agreement import MismatchCheck
 from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import DesyncError
 from shardwise.formatting import format_ranks
-from shardwise.fsdp.equal_values import digest_of_some
 from shardwise.fsdp.unit import Unit
 
 # ---- Checks that all ranks start with the same values.
@@ -52,17 +51,19 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
 
     Raises: DesyncError on every rank, naming a parameter that was not the same on all ranks.
     """
-    digests: dict[Key, int | None] = {}
+    digests: dict[Key, int | str | None] = {}
     groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
     if not groups:
         return
-    for param, first in ((param, int(group.axes.mesh.mesh.min())) for group in groups for param in group.params):
-        if param.local.numel():  # values of a rank whose shard is empty are not used
-            begun = param.beginning
-            is_same = begun is not None and not param.local.is_meta and digest_of_some(param.local) == begun[1]
-            # Ranks whose models differ in shapes get a better error at the first all-gather.
-            key = f"{first}/{param.shard.num_holders}", f"{param.fqn} of shape {param.shard.shape}"
-            digests[key] = begun[0] if begun and is_same else None
+    for group in groups:
+        begun, locals_ = group.beginning, [param.local for param in group.params]
+        samples = [None] * len(locals_) if begun is None else begun.unwritten(locals_)
+        first = int(group.axes.mesh.mesh.min())
+        for param, local, sample in zip(group.params, locals_, samples, strict=True):
+            if local.numel():  # values of a rank whose shard is empty are not used
+                # Ranks whose models differ in shapes get a better error at the first all-gather.
+                key = f"{first}/{param.shard.num_holders}", f"{param.fqn} of shape {param.shard.shape}"
+                digests[key] = sample and hashlib.sha256(sample).hexdigest()
     _compare(
         "values that were sharded",
         digests,
@@ -72,12 +73,12 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
         "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
         "which broadcasts the values of the first rank",
     )
-    for param in (param for group in groups for param in group.params):
-        param.beginning = None
+    for group in groups:
+        group.beginning = None
 
 
 def _compare(
-    topic: str, digests: Mapping[Key, int | None], mismatch_check: MismatchCheck, who: str, advice: str
+    topic: str, digests: Mapping[Key, int | str | None], mismatch_check: MismatchCheck, who: str, advice: str
 ) -> None:
     """Raise DesyncError if ``digests`` differ between ranks; a parameter that has None on some rank is not compared.
 
@@ -94,7 +95,7 @@ def _compare(
         return found
 
     # Exchange one sum per set of ranks first: usually all agree, and no rank sends a digest per parameter.
-    alike: dict[str, list[int | None]] = defaultdict(list)
+    alike: dict[str, list[int | str | None]] = defaultdict(list)
     for (track, _), digest in digests.items():
         alike[track].append(digest)
     sums = {(track, ""): hashlib.sha256(repr(each).encode()).hexdigest() for track, each in alike.items()}

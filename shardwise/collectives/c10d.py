@@ -31,7 +31,7 @@ from shardwise.collectives.routes import ByBackend, LeftOut, Link, PassTracker, 
 from shardwise.collectives.streams import SideStream
 from shardwise.consistency.failure_report import name_partners
 from shardwise.consistency.process_groups import FIRST, await_collective, outlast
-from shardwise.observe import EVERYBODY, listeners, note, now, remember, tell, thread
+from shardwise.observe import EVERYBODY, listeners, note, now, remember, ring, tell, thread
 
 # torch's functions spend part of their time on cases that do not occur here: tensor subclasses, ranks outside of the group,
 # coalesced collectives.  So call the process group directly, unless a tool has replaced the function.
@@ -113,7 +113,8 @@ class HostWork:
         if end is None:
             return
         if work is not None:
-            remember((now(), thread(), "", 0, EVERYBODY, ""))
+            # The event before is that of the unit, a moment ago: its time will do.
+            remember((ring[-1][0] if ring else now(), thread(), "", 0, EVERYBODY, ""))
             try:
                 work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a custom collective's own Work class
             except RuntimeError as error:

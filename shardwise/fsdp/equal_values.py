@@ -1,8 +1,9 @@
-"""Values that ranks have alike: digests of initial ones, ``sync_module_states``, and buffers that differ (BatchNorm)."""
+"""Values that ranks have alike: samples of initial ones, ``sync_module_states``, and buffers that differ (BatchNorm)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,27 +12,62 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.consistency.agreement import open_agreement
 from shardwise.consistency.process_groups import broadcast_from_first
-from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.fsdp.mesh import MeshAxes
 
-_SAMPLE_NUMEL, _SOME_NUMEL = 1 << 14, 64
+_SAMPLE_NUMEL, _SOME_NUMEL = 1 << 12, 64
+_ROUGH = torch.bfloat16  # a conversion of a model to another dtype is no write, so shards are compared as this
 SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward broadcasts the first rank's buffers
 _MOST_LISTED = 8
 
 
-def beginning_of(whole: torch.Tensor, shard: torch.Tensor) -> tuple[int, int] | None:
-    """Return digests of samples of ``whole`` and ``shard``; None for values on meta or of a tensor subclass."""
-    if type(whole) not in (torch.Tensor, nn.Parameter) or whole.is_meta:
-        return None
-    return digest_of(sample_of(whole.detach(), _SAMPLE_NUMEL)), digest_of_some(shard)
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Samples of the values that parameters were sharded from, until ranks have compared them; of all in one tensor.
+
+    Attributes:
+        wholes: bytes of each parameter's values before sharding; none for values on meta or of a tensor subclass.
+        shards: a few elements of each of this rank's shards; a parameter that was written to since is not compared.
+        num_bytes, num_some: how much of ``wholes`` and ``shards`` each parameter has.
+    """
+
+    wholes: torch.Tensor
+    shards: torch.Tensor
+    num_bytes: list[int]
+    num_some: list[int]
+
+    @classmethod
+    def of(cls, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Beginning:
+        """Return the samples of ``wholes`` and ``shards``, those of the same parameters."""
+        have_values = [type(whole) is torch.Tensor and not whole.is_meta for whole in wholes]
+        device = next((whole.device for whole, has in zip(wholes, have_values, strict=True) if has), "cpu")
+        none = torch.empty(0, dtype=torch.uint8, device=device)
+        samples = [
+            _spaced(whole, _SAMPLE_NUMEL).contiguous().view(torch.uint8) if has else none
+            for whole, has in zip(wholes, have_values, strict=True)
+        ]
+        some = [_spaced(shard, _SOME_NUMEL) if has else none for shard, has in zip(shards, have_values, strict=True)]
+        if len({each.dtype for each in some}) > 1:
+            some = [each.to(_ROUGH) for each in some]
+        return cls(torch.cat(samples), torch.cat(some), [*map(len, samples)], [*map(len, some)])
+
+    def unwritten(self, shards: Sequence[torch.Tensor]) -> list[bytes | None]:
+        """Return for each parameter the sample of its values, None if its shard, now in ``shards``, was written to since."""
+        wholes = self.wholes.cpu().split(self.num_bytes)
+        begun = self.shards.to("cpu", _ROUGH).split(self.num_some)
+        return [
+            whole.numpy().tobytes()
+            if len(whole) and not shard.is_meta and torch.equal(before, _spaced(shard, _SOME_NUMEL).to("cpu", _ROUGH))
+            else None
+            for whole, before, shard in zip(wholes, begun, shards, strict=True)
+        ]
 
 
-def digest_of_some(shard: torch.Tensor) -> int:
-    """Return a digest of a few elements of ``shard``, the same after a conversion to another dtype."""
-    some = sample_of(shard.detach(), _SOME_NUMEL)
-    some = torch.view_as_real(some) if some.is_complex() else some
-    return digest_of(some.to("cpu", torch.bfloat16))  # conversions of a model to another dtype are no writes
+def _spaced(values: torch.Tensor, most: int) -> torch.Tensor:
+    """Return at most ``most`` evenly spaced elements of ``values``, 1-D: all of them if there are no more."""
+    flat = values.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat[:: max(1, -(-flat.numel() // most))]
 
 
 def values_of_first(
