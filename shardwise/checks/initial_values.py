@@ -63,7 +63,7 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
             if local.numel():  # values of a rank whose shard is empty are not used
                 # Ranks whose models differ in shapes get a better error at the first all-gather.
                 key = f"{first}/{param.shard.num_holders}", f"{param.fqn} of shape {param.shard.shape}"
-                digests[key] = sample and hashlib.sha256(sample).hexdigest()
+                digests[key] = None if sample is None else hashlib.sha256(sample).hexdigest()
     _compare(
         "values that were sharded",
         digests,

@@ -40,16 +40,15 @@ class Beginning:
     def of(cls, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Beginning:
         """Return the samples of ``wholes`` and ``shards``, those of the same parameters."""
         have_values = [type(whole) is torch.Tensor and not whole.is_meta for whole in wholes]
-        device = next((whole.device for whole, has in zip(wholes, have_values, strict=True) if has), "cpu")
-        none = torch.empty(0, dtype=torch.uint8, device=device)
-        samples = [
-            _spaced(whole, _SAMPLE_NUMEL).contiguous().view(torch.uint8) if has else none
+        of_wholes = [
+            _spaced(whole, _SAMPLE_NUMEL).contiguous().view(torch.uint8) if has else torch.empty(0, device="cpu")
             for whole, has in zip(wholes, have_values, strict=True)
         ]
-        some = [_spaced(shard, _SOME_NUMEL) if has else none for shard, has in zip(shards, have_values, strict=True)]
-        if len({each.dtype for each in some}) > 1:
-            some = [each.to(_ROUGH) for each in some]
-        return cls(torch.cat(samples), torch.cat(some), [*map(len, samples)], [*map(len, some)])
+        of_shards = [
+            _spaced(shard, _SOME_NUMEL) if has else torch.empty(0, device="cpu")
+            for shard, has in zip(shards, have_values, strict=True)
+        ]
+        return cls(*map(_joined, (of_wholes, of_shards)), [*map(len, of_wholes)], [*map(len, of_shards)])
 
     def unwritten(self, shards: Sequence[torch.Tensor]) -> list[bytes | None]:
         """Return for each parameter the sample of its values, None if its shard, now in ``shards``, was written to since."""
@@ -63,11 +62,18 @@ class Beginning:
         ]
 
 
+def _joined(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    samples = [sample for sample in samples if len(sample)]
+    if len({sample.dtype for sample in samples}) > 1:
+        samples = [sample.to(_ROUGH) for sample in samples]
+    return torch.cat(samples) if samples else torch.empty(0, device="cpu")
+
+
 def _spaced(values: torch.Tensor, most: int) -> torch.Tensor:
     """Return at most ``most`` evenly spaced elements of ``values``, 1-D: all of them if there are no more."""
-    flat = values.detach().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat[:: max(1, -(-flat.numel() // most))]
+    flat = values.detach().view(-1) if values.is_contiguous() else values.detach().reshape(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    return flat if flat.numel() <= most else flat[:: -(-flat.numel() // most)]
 
 
 def values_of_first(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, is_own, suballocate, suballocate_all
+from shardwise.collectives.buffer_pool import BufferPool, is_own, suballocate_all
 from shardwise.collectives.protocol import BucketEnds
 from shardwise.collectives.routes import Link, link_providers
 from shardwise.collectives.streams import Device, device_of
@@ -78,21 +78,26 @@ class FlatBucket:
         self.number: int | None = None
         self._storage = storage
         self._device = params[0].local.device
-        self._take_memory()
+        self._move_in()
 
     @torch.inference_mode(False)  # the first forward after a change may be an evaluation, and this memory outlives that
-    def _take_memory(self) -> None:
+    def _move_in(self) -> None:
+        """Allocate a section; pack every shard whose memory nothing else references; list others in :attr:`unpacked`."""
         self.local, self.place = self._storage.allocate(self.layout.section_numel, self.dtype, self._device)
-        self._packed: list[torch.UntypedStorage] = []
-        self._addresses: list[int | None] = []  # of the packed memory; None for an empty shard
-        self.unpacked: list[int] = []
-        for param, offset in zip(self.params, self.layout.offsets, strict=True):
-            packed_shard = suballocate(self.local, offset, param.shard_shape)
-            self._packed.append(packed_shard.untyped_storage())
-            self._addresses.append(packed_shard.data_ptr() if packed_shard.numel() else None)
-
-    def move_in(self) -> None:
-        """Pack every shard whose memory nothing else references; list the others in :attr:`unpacked`."""
+        shapes = [param.shard_shape for param in self.params]
+        packed = suballocate_all(self.local, [*zip(self.layout.offsets, shapes, strict=True)])
+        self._packed = [shard.untyped_storage() for shard in packed]
+        # Of the packed memory; None for an empty shard.
+        self._addresses = [shard.data_ptr() if shard.numel() else None for shard in packed]
+        if not any(param.is_handed_out for param in self.params):  # they have just been sharded: at once, then
+            if self._device.type != "meta":
+                torch_private.copy_all(packed, [param.local.detach() for param in self.params])
+            for index, param in enumerate(self.params):
+                param.replace_local(self._packed_shard(index).requires_grad_(param.local.requires_grad))
+                param.is_handed_out = True
+            self.unpacked: list[int] = []
+            return
+        del packed  # uses of the packed memory are counted next
         self.unpacked = [
             index
             for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True))
@@ -128,14 +133,19 @@ class FlatBucket:
 
     def relocate(self) -> None:
         """Allocate a new section and move the shards there."""
-        self._take_memory()
-        self.move_in()
+        self._move_in()
 
     def move_to_shared_memory(self) -> None:
         """Move the section to shared memory that local peers can read, if a transport provides any."""
         self._storage = replace(self._storage, is_shared=True)
         self.relocate()
         self.stage()
+
+    def _packed_shard(self, index: int) -> torch.Tensor:
+        """Return a tensor over the packed memory of a parameter that is no view, so user code may do all with it."""
+        shape = self.params[index].shard_shape
+        empty = torch.empty(0, dtype=self.dtype, device=self.local.device)
+        return empty.set_(self._packed[index], 0, shape, row_major(shape))
 
     @torch.inference_mode(False)
     def _move_back(self, index: int) -> bool:
@@ -148,8 +158,7 @@ class FlatBucket:
             )
         if torch_private.storage_use_count(storage) or (param.is_handed_out and is_held(local)):
             return False
-        packed_shard = torch.empty(0, dtype=self.dtype, device=self.local.device)
-        packed_shard.set_(storage, 0, local.shape, row_major(local.shape))
+        packed_shard = self._packed_shard(index)
         if local.device.type != "meta":
             with torch.no_grad():
                 packed_shard.copy_(local)
@@ -238,9 +247,7 @@ class ParamStorage:
         travels = (
             is_collective or dtype != full_dtype or self.is_offloaded or device != self.device
         ) and layout.full_numel > 0
-        bucket = FlatBucket(params, layout, full_dtype, self, travels)
-        bucket.move_in()
-        return bucket
+        return FlatBucket(params, layout, full_dtype, self, travels)
 
 
 # ---- Memory for reduced gradients: contiguous, but with one storage per gradient, since user code may store one of them.
@@ -365,12 +372,15 @@ class Shards:
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
         self._section_bytes = offset
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
-        self._moves = [self._bucket_moves(bucket) for bucket in buckets]
         self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
         is_split = len(buckets) == 1 and place.device.type != "cpu"
         self.num_even = buckets[0].layout.num_even if is_split else 0
+
+    @functools.cached_property  # not when parameters are sharded: many modules are never run
+    def _moves(self) -> list[list[tuple[int, Move]]]:
+        return [self._bucket_moves(bucket) for bucket in self.buckets]
 
     @property
     def packed_dtype(self) -> torch.dtype:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardwise import torch_private
 from shardwise.errors import ConfigError, UsageError
 from shardwise.fsdp.param import ShardedParam
-from shardwise.layout import ChunkShard
+from shardwise.layout import ChunkShard, row_major
 from shardwise.torch_private import DTensorSpec
 
 
@@ -173,7 +173,7 @@ def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) ->
             f"distribute_module). Got plain tensor for parameter '{fqn}'."
         )
     placements = _data_parallel_placements(axes, Shard(dim) if param.ndim else Replicate())
-    stride = torch.empty(param.shape, device="meta").stride()
+    stride = row_major(tuple(param.shape))
     return dim, torch_private.make_spec(axes.mesh, placements, param.shape, stride, param.dtype)
 
 

@@ -329,11 +329,12 @@ class ParamGroup:
     def _settle(self) -> None:
         """Adopt what user code has registered, pack it, and prepare the tables of the next passes."""
         self.gradient_dtypes = self.seen = self._swap = None
-        self.adopt_registered()
-        for param in self.params:
-            param.check_data()
-            param.follow_local()
         packing, comm = self.packing, self.bound_comm
+        if packing is not None:  # else they have just been sharded
+            self.adopt_registered()
+            for param in self.params:
+                param.check_data()
+                param.follow_local()
         if packing is None or [*map(self._kind, self.params)] != self._kinds:
             packing = self._pack()
         else:
@@ -371,7 +372,9 @@ class ParamGroup:
             self._prepare_gather(packing, self.bound_comm)
         self.packing, self._sub = packing, None
         self.registered = [], [], [], []
-        self._kinds = [*map(self._kind, self.params)]  # packing may have moved shards to another device
+        # Packing may have moved shards to another device.
+        is_one = len({bucket.local.device for bucket in buckets} | {param.local.device for param in self.params}) == 1
+        self._kinds = [*kinds.values()] if is_one else [*map(self._kind, self.params)]
         return packing
 
     def adopt_registered(self) -> None:
