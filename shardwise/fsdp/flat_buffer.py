@@ -89,11 +89,14 @@ class FlatBucket:
         self._packed = [shard.untyped_storage() for shard in packed]
         # Of the packed memory; None for an empty shard.
         self._addresses = [shard.data_ptr() if shard.numel() else None for shard in packed]
-        if not any(param.is_handed_out for param in self.params):  # they have just been sharded: at once, then
-            if self._device.type != "meta":
-                torch_private.copy_all(packed, [param.local.detach() for param in self.params])
-            for index, param in enumerate(self.params):
-                param.replace_local(self._packed_shard(index).requires_grad_(param.local.requires_grad))
+        if not any(
+            param.is_handed_out for param in self.params
+        ):  # they have just been sharded: nothing references them
+            for index, (param, shard) in enumerate(zip(self.params, packed, strict=True)):
+                local = param.local
+                if self._device.type != "meta":
+                    shard.copy_(local.detach())
+                param.replace_local(self._packed_shard(index).requires_grad_(local.requires_grad))
                 param.is_handed_out = True
             self.unpacked: list[int] = []
             return
