@@ -48,7 +48,7 @@ class Beginning:
             _spaced(shard, _SOME_NUMEL) if has else torch.empty(0, device="cpu")
             for shard, has in zip(shards, have_values, strict=True)
         ]
-        return cls(*map(_joined, (of_wholes, of_shards)), [*map(len, of_wholes)], [*map(len, of_shards)])
+        return cls(_joined(of_wholes), _joined(of_shards), [*map(len, of_wholes)], [*map(len, of_shards)])
 
     def unwritten(self, shards: Sequence[torch.Tensor]) -> list[bytes | None]:
         """Return for each parameter the sample of its values, None if its shard, now in ``shards``, was written to since."""
