@@ -121,10 +121,6 @@ class Engine:
         """Return ``error`` with the position of every rank that can be reached."""
         return self.exec_order.explain(error, where)
 
-    def before_gather(self) -> None:
-        """Let the gather stream wait for the current stream, which may have written to shards."""
-        self.comm_ctx.streams.gather.wait_current()
-
     # ---- forward ----
 
     def before_forward(self, unit: Unit, module: nn.Module) -> None:

@@ -128,6 +128,7 @@ def _lies_as_sharded(param: ShardedParam) -> bool:
 
 _IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
+OnGradient = Callable[[ShardedParam], Callable[[torch.Tensor], None]]  # returns the hook of a full parameter's gradient
 
 
 def _refuse() -> NoReturn:
@@ -161,6 +162,7 @@ class ParamGroup:
         keeps_plain: parameters stay plain tensors, and registered (``replicate``).
         num_packs: how often the parameters were packed.
         seen: what user code could change, as the last full check has found it; None: the next check looks at everything.
+        swap: the tables by which full parameters are registered; None: the next :meth:`register_full` makes them.
         registered: the parameters in buckets, their full parameters that were registered last, and version counters and
             addresses of these at that time.
         last_version: :meth:`version` at that time; shards do not change in the forward or backward that follows.
@@ -200,7 +202,7 @@ class ParamGroup:
         self.keeps_plain = keeps_plain
         self.num_packs = 0
         self.seen: Snapshot | None = None
-        self._swap: Swap | None = None
+        self.swap: Swap | None = None
         self._kinds: list[object] = []
         self._counted: list[int] = []  # version counters at the last ensure_packed that found nothing changed
         self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
@@ -316,7 +318,7 @@ class ParamGroup:
         """
         seen = self.seen
         # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole group.
-        swap = None if self.in_place else self._swap
+        swap = None if self.in_place else self.swap
         counted = None if seen is None else seen.versions(in_step, swap)
         if seen is None or counted is None:
             self._settle()
@@ -328,7 +330,7 @@ class ParamGroup:
 
     def _settle(self) -> None:
         """Adopt what user code has registered, pack it, and prepare the tables of the next passes."""
-        self.gradient_dtypes = self.seen = self._swap = None
+        self.gradient_dtypes = self.seen = self.swap = None
         packing, comm = self.packing, self.bound_comm
         if packing is not None:  # else they have just been sharded
             self.adopt_registered()
@@ -394,7 +396,7 @@ class ParamGroup:
 
     def bind(self, comm: GroupComm) -> None:
         """Use ``comm`` for collectives and memory from now on."""
-        self.bound_comm = comm
+        self.bound_comm, self.seen = comm, None  # until here user code may have patched extensions on shards
         if self.packing is not None:
             self._prepare_gather(self.packing, comm)
 
@@ -445,11 +447,13 @@ class ParamGroup:
         delivery = Delivery(packing.shards, fulls, ways.pool, not self.extended.params) if fulls else None
         if self.extended.params:
             handle = self.extended.gather(delivery, ways.shards, ways.pool)
+        elif delivery is None:
+            return None
         else:
-            handle = None if delivery is None else ways.shards.all_gather(delivery)
+            handle = ways.shards.all_gather(delivery)
         return None if handle is None else (handle, fulls)
 
-    def register_full(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
+    def register_full(self, on_gradient: OnGradient) -> int:
         """Register the full parameters on the modules; return how many of them are trainable.
 
         ``on_gradient(param)`` returns the post-accumulate-grad hook of a full parameter.
@@ -459,11 +463,11 @@ class ParamGroup:
         self.is_kept = False
         if self._has_new_versions:
             self._follow_writes()
-        swap, registered = self._swap, () if self._swap is None else [*map(dict.get, *self._swap.places)]
+        swap, registered = self.swap, () if self.swap is None else [*map(dict.get, *self.swap.places)]
         if (
             swap is None
             or not (all(map(_IS, swap.forms[1], registered)) or all(map(_IS, swap.forms[0], registered)))
-            or [*map(_REQUIRES_GRAD, swap.both)] != swap.wants
+            or [*map(_REQUIRES_GRAD, swap.forms[0])] != swap.wants
         ):
             swap = self._make_swap(packing, on_gradient)
         for registry, fulls_of, _ in swap.by_registry:
@@ -481,42 +485,25 @@ class ParamGroup:
             self._drop_sub()
         return num_trainable
 
-    def _make_swap(
-        self, packing: Packing, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
-    ) -> Swap:
+    def _make_swap(self, packing: Packing, on_gradient: OnGradient) -> Swap:
         """Make full parameters, or adapt those there are, at the first unshard, and when user code has changed something."""
         self._check_not_replaced(self.params)
         params = [param for bucket in packing.buckets for param in bucket.params]
         for param in params:
-            self._make_full(param, packing)
-        self._follow_settings([*params, *self.extended.params], on_gradient)
-        swap = self._swap = Swap([*params, *self.extended.params])
-        self.registered = params, swap.fulls[: len(params)], [], []
-        return swap
-
-    def _follow_settings(
-        self, params: Iterable[ShardedParam], on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
-    ) -> None:
-        """Give the full parameters of ``params`` the ``requires_grad`` of their shards, and hooks."""
-        for param in params:
+            if param.full is None:
+                param.full, param.is_hooked = packing.make_full(param, self.comm.pool), False
+            elif packing.aliases_shard(param) and not _lies_as_sharded(param):
+                # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
+                param.full.data = packing.make_full(param, self.comm.pool).detach()
+        for param in (*params, *self.extended.params):
             full = param.registered_form = param.full
             assert full is not None
             self.sync_requires_grad(param, full, on_gradient)
+        swap = self.swap = Swap([*params, *self.extended.params])
+        self.registered = params, swap.fulls[: len(params)], [], []
+        return swap
 
-    def _make_full(self, param: ShardedParam, packing: Packing) -> None:
-        if param.full is None:
-            param.full = packing.make_full(param, self.comm.pool)
-            param.is_hooked = False
-        elif packing.aliases_shard(param) and not _lies_as_sharded(param):
-            # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
-            param.full.data = packing.make_full(param, self.comm.pool).detach()
-
-    def follow_freezing(self) -> None:
-        """Give shards the ``requires_grad`` that user code has set on their full parameters while these were kept."""
-        if self._swap is not None:
-            self._swap.follow_freezing()
-
-    def listen_in_place(self, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]) -> int:
+    def listen_in_place(self, on_gradient: OnGradient) -> int:
         """Hook the gradients of parameters that stay registered; return how many of them are trainable."""
         for param in self.in_place:
             if param.full is not param.sharded:
@@ -551,9 +538,7 @@ class ParamGroup:
                     )
 
     @staticmethod
-    def sync_requires_grad(
-        param: ShardedParam, full: nn.Parameter, on_gradient: Callable[[ShardedParam], Callable[[torch.Tensor], None]]
-    ) -> None:
+    def sync_requires_grad(param: ShardedParam, full: nn.Parameter, on_gradient: OnGradient) -> None:
         """Set ``requires_grad`` of ``full`` to the shard's; if trainable, register the hook that ``on_gradient`` returns."""
         wanted = param.sharded.requires_grad
         if full.requires_grad is not wanted:
@@ -582,7 +567,7 @@ class ParamGroup:
 
         A parameter that user code has put in the place of a full one stays registered, as on one process.
         """
-        swap = self._swap
+        swap = self.swap
         if swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places))):
             for registry, _, shards_of in swap.by_registry:
                 registry.update(shards_of)

@@ -18,7 +18,7 @@ from shardwise.fsdp.param import ShardedParam
 
 _ADDRESS = torch.Tensor.data_ptr
 _FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")
-_DICT, _VERSION = operator.attrgetter("__dict__"), operator.attrgetter("_version")
+_VERSION = operator.attrgetter("_version")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -44,12 +44,17 @@ class Snapshot:
         self._locals = [*map(weakref.ref, self._apart(locals_))]
         self._num_addressed = num_addressed
         self._addresses = [*map(_ADDRESS, locals_[:num_addressed])]
+        self._without_address = [at for at in range(len(params)) if not (at < num_addressed and self._addresses[at])]
         self._facts = self._facts_of(locals_)
 
     def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
-        numbers = map(len, map(_DICT, locals_))  # of attributes: user code may patch extensions on
-        storages = map(torch_private.storage_id, self._shards)  # that of a DTensor changes if ``.data`` is assigned to
-        return [*map(_FACTS_OF_LOCAL, locals_), *map(_GRAD_DTYPE, self._shards), *numbers, *storages]
+        # The storage of a DTensor changes if ``.data`` is assigned to.  Dtype and device change with the address, if there is one.
+        shards, others = (
+            self._shards,
+            [locals_[index] for index in self._without_address] if self._without_address else (),
+        )
+        storages, are_trained = map(torch_private.storage_id, shards), map(_REQUIRES_GRAD, shards)
+        return [*map(_FACTS_OF_LOCAL, others), *map(_GRAD_DTYPE, shards), *are_trained, *storages]
 
     def _apart(self, locals_: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of ``locals_`` that are not the shards themselves: torch swaps no tensors with weak references."""
@@ -59,8 +64,8 @@ class Snapshot:
         """Return the version counters of the parameters; None if user code has changed something else.
 
         Args:
-            in_step: the backward begins whose forward has made the full check.  Then dtype, device, ``grad_dtype``,
-                attributes and storages of DTensors are not checked again.
+            in_step: the backward begins whose forward has made the full check.  Then ``requires_grad``, ``grad_dtype`` and
+                storages of DTensors are not checked again.
             swap: may have the full parameters registered.
         """
         locals_ = [*map(self._local, self._shards)]
@@ -100,8 +105,7 @@ class Swap:
         ]
         self.places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
         self.forms = [full for _, full, _ in rows], [param.sharded for _, _, param in rows]
-        self.both = [*self.forms[0], *self.forms[1]]
-        self.wants = [*map(_REQUIRES_GRAD, self.forms[1])] * 2  # ``requires_grad`` of ``both``
+        self.wants = [*map(_REQUIRES_GRAD, self.forms[1])]
         # Modules with their own ``__setattr__``, which is called after the registration.
         self.with_setattr = [row for row in rows if row[0].setattr_module is not None]
         by_registry: dict[int, tuple[Registry, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
@@ -124,7 +128,7 @@ class Swap:
                 f"a hook was registered on the full form of {fqn}, whose gradient is that of this rank alone. Remove it, and "
                 "register it on the shard, outside of forward and backward: it then gets the reduced gradient"
             )
-        for (_, full, param), wanted in zip(self._rows, self.wants, strict=False):
+        for (_, full, param), wanted in zip(self._rows, self.wants, strict=True):
             if full.requires_grad is not wanted:
                 param.sharded.requires_grad_(full.requires_grad)
 

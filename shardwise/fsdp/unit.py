@@ -220,10 +220,6 @@ class StepCallbacks(Protocol):
         """Return ``error``, of a collective at ``where``, with what the other ranks were doing."""
         ...
 
-    def before_gather(self) -> None:
-        """Order the next all-gather after the writes to shards that the current stream runs."""
-        ...
-
     def gradient_arrived(self, unit: Unit) -> None:
         """Act on a gradient of ``unit``: the last one of it, or of a bucket, or the first before any hook."""
         ...
@@ -411,10 +407,8 @@ class Unit:
             is_written |= group.is_written
             group.is_written = False
         if pass_number is None or is_written or before is not SHARDED:
-            # The current stream may have just written to the shards.
-            callbacks = self.callbacks_ref()
-            if callbacks is not None:
-                callbacks.before_gather()
+            for group in groups[:1]:  # the current stream may have just written to the shards
+                group.comm.streams.gather.wait_current()
         if before is SUB:
             check_sub(self.name, self.params)
         schedule = self.schedule

@@ -27,8 +27,8 @@ def find_writes(groups: Sequence[ParamGroup]) -> Written:
     for group in groups:
         packing, (params, fulls, versions, addresses) = group.packing, group.registered
         assert packing is not None
-        if group.is_kept:
-            group.follow_freezing()
+        if group.is_kept and group.swap is not None:
+            group.swap.follow_freezing()
         if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
             continue
         for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
