@@ -275,7 +275,6 @@ ONE_IDEA = {
     "fsdp/reductions.py:Reductions": "reductions on their way, from launched to committed or put off",
     "collectives/host/__init__.py:GroupLink": "one link, and what its users have said of themselves before it is made",
     "collectives/host/shared_memory.py:HostLink": "addresses of shared words, looked up once",
-    "collectives/streams.py:DeviceWatch": "one wait, watched from beside it",
     "zero/optimizer.py:ZeroRedundancyOptimizer": "the public names of torch's class",
     "transaction/transaction.py:Ledger": "the state before one step",
 }

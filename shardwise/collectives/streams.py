@@ -320,11 +320,9 @@ class DeviceWatch:
         self._store = weakref.ref(store)
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
-        self._near = [other for other in self._others if abs(other - rank) <= _NEAR]
         self._limit_s = limit_s
         self._stuck_s, self._abort = stuck_s, abort
         self._waiter = threading.get_ident()
-        self._began = time.monotonic()
         self._pid = os.getpid()
         self._has_reported = False
         self.waited_s = 0.0  # how long the program has waited for a kernel
@@ -334,12 +332,13 @@ class DeviceWatch:
         threading.Thread(target=self._run, name="shardwise-device", daemon=True).start()
 
     def _run(self) -> None:
+        began = time.monotonic()
         while True:
             time.sleep(_LOOK_S)
             store = self._store()
             if store is None or store_of_job() is not store:
                 return
-            waited_s = min(self._stuck_s(), time.monotonic() - max(last_time(), self._began))
+            waited_s = min(self._stuck_s(), time.monotonic() - max(last_time(), began))
             self.waited_s = waited_s
             if waited_s < _STILL_S:
                 continue
@@ -350,10 +349,10 @@ class DeviceWatch:
 
     def reason(self, store: dist.Store, waited_s: float) -> str:
         """Return why the wait, which has lasted ``waited_s``, will not end; an empty text if it may end."""
-        job = JobStore(store, BRIEF_S)
+        job, near = JobStore(store, BRIEF_S), [rank for rank in self._others if abs(rank - self._rank) <= _NEAR]
         try:
             reported = job.peek(_REPORTED)
-            lost = [int(reported)] if reported else [rank for rank in self._near if is_gone(store, rank)]
+            lost = [int(reported)] if reported else [rank for rank in near if is_gone(store, rank)]
             if lost:
                 job.set(_REPORTED, str(lost[0]))
         except TransportError as silence:  # the process that hosts the store is gone

@@ -36,19 +36,18 @@ class Snapshot:
         self.params = params
         self._shards = [param.sharded for param in params]
         rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
-        self._registries, self._names, self.forms = zip(*rows, strict=True)
+        *self._places, self.forms = zip(*rows, strict=True)
         locals_ = torch_private.locals_of(self._shards)
         are_dtensors = all(map(operator.is_not, locals_, self._shards))
         self._local = torch_private.LOCAL if are_dtensors else torch_private.local_of
         # Weak, so that memory is freed when user code replaces it.
         self._locals = [*map(weakref.ref, self._apart(locals_))]
-        self._num_addressed = num_addressed
         self._addresses = [*map(_ADDRESS, locals_[:num_addressed])]
         self._without_address = [at for at in range(len(params)) if not (at < num_addressed and self._addresses[at])]
         self._facts = self._facts_of(locals_)
 
     def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
-        # The storage of a DTensor changes if ``.data`` is assigned to.  Dtype and device change with the address, if there is one.
+        # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
         shards, others = (
             self._shards,
             [locals_[index] for index in self._without_address] if self._without_address else (),
@@ -70,11 +69,11 @@ class Snapshot:
         """
         locals_ = [*map(self._local, self._shards)]
         apart = locals_ if self._local is torch_private.LOCAL else self._apart(locals_)
-        are_registered = all(map(operator.is_, self.forms, map(dict.get, self._registries, self._names)))
+        are_registered = all(map(operator.is_, self.forms, map(dict.get, *self._places)))
         if (
             not (are_registered or (swap is not None and swap.has_full))
             or not all(map(operator.is_, apart, map(_TARGET, self._locals)))
-            or [*map(_ADDRESS, locals_[: self._num_addressed])] != self._addresses
+            or [*map(_ADDRESS, locals_[: len(self._addresses)])] != self._addresses
             or not (in_step or self._facts_of(locals_) == self._facts)
         ):
             return None
