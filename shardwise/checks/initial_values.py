@@ -17,6 +17,7 @@ from shardwise.consistency.agreement import MismatchCheck
 from shardwise.consistency.store import digest_of, sample_of
 from shardwise.errors import DesyncError
 from shardwise.formatting import format_ranks
+from shardwise.fsdp.equal_values import unwritten
 from shardwise.fsdp.unit import Unit
 
 # ---- Checks that all ranks start with the same values.
@@ -55,15 +56,12 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
     groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
     if not groups:
         return
-    for group in groups:
-        begun, locals_ = group.beginning, [param.local for param in group.params]
-        samples = [None] * len(locals_) if begun is None else begun.unwritten(locals_)
-        first = int(group.axes.mesh.mesh.min())
-        for param, local, sample in zip(group.params, locals_, samples, strict=True):
-            if local.numel():  # values of a rank whose shard is empty are not used
-                # Ranks whose models differ in shapes get a better error at the first all-gather.
-                key = f"{first}/{param.shard.num_holders}", f"{param.fqn} of shape {param.shard.shape}"
-                digests[key] = None if sample is None else hashlib.sha256(sample).hexdigest()
+    for param, first in ((param, int(group.axes.mesh.mesh.min())) for group in groups for param in group.params):
+        if param.local.numel():  # values of a rank whose shard is empty are not used
+            sample = unwritten(param.beginning, param.local)
+            # Ranks whose models differ in shapes get a better error at the first all-gather.
+            key = f"{first}/{param.shard.num_holders}", f"{param.fqn} of shape {param.shard.shape}"
+            digests[key] = None if sample is None else hashlib.sha256(sample).hexdigest()
     _compare(
         "values that were sharded",
         digests,
@@ -73,8 +71,8 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
         "ranks, load weights on every rank or after sharding, or pass sync_module_states=True to fully_shard or shard_model, "
         "which broadcasts the values of the first rank",
     )
-    for group in groups:
-        group.beginning = None
+    for param in (param for group in groups for param in group.params):
+        param.beginning = None
 
 
 def _compare(

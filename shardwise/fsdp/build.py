@@ -30,7 +30,7 @@ from shardwise.fsdp.attachment import (
     remember,
     roots_to_come,
 )
-from shardwise.fsdp.equal_values import Beginning, sync_buffers, values_of_first
+from shardwise.fsdp.equal_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, place, smaller_axes
@@ -116,12 +116,12 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.
         copied = ShardedParam(
             param.fqn, registrations, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape
         )
-        copied.keeps_dtype = param.keeps_dtype
+        copied.keeps_dtype, copied.beginning = param.keeps_dtype, param.beginning
         copied.refuse_gradients()
         copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
         params.append(copied)
     result = ParamGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
-    result.sub_axes, result.beginning = group.sub_axes, group.beginning
+    result.sub_axes = group.sub_axes
     result.custom = replace(group.custom)
     if group.compression is not None:
         result.compression = Compression(group.compression.policy)
@@ -387,14 +387,8 @@ def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device)
             values = values_of_first([(item.fqn, torch_private.local_of(item.param)) for item, _ in items], axes)
             for (item, _), value in zip(items, values, strict=True):
                 item.values = value
-        wholes = [torch_private.local_of(it.param).detach() if it.values is None else it.values for it, _ in items]
-        params = [
-            _shard_parameter(item, whole, axes, shard, preset)
-            for (item, shard), whole in zip(items, wholes, strict=True)
-        ]
+        params = [_shard_parameter(item, axes, shard, preset) for item, shard in items]
         group = ParamGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
-        if axes.num_shards > 1 and not preset.keeps_plain:
-            group.beginning = Beginning.of(wholes, [param.local for param in params])
         if preset.compression is not None:
             group.compression = Compression(preset.compression)
         group.place = replace(group.place, is_shared=may_share_memory(group))
@@ -444,11 +438,10 @@ def _refusal(param: weakref.ref[ShardedParam]) -> Callable[[torch.Tensor], None]
     return refuse
 
 
-def _shard_parameter(
-    item: _FoundParam, whole: torch.Tensor, axes: MeshAxes, shard: Shard | None, preset: Preset
-) -> ShardedParam:
+def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
     dim, spec = place(item.param, item.fqn, axes, shard)
     inner_spec = torch_private.spec_of(item.param) if isinstance(item.param, DTensor) else None
+    whole = torch_private.local_of(item.param).detach() if item.values is None else item.values
     cut = ChunkShard(tuple(whole.shape), dim, axes.num_shards)
     shape = cut.shard_shape(axes.shard_rank)
     if preset.keeps_plain:
@@ -473,4 +466,6 @@ def _shard_parameter(
             torch_private.hook_alone(item.param, _refusal(weakref.ref(result)))
         result.refuse_gradients()
         _sharded_from[item.param] = weakref.ref(result)
+        if axes.num_shards > 1:
+            result.beginning = beginning_of(whole, result.local)
     return result

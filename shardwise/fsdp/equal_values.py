@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,52 +20,19 @@ SHARES_BUFFERS = "_shardwise_shares_buffers"  # marks a module whose forward bro
 _MOST_LISTED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """Samples of the values that parameters were sharded from, until ranks have compared them; of all in one tensor.
-
-    Attributes:
-        wholes: bytes of each parameter's values before sharding; none for values on meta or of a tensor subclass.
-        shards: a few elements of each of this rank's shards; a parameter that was written to since is not compared.
-        num_bytes, num_some: how much of ``wholes`` and ``shards`` each parameter has.
-    """
-
-    wholes: torch.Tensor
-    shards: torch.Tensor
-    num_bytes: list[int]
-    num_some: list[int]
-
-    @classmethod
-    def of(cls, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Beginning:
-        """Return the samples of ``wholes`` and ``shards``, those of the same parameters."""
-        have_values = [type(whole) is torch.Tensor and not whole.is_meta for whole in wholes]
-        of_wholes = [
-            _spaced(whole, _SAMPLE_NUMEL).contiguous().view(torch.uint8) if has else torch.empty(0, device="cpu")
-            for whole, has in zip(wholes, have_values, strict=True)
-        ]
-        of_shards = [
-            _spaced(shard, _SOME_NUMEL) if has else torch.empty(0, device="cpu")
-            for shard, has in zip(shards, have_values, strict=True)
-        ]
-        return cls(_joined(of_wholes), _joined(of_shards), [*map(len, of_wholes)], [*map(len, of_shards)])
-
-    def unwritten(self, shards: Sequence[torch.Tensor]) -> list[bytes | None]:
-        """Return for each parameter the sample of its values, None if its shard, now in ``shards``, was written to since."""
-        wholes = self.wholes.cpu().split(self.num_bytes)
-        begun = self.shards.to("cpu", _ROUGH).split(self.num_some)
-        return [
-            whole.numpy().tobytes()
-            if len(whole) and not shard.is_meta and torch.equal(before, _spaced(shard, _SOME_NUMEL).to("cpu", _ROUGH))
-            else None
-            for whole, before, shard in zip(wholes, begun, shards, strict=True)
-        ]
+def beginning_of(whole: torch.Tensor, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return samples of ``whole``, which is sharded, and of ``shard``; None for values on meta or of a tensor subclass."""
+    if type(whole) is not torch.Tensor or whole.is_meta:
+        return None
+    return _spaced(whole, _SAMPLE_NUMEL).clone(), _spaced(shard, _SOME_NUMEL).clone()
 
 
-def _joined(samples: Sequence[torch.Tensor]) -> torch.Tensor:
-    samples = [sample for sample in samples if len(sample)]
-    if len({sample.dtype for sample in samples}) > 1:
-        samples = [sample.to(_ROUGH) for sample in samples]
-    return torch.cat(samples) if samples else torch.empty(0, device="cpu")
+def unwritten(begun: tuple[torch.Tensor, torch.Tensor] | None, shard: torch.Tensor) -> bytes | None:
+    """Return the sample of a parameter before it was sharded; None if it has none, or its shard was written to since."""
+    if begun is None or shard.is_meta:
+        return None
+    before, now = (each.to("cpu", _ROUGH) for each in (begun[1], _spaced(shard, _SOME_NUMEL)))
+    return begun[0].cpu().view(torch.uint8).numpy().tobytes() if torch.equal(before, now) else None
 
 
 def _spaced(values: torch.Tensor, most: int) -> torch.Tensor:

@@ -114,6 +114,7 @@ class ShardedParam:
         attributes: the attributes that users have set on it, one dict for all forms; a parameter that conversions or loading
             register lacks them.
         memory: where the parameter was before it was sharded: a later call may shard another one over the same memory.
+        beginning: samples of its values when it was sharded, until ranks have compared them.
         accumulator: the node by which a backward would accumulate into the shard; see :meth:`refuse_gradients`.
         storage: the identity of the storage of ``sharded`` when it was packed.
         unit: returns the unit, None if that was deleted.
@@ -141,6 +142,7 @@ class ShardedParam:
     keeps_dtype: bool = False
     module: Callable[[], nn.Module | None] = field(default=_nothing)
     original: Callable[[], nn.Parameter | None] = field(default=_nothing)
+    beginning: tuple[torch.Tensor, torch.Tensor] | None = None
     memory: Extent | None = None
     storage: int = 0
     unit: Callable[[], Any] = field(default=_nothing)

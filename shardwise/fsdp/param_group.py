@@ -19,7 +19,6 @@ from shardwise.collectives.protocol import CustomCollectives, Handle
 from shardwise.collectives.routes import Link
 from shardwise.collectives.streams import CommStreams
 from shardwise.errors import StateError
-from shardwise.fsdp.equal_values import Beginning
 from shardwise.fsdp.extension import ExtensionParams
 from shardwise.fsdp.flat_buffer import (
     Delivery,
@@ -170,7 +169,6 @@ class ParamGroup:
         is_written: the engine has written to shards on the current stream, and no gather was ordered after that yet.
         gradient_dtypes: the dtypes of ``.grad`` of all parameters, cached until user code changes something.
         num_replica_sums: how many all-reduces over replicas are due so far, those that a later backward makes included.
-        beginning: samples of the values that were sharded, until ranks have compared them.
         in_place: the parameters that stay registered and are their own full form.
         packing: the buckets and full buffers; None before the first packing.
         axes: the data-parallel mesh.  num_ranks: how many ranks its gradients are averaged over.
@@ -219,7 +217,6 @@ class ParamGroup:
         self.bound_comm: GroupComm | None = None
         self.gather: Callable[[], Handle | None] = _refuse
         self.num_replica_sums = 0
-        self.beginning: Beginning | None = None
         self.gradient_dtypes: set[torch.dtype] | None = None
 
     # ---- flat memory ----

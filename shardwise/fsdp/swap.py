@@ -48,10 +48,8 @@ class Snapshot:
 
     def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
         # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
-        shards, others = (
-            self._shards,
-            [locals_[index] for index in self._without_address] if self._without_address else (),
-        )
+        shards = self._shards
+        others = [locals_[index] for index in self._without_address] if self._without_address else ()
         storages, are_trained = map(torch_private.storage_id, shards), map(_REQUIRES_GRAD, shards)
         return [*map(_FACTS_OF_LOCAL, others), *map(_GRAD_DTYPE, shards), *are_trained, *storages]
 
