@@ -331,43 +331,38 @@ class PassTracker:
         pass in which it takes none.
         """
         entry = self.entries.get(group.group_name)
-        if entry is None or not self._depth:
+        link = None if entry is None else self._prepared(group.group_name, entry)
+        if entry is None or link is None or not takes(link):
             return None
-        if not entry.is_prepared:
-            self._prepare(group.group_name, entry)
-        if entry.link is None or not takes(entry.link):
-            return None
-        if not entry.is_open:
-            # All ranks open it here, at their first collective that it takes, so each learns whether any rank is watched.
-            entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
-            entry.is_open = True
-        return entry.link if entry.is_agreed else None
+        self._open(entry, link)  # here, at the first collective that it takes, each rank learns whether any is watched
+        return link if entry.is_agreed else None
 
     def sums(self, group: dist.ProcessGroup, tensor: torch.Tensor, scale: Scale) -> InPlaceSums | None:
         """Return the link's in-place sums if they take ``tensor``, else None; this does not open the link."""
         entry = self.entries.get(group.group_name)
-        if entry is None or not self._depth:
-            return None
-        if not entry.is_prepared:
-            self._prepare(group.group_name, entry)
-        if entry.link is None or entry.link.sums is None or not entry.link.sums.takes(tensor, scale):
+        link = None if entry is None else self._prepared(group.group_name, entry)
+        if entry is None or link is None or link.sums is None or not link.sums.takes(tensor, scale):
             return None
         entry.has_sums = True
-        return entry.link.sums
+        return link.sums
 
     def open_links(self) -> list[str]:
         """Open all links, for a pass in which ranks may take different collectives; return the names of the usable ones."""
         for name, entry in self.entries.items():
-            if not entry.is_prepared:
-                self._prepare(name, entry)
-            if entry.link is not None and not entry.is_open:
-                entry.is_agreed = entry.link.open(self._kind, collectives_are_watched())
-                entry.is_open = True
+            if (link := self._prepared(name, entry)) is not None:
+                self._open(entry, link)
         return [name for name, entry in self.entries.items() if entry.is_agreed]
 
-    def _prepare(self, name: str, entry: _LinkState) -> None:
-        entry.link = self.known_links[name] = entry.prepare()
-        entry.is_prepared, entry.has_no_link = True, entry.link is None
+    def _prepared(self, name: str, entry: _LinkState) -> Link | None:
+        """Return the link of a group in this pass; None also outside of any."""
+        if self._depth and not entry.is_prepared:
+            entry.link = self.known_links[name] = entry.prepare()
+            entry.is_prepared, entry.has_no_link = True, entry.link is None
+        return entry.link if self._depth else None
+
+    def _open(self, entry: _LinkState, link: Link) -> None:
+        if not entry.is_open:
+            entry.is_agreed, entry.is_open = link.open(self._kind, collectives_are_watched()), True
 
     def begin(self, kind: PassKind) -> None:
         """Enter a pass, possibly inside another one."""

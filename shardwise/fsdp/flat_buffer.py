@@ -375,14 +375,14 @@ class Shards:
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
         self._section_bytes = offset
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
-        self._columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
+        self.columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
         is_split = len(buckets) == 1 and place.device.type != "cpu"
         self.num_even = buckets[0].layout.num_even if is_split else 0
 
     @functools.cached_property  # not when parameters are sharded: many modules are never run
-    def _moves(self) -> list[list[tuple[int, Move]]]:
+    def moves(self) -> list[list[tuple[int, Move]]]:
         return [self._bucket_moves(bucket) for bucket in self.buckets]
 
     @property
@@ -430,26 +430,13 @@ class Shards:
             return bucket.local
         return self._place.on.fetch(bucket.local, bucket.full_dtype)
 
-    def full_windows(self, fulls: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the windows of the full buffers that shards are copied to."""
-        return [
-            full_window(full, move, base)
-            for full, moves in zip(fulls, self._moves, strict=True)
-            for base, move in moves
-        ]
-
     def packed_windows(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the windows of the packed buffer with these shards, in the same order."""
         return [
             packed_window(packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype), move)
-            for bucket, moves in zip(self.buckets, self._moves, strict=True)
+            for bucket, moves in zip(self.buckets, self.moves, strict=True)
             for _, move in moves
         ]
-
-    def split(self, packed: torch.Tensor, windows: list[torch.Tensor]) -> None:
-        """Copy all shards to ``windows`` by one kernel; only if there are ``num_even``."""
-        rows = packed.view(self.num_shards, self._section_numel)[: self.num_even]
-        torch.split_with_sizes_copy(rows, self._columns, dim=1, out=windows)
 
 
 class ShardEnds:
@@ -510,15 +497,18 @@ class Delivery:
         pool, fulls = self.pool, self.fulls
         flats = (fulls[0].hold(pool),) if len(fulls) == 1 else [full.hold(pool) for full in fulls]
         if self._full_windows is None:
-            self._full_windows = self.shards.full_windows(flats)
-        if self.shards.num_even:
-            self.shards.split(packed, self._full_windows)
+            rows = zip(flats, self.shards.moves, strict=True)
+            self._full_windows = [full_window(full, move, base) for full, moves in rows for base, move in moves]
+        shards = self.shards
+        if shards.num_even:  # one kernel copies all
+            rows = packed.view(shards.num_shards, -1)[: shards.num_even]
+            torch.split_with_sizes_copy(rows, shards.columns, dim=1, out=self._full_windows)
             return
         known = self._packed_windows.kept.get(id(packed))
         if known is not None and known[0]() is packed:
             sources = known[1]
         else:
-            sources = self.shards.packed_windows(packed)
+            sources = shards.packed_windows(packed)
             self._packed_windows.put(packed, sources)
         if sources:
             torch_private.copy_each(self._full_windows, sources)

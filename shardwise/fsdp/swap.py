@@ -44,14 +44,13 @@ class Snapshot:
         self._locals = [*map(weakref.ref, self._apart(locals_))]
         self._addresses = [*map(_ADDRESS, locals_[:num_addressed])]
         self._without_address = [at for at in range(len(params)) if not (at < num_addressed and self._addresses[at])]
-        self._facts = self._facts_of(locals_)
+        self._facts, self._wants = self._facts_of(locals_), [*map(_REQUIRES_GRAD, self._shards)]
 
     def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
         # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
         shards = self._shards
         others = [locals_[index] for index in self._without_address] if self._without_address else ()
-        storages, are_trained = map(torch_private.storage_id, shards), map(_REQUIRES_GRAD, shards)
-        return [*map(_FACTS_OF_LOCAL, others), *map(_GRAD_DTYPE, shards), *are_trained, *storages]
+        return [*map(_FACTS_OF_LOCAL, others), *map(_GRAD_DTYPE, shards), *map(torch_private.storage_id, shards)]
 
     def _apart(self, locals_: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of ``locals_`` that are not the shards themselves: torch swaps no tensors with weak references."""
@@ -61,8 +60,8 @@ class Snapshot:
         """Return the version counters of the parameters; None if user code has changed something else.
 
         Args:
-            in_step: the backward begins whose forward has made the full check.  Then ``requires_grad``, ``grad_dtype`` and
-                storages of DTensors are not checked again.
+            in_step: the backward begins whose forward has made the full check.  Then ``grad_dtype`` and storages of DTensors
+                are not checked again.
             swap: may have the full parameters registered.
         """
         locals_ = [*map(self._local, self._shards)]
@@ -72,6 +71,7 @@ class Snapshot:
             not (are_registered or (swap is not None and swap.has_full))
             or not all(map(operator.is_, apart, map(_TARGET, self._locals)))
             or [*map(_ADDRESS, locals_[: len(self._addresses)])] != self._addresses
+            or [*map(_REQUIRES_GRAD, self._shards)] != self._wants
             or not (in_step or self._facts_of(locals_) == self._facts)
         ):
             return None
