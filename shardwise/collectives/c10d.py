@@ -113,8 +113,10 @@ class HostWork:
         if end is None:
             return
         if work is not None:
-            # The event before is that of the unit, a moment ago: its time will do.
-            remember((ring[-1][0] if ring else now(), thread(), "", 0, EVERYBODY, ""))
+            # If the event before is that of a unit, it was a moment ago, and its time will do.
+            mine, last = thread(), ring[-1] if ring else None
+            begun = now() if last is None or last[1] != mine or not last[2] else last[0]
+            remember((begun, mine, "", 0, EVERYBODY, ""))
             try:
                 work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a custom collective's own Work class
             except RuntimeError as error:
