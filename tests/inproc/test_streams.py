@@ -217,7 +217,7 @@ def test_all_reduces_over_replicas_run_beside_the_next_reduce_scatter() -> None:
 MISSED: dict[Site, tuple[str, str]] = {
     ("_begin_forward", "wait_current", "gather"): ("plain", "race: _allgather_base_"),
     ("_begin_forward", "wait_event", "gather"): ("post-optimizer event", "race: _allgather_base_"),
-    ("before_gather", "wait_current", "gather"): ("a smaller mesh after forward", "race: _allgather_base_"),
+    ("unshard", "wait_current", "gather"): ("a smaller mesh after forward", "race: _allgather_base_"),
     ("_come_after", "current_waits", "gather"): ("plain", "race: _foreach_copy_"),
     ("_come_after", "current_waits", "reduce"): ("plain", "reuse: empty"),
     ("_come_after", "wait_event", "fetch"): ("offload", "reuse: empty"),
