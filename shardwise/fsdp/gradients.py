@@ -368,13 +368,9 @@ def launch_reductions(entries: Sequence[Entry]) -> list[Reduction]:
     # A lot is the arguments of one ``Reduction``: launches, group, dtype, scale, parameters, gradients.
     lots: dict[object, tuple[list[Launch], ParamGroup, torch.dtype, Scale, list[ShardedParam], list[torch.Tensor]]] = {}
     for launch, group, gradients in entries:
-        found, policy, num_ranks = {*map(_DTYPE, gradients.values())}, launch.unit.policy, group.num_ranks
-        if len(found) == 1 and len(gradients) == len(group.by_size):  # the usual case
-            by_dtype = [(found.pop(), group.by_size)]
-        else:
-            by_dtype = by_reduce_dtype(group, {param: gradient.dtype for param, gradient in gradients.items()})
-        for dtype, params in by_dtype:
-            scale = scale_of(num_ranks, dtype, policy.divide_factor, policy.sum_only)
+        policy = launch.unit.policy
+        for dtype, params in by_reduce_dtype(group, dict(zip(gradients, map(_DTYPE, gradients.values()), strict=True))):
+            scale = scale_of(group.num_ranks, dtype, policy.divide_factor, policy.sum_only)
             lot = lots.get(key := (dtype, id(scale)))  # equal scales are one object
             if lot is None:
                 lots[key] = lot = [], group, dtype, scale, params if len(entries) == 1 else [], []
@@ -400,7 +396,6 @@ def planned_scatter_bytes(group: ParamGroup, unit: Unit) -> int:
     trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
     launch, total = [Launch(unit, True, {}, {})], 0
     for dtype, params in by_reduce_dtype(group, trainable):
-        params = group.by_size if len(params) == len(group.by_size) else params
         scale = scale_of(group.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
         total += Reduction(launch, group, dtype, scale, params, []).staging_bytes
     return total
@@ -410,6 +405,9 @@ def by_reduce_dtype(
     group: ParamGroup, dtypes: Mapping[ShardedParam, torch.dtype]
 ) -> list[tuple[torch.dtype, list[ShardedParam]]]:
     """Return the parameters of ``dtypes`` by their dtype, in the group's order."""
+    found = {*dtypes.values()}
+    if len(found) == 1 and len(dtypes) == len(group.by_size):  # the usual case
+        return [(found.pop(), group.by_size)]
     by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
     for param in group.by_size:
         if param in dtypes:

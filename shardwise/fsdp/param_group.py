@@ -134,12 +134,9 @@ def _refuse() -> NoReturn:
     raise StateError("parameters were asked for before there was an engine; run the root's forward or unshard()")
 
 
-def _gather_nothing() -> Handle | None:
-    return None
-
-
-def _copy_here(delivery: Delivery) -> Handle | None:
-    delivery.deliver(delivery.shard())
+def _copy_here(delivery: Delivery | None) -> Handle | None:
+    if delivery is not None:
+        delivery.deliver(delivery.shard())
 
 
 class ParamGroup:
@@ -402,11 +399,9 @@ class ParamGroup:
         delivery = packing.bind(comm.pool, sends_alone=not self.extended.params)
         if self.extended.params:
             self.gather = partial(self.extended.gather, delivery, comm.shards, comm.pool)
-        elif delivery is None:
-            self.gather = _gather_nothing
-        elif comm.shards is not None:
+        elif delivery is not None and comm.shards is not None:
             self.gather = partial(comm.shards.all_gather, delivery)
-        elif self.place.is_offloaded:  # this rank has all shards
+        elif delivery is not None and self.place.is_offloaded:  # this rank has all shards
             self.gather = partial(fetch_alone, comm.streams.fetch, delivery)
         else:
             self.gather = partial(_copy_here, delivery)
@@ -418,11 +413,10 @@ class ParamGroup:
 
     def gather_from_sub(self) -> Handle | None:
         """Launch the all-gather of the full parameters from those on the smaller mesh; None: there is nothing to wait for."""
-        packing, comm = self.packing, self.comm
-        assert packing is not None
+        assert self.packing is not None
         assert self._sub is not None
-        delivery = Delivery(self._sub, packing.travelling, comm.pool)
-        return comm.sub.all_gather(delivery) if comm.sub is not None else _copy_here(delivery)
+        delivery, sub = Delivery(self._sub, self.packing.travelling, self.comm.pool), self.comm.sub
+        return sub.all_gather(delivery) if sub is not None else _copy_here(delivery)
 
     def is_read_by_peers(self, links: Container[str]) -> bool:
         """Return True if ranks read each other's shards without help, by one of the open ``links``, or have all of them."""
@@ -444,10 +438,8 @@ class ParamGroup:
         delivery = Delivery(packing.shards, fulls, ways.pool, not self.extended.params) if fulls else None
         if self.extended.params:
             handle = self.extended.gather(delivery, ways.shards, ways.pool)
-        elif delivery is None:
-            return None
         else:
-            handle = ways.shards.all_gather(delivery)
+            handle = None if delivery is None else ways.shards.all_gather(delivery)
         return None if handle is None else (handle, fulls)
 
     def register_full(self, on_gradient: OnGradient) -> int:
@@ -575,11 +567,8 @@ class ParamGroup:
                 for registration in param.registrations:
                     if param.is_own(registration.parameters.get(registration.name)):
                         registration.put(param.sharded)
-        if not keeps_memory and self.packing is not None:
-            for buffer in self.packing.fulls:
-                buffer.drop()
-            if self.extended.params:
-                self.extended.drop()
+        if not keeps_memory:
+            self.drop()
         if self._sub is not None:
             self._drop_sub()
 

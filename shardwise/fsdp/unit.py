@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Container, Sequence
 from enum import Enum
@@ -196,9 +195,6 @@ class UnitBackward:
 
 
 # ---- The states of a unit.
-
-
-_VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class UnitState(Enum):
@@ -490,12 +486,7 @@ class Unit:
             check_sub(self.name, self.params)
         was_full = self.state is FULL
         if was_full:
-            written: Written = []
-            for group in self.groups:
-                _, fulls, versions, addresses = group.registered
-                if group.is_kept or [*map(_VERSION, fulls)] != versions or [*map(_ADDRESS, fulls)] != addresses:
-                    written = find_writes(self.groups)
-                    break
+            written = find_writes(self.groups)
             if written and in_pass:
                 self.reshards_late = True
                 return
