@@ -16,15 +16,21 @@ import xxhash
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from shardwise.optim.slices import Window, whole
 
+# ---- Dtypes by their names in the safetensors format.
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
+    "U32": torch.uint32, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
+    "C64": torch.complex64, "C128": torch.complex128,  # C128 is stored as pairs of F64: safetensors lacks it
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+
 # ---- Which rank writes which part of which tensor, and which bytes of a part are needed. Pure arithmetic.
 
 # the lowest rank writes replicated tensors below this size: counters and statistics stay together
 SMALL_BYTES = 64 * 2**10
-
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8, "C128": 16,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,28 +406,7 @@ class BlockSums:
         self._filled = 0
 
 
-# ---- Dtypes by their names in the safetensors format, and tensors as bytes.
-
-_NAMES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
-    torch.complex128: "C128",  # stored as pairs of F64: safetensors lacks it
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# ---- Tensors as bytes.
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
