@@ -211,8 +211,8 @@ def settle(folder: Path) -> None:
     """Wait for the save in the background without giving its memory back."""
     from shardwise.checkpoint.save import _savers
 
-    for (path, _), (saver, _) in _savers.items():
-        if path == folder.absolute():
+    for saver in _savers:
+        if saver.folder == folder.absolute():
             saver.wait()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import secrets
 import threading
@@ -192,18 +193,24 @@ class Job:
 
 
 class Saver:
-    """Saves into one folder.  Every rank makes the same calls."""
+    """Saves of one group into one folder.  Every rank makes the same calls.
 
-    def __init__(self, folder: Path, store_gather: StoreGather, files: Files | None = None) -> None:
-        self.folder = folder
+    It outlives a call: a background save may be in flight, which the next call must find.
+    """
+
+    def __init__(self, folder: Path, store_gather: StoreGather, group: dist.ProcessGroup | None = None) -> None:
+        self.folder, self._group = folder, None if group is None else weakref.ref(group)
         self._store_gather = store_gather
         self.rank, self.size = store_gather.rank, store_gather.size
-        self._files: Files = files or Files()
+        self._files = Files()
         self._plan: SavePlan | None = None
         self.host = HostCopy()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._is_exit_known = False
+
+    def is_of(self, group: dist.ProcessGroup | None) -> bool:
+        """Return True if it saves for ``group``, None for this process alone."""
+        return group is None if self._group is None else group is not None and self._group() is group
 
     # ---- entry points ----
 
@@ -253,7 +260,9 @@ class Saver:
             give_back(self.folder)
 
     def retire(self) -> None:
-        """Free all that :meth:`wait` and :meth:`close` do not need: the group is gone, no save can follow."""
+        """Free all that :meth:`wait` and :meth:`close` do not need if the group is gone, so that no save can follow."""
+        if self._group is None or any(self.is_of(group) for group in torch_private.all_groups()):
+            return
         if self._thread is not None and self._thread.is_alive():
             return  # its peers may be gone too: wait() waits for it if called
         self.host, self._plan, self._store_gather = HostCopy(), None, StoreGather(None)
@@ -339,9 +348,7 @@ class Saver:
     def _open(self, step: int, opened: list[SaveId]) -> str:
         self._files.make_folder(self.folder)
         take(self.folder)
-        if not self._is_exit_known:
-            self._is_exit_known = True
-            atexit.register(give_back, self.folder)
+        _give_back_at_exit(self.folder)
         clean(self._files, self.folder)
         save = SaveId(secrets.token_hex(16), step)
         opened.append(save)
@@ -372,19 +379,12 @@ class Saver:
         return str(path)
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptSaver:
-    """The saver of a folder and a group: a background save outlives its call, and the next call must find it."""
-
-    folder: Path
-    saver: Saver
-    group: weakref.ref[dist.ProcessGroup] | None
-
-    def is_of(self, group: dist.ProcessGroup | None) -> bool:
-        return group is None if self.group is None else group is not None and self.group() is group
+@functools.cache
+def _give_back_at_exit(folder: Path) -> None:
+    atexit.register(give_back, folder)
 
 
-_savers: list[_KeptSaver] = []
+_savers: list[Saver] = []
 _turns: dict[Path, threading.RLock] = {}  # threads that save into one folder take turns
 
 
@@ -462,14 +462,14 @@ def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
     path = Path(folder).absolute()
     failures: list[BaseException] = []
     with _turn_of(path):
-        for kept in [kept for kept in _savers if kept.folder == path and (group is None or kept.is_of(group))]:
-            _savers.remove(kept)
+        for saver in [each for each in _savers if each.folder == path and (group is None or each.is_of(group))]:
+            _savers.remove(saver)
             try:
-                kept.saver.wait()
+                saver.wait()
             except Exception as error:
                 failures.append(error)
             finally:
-                kept.saver.close(keeps_lock=any(other.folder == path for other in _savers))
+                saver.close(keeps_lock=any(other.folder == path for other in _savers))
     if failures:
         raise failures[0]
 
@@ -478,15 +478,16 @@ def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     path = folder.absolute()
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    saver = next((kept.saver for kept in _savers if kept.folder == path and kept.is_of(group)), None)
+    saver = next((each for each in _savers if each.folder == path and each.is_of(group)), None)
     if saver is None:
-        _retire_ended_groups()
+        for each in _savers:  # of a destroyed group it has a whole copy of the state, and the group's threads
+            each.retire()
         _check_one_folder(path, group)
-        saver = Saver(path, open_store_gather(group, f"checkpoint/{str(path)!a}"))
-        _savers.append(_KeptSaver(path, saver, None if group is None else weakref.ref(group)))
-    for kept in _savers:
-        if kept.folder == path:
-            kept.saver.settle()  # one save at a time, of any group: a save that begins removes what is unfinished
+        saver = Saver(path, open_store_gather(group, f"checkpoint/{str(path)!a}"), group)
+        _savers.append(saver)
+    for each in _savers:
+        if each.folder == path:
+            each.settle()  # one save at a time, of any group: a save that begins removes what is unfinished
     return saver
 
 
@@ -506,14 +507,3 @@ def _check_one_folder(path: Path, group: dist.ProcessGroup | None) -> None:
             f"ranks save into different folders: rank 0 into {folders[0]}, rank {other} into {folders[other]}; pass the same "
             "folder on all ranks (make a time stamp on one rank and broadcast it)"
         )
-
-
-def _retire_ended_groups() -> None:
-    """Free the savers of destroyed groups: each has a whole copy of the state, and the group's threads.
-
-    The lock, and the error of a background save, stay for :func:`finish`.
-    """
-    alive = torch_private.all_groups() if dist.is_available() else []
-    for kept in _savers:
-        if kept.group is not None and not any(kept.is_of(group) for group in alive):
-            kept.saver.retire()

@@ -213,12 +213,7 @@ class PerRank:
     """
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-
-def own_state(marked: PerRank | RandomState) -> Any:
-    """Return the state that differs between ranks: what ``PerRank`` marks, or the generators."""
-    return marked._inner if isinstance(marked, PerRank) else marked  # pyright: ignore[reportPrivateUsage]
+        self.inner = inner
 
 
 def _seed_from(save_id: str, rank: int) -> None:
@@ -695,7 +690,9 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
         elif isinstance(thing, Optimizer):
             found.append(OptimizerCarrier(prefix, thing, _names_for(thing, modules)))
         elif isinstance(thing, (PerRank, RandomState)):
-            found.append(PerRankCarrier(key, own_state(thing), rank, size, logger.warning))
+            found.append(
+                PerRankCarrier(key, thing.inner if isinstance(thing, PerRank) else thing, rank, size, logger.warning)
+            )
         else:
             found.append(ObjectCarrier(prefix, thing))
     return found
