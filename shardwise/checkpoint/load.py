@@ -176,7 +176,6 @@ class Loaded:
 class _Staged:
     """Everything that this rank needs, read and verified, in new memory."""
 
-    manifest: Manifest
     order: LoadRequests
     applies: tuple[Apply, ...]
     unexpected: tuple[str, ...]
@@ -258,7 +257,7 @@ def _load_one(
 
     def stage() -> str:
         staged.append(_stage(path, state, strict, store_gather))
-        return staged[0].manifest.save_id
+        return staged[0].order.manifest.save_id
 
     what = f"{path} was not loaded, nothing has changed"
     found = together(store_gather, what, stage)
@@ -270,9 +269,7 @@ def _load_one(
     missing = (*result.order.missing, *result.order.unlike)
     if missing or result.unexpected:
         logger.warning("%s: missing: %s; unexpected: %s", path, _listing(missing), _listing(result.unexpected))
-    step = result.manifest.step
-    assert step_of(path.name) in (None, step)
-    return Loaded(path, step, missing, result.unexpected, skipped, result.num_bytes_read)
+    return Loaded(path, result.order.manifest.step, missing, result.unexpected, skipped, result.num_bytes_read)
 
 
 def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: StoreGather) -> _Staged:
@@ -282,11 +279,10 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: Sto
     tensors = read_torch_file(path, _only_module(state)) if is_torch_file(path) else {}
     if tensors:
         records = {
-            name: TensorRecord(dtype_name(each.dtype, name), tuple(each.shape), ()) for name, each in tensors.items()
+            join(_only_module(state), name): TensorRecord(dtype_name(each.dtype, name), tuple(each.shape), ())
+            for name, each in tensors.items()
         }
-        manifest = Manifest(
-            "0" * 32, 0, 1, (), {join(_only_module(state), name): record for name, record in records.items()}
-        )
+        manifest = Manifest("0" * 32, 0, 1, (), records)
     elif foreign is not None:
         path, names = foreign
         manifest = foreign_manifest(files, path, names, _only_module(state))
@@ -300,11 +296,8 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: Sto
     unexpected = tuple(order.unexpected([carrier.prefix for carrier in carriers]))
     if strict:
         _refuse_differences(order, state, unexpected)
-    if tensors:
-        num_bytes = fill_requests(order.requests, tensors)
-    else:
-        num_bytes = read_requests(files, path, manifest, order.requests)
-    return _Staged(manifest, order, applies, unexpected, num_bytes)
+    read = fill_requests(order.requests, tensors) if tensors else read_requests(files, path, manifest, order.requests)
+    return _Staged(order, applies, unexpected, read)
 
 
 def _refuse_differences(order: LoadRequests, state: Mapping[str, Any], unexpected: Sequence[str]) -> None:
