@@ -230,11 +230,6 @@ def check_others(others: Sequence[Any]) -> None:
             )
 
 
-def keep_others(others: Sequence[Any]) -> list[Undo]:
-    """Save ``others``, and for "rng" all random generators; return functions that restore them."""
-    return [_keep(RandomState() if isinstance(each, str) else each) for each in others]
-
-
 def _keep(each: Any) -> Undo:
     if isinstance(each, torch.amp.GradScaler):
         # its state dict lacks which optimizers it has unscaled in the step
@@ -474,7 +469,7 @@ class Ledger:
 
     Attributes:
         agreement: how the ranks agree; None without other ranks.
-        number: of transactions begun.  is_open: one is running.
+        number: of transactions begun.  is_open: one is running.  saved: the state before it.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], also: tuple[Any, ...]) -> None:
@@ -489,21 +484,11 @@ class Ledger:
         self._buffers = [torch_private.buffers_of(module) for module in model.modules()]
         self._optimizers = {id(each): optimized(each) for each in optimizers}
         self._stepped: set[int] = set()
-        self._saved = Saved()
+        self.saved = Saved()
         this: weakref.ref[Ledger] = weakref.ref(self)
         for each in optimizers:
             hook = each.register_step_pre_hook(lambda optimizer, *_: _before_step(this, optimizer))
             weakref.finalize(self, hook.remove).atexit = False
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that users step."""
-        return [each.outer for each in self._optimizers.values()]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes copied in the last transaction."""
-        return self._saved.num_bytes
 
     def is_for(self, optimizers: Sequence[Optimizer], also: Sequence[Any]) -> bool:
         """Return True if this ledger is for these optimizers and objects, and for the current ranks."""
@@ -524,7 +509,7 @@ class Ledger:
             naming_lost_peers(
                 lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine
             )
-        saved, earlier = self._saved, [each.unit.earlier for each in self._attachments]
+        saved, earlier = self.saved, [each.unit.earlier for each in self._attachments]
         saved.begin()
         with withdrawn(each.waiting for each in earlier):
             save_units(saved, self._attachments)
@@ -536,8 +521,8 @@ class Ledger:
         save_buffers(saved, self._buffers)
         for each in self._optimizers.values():
             save_options(saved, each)
-        for undo in keep_others(self._also):
-            saved.then(undo)
+        for each in self._also:
+            saved.then(_keep(RandomState() if isinstance(each, str) else each))
         self._stepped.clear()
         self.number += 1
         self.is_open = True
@@ -549,17 +534,17 @@ class Ledger:
         """Save the parameters and the state of ``optimizer``, which is about to change them."""
         if self.is_open and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
-            save_step(self._saved, self._optimizers[id(optimizer)])
+            save_step(self.saved, self._optimizers[id(optimizer)])
 
     def close(self) -> None:
         """End the transaction, committed or not."""
         self.is_open = False
         store.leave()
-        self._saved.clear()
+        self.saved.clear()
 
     def undo(self) -> None:
         """Restore the state before the step on this rank; does not communicate."""
-        self._saved.restore()
+        self.saved.restore()
 
     def reconnect(self) -> None:
         """Reconnect the groups, and restart the numbers of exchanges.  Collective."""
@@ -575,7 +560,12 @@ class Ledger:
     def _holders(self) -> Iterator[torch.Tensor]:
         model = self._model()
         params = list(model.parameters()) if model is not None else []
-        params += [param for each in self.optimizers for group in each.param_groups for param in group["params"]]
+        params += [
+            param
+            for each in self._optimizers.values()
+            for group in each.outer.param_groups
+            for param in group["params"]
+        ]
         for param in {id(param): param for param in params}.values():
             yield from holders_of(param)
 
@@ -634,7 +624,7 @@ class Transaction:
     @property
     def num_bytes(self) -> int:
         """Bytes copied to save the state before the last transaction."""
-        return self._ledger.num_bytes
+        return self._ledger.saved.num_bytes
 
     def reject(self, reason: str) -> NoReturn:
         """Reject this step, on all ranks.  Raises: RejectedStep."""
@@ -695,14 +685,11 @@ class Transaction:
 
     def _report(self, error: BaseException) -> Report:
         ledger, agreement = self._ledger, self._ledger.agreement
-        order = 1 if agreement is None else agreement.claim(ledger.number)
-        rank = 0 if agreement is None else agreement.rank
-        return make_report(error, rank, order, self._choice(error))
-
-    def _choice(self, error: BaseException) -> Choice:
-        if isinstance(error, self._retry):
-            return "retry"
-        return "skip" if isinstance(error, self._skip) else "raise"
+        choice: Choice = "skip" if isinstance(error, self._skip) else "raise"
+        choice = "retry" if isinstance(error, self._retry) else choice
+        if agreement is None:
+            return make_report(error, 0, 1, choice)
+        return make_report(error, agreement.rank, agreement.claim(ledger.number), choice)
 
     def _restore_all(self) -> None:
         ledger, agreement = self._ledger, self._ledger.agreement

@@ -220,9 +220,9 @@ def test_a_step_costs_copies_of_what_it_changes() -> None:
         buffers = list(program.net.buffers())
         of_state = sum(2 * param.nbytes + 4 for param in params)
         expected = sum(param.nbytes for param in params) + of_state + sum(buffer.nbytes for buffer in buffers)
-        assert ledger.num_bytes == expected
+        assert ledger.saved.num_bytes == expected
         train(program, 1)  # with the gradients of the last step still there when it begins
-        assert ledger.num_bytes == expected + sum(param.nbytes for param in params)
+        assert ledger.saved.num_bytes == expected + sum(param.nbytes for param in params)
     set_default_transport("auto")
 
 
