@@ -442,13 +442,13 @@ class OptimizerCarrier:
                 if place is None:
                     continue
                 if record is None:
-                    values[key] = partial(_as_it_is, order.value(full))
+                    values[key] = lambda value=order.value(full): value
                 elif isinstance(place, LocalSlice):
                     values[key] = _ask_slice(order, place, full, record)
                 elif not place.dim() or record.shape != tuple(place.shape):
                     value = order.whole(full)
                     is_number = not place.dim() and key in numbers
-                    values[key] = partial(_as_it_is, value) if is_number else partial(_beside, place, value)
+                    values[key] = (lambda value=value: value) if is_number else partial(_beside, place, value)
                 else:
                     windows = windows_of(full, place)
                     staged = targets.get(number, {}).get(key) or [
@@ -501,11 +501,7 @@ def _ask_slice(order: LoadRequests, own: LocalSlice, full: str, record: TensorRe
     found = StateSlice.make(memory, param, own.owned_slice.start)
     parts = parts_of(full, found)
     order.into(full, record, [part.window for part in parts], [part.tensor for part in parts])
-    return partial(_as_it_is, found)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+    return lambda: found
 
 
 def _placed(param: torch.Tensor, staged: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -542,10 +542,6 @@ class Ledger:
         store.leave()
         self.saved.clear()
 
-    def undo(self) -> None:
-        """Restore the state before the step on this rank; does not communicate."""
-        self.saved.restore()
-
     def reconnect(self) -> None:
         """Reconnect the groups, and restart the numbers of exchanges.  Collective."""
         if self.agreement is not None:
@@ -695,7 +691,7 @@ class Transaction:
         ledger, agreement = self._ledger, self._ledger.agreement
         problem: Exception | None = None
         try:
-            ledger.undo()
+            ledger.saved.restore()
         except Exception as found:
             problem = found
         try:
