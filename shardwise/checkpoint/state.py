@@ -442,7 +442,8 @@ class OptimizerCarrier:
                 if place is None:
                     continue
                 if record is None:
-                    values[key] = lambda value=order.value(full): value
+                    saved_value = order.value(full)
+                    values[key] = lambda value=saved_value: value
                 elif isinstance(place, LocalSlice):
                     values[key] = _ask_slice(order, place, full, record)
                 elif not place.dim() or record.shape != tuple(place.shape):
