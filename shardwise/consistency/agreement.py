@@ -243,11 +243,8 @@ def begin_generation(members: Iterable[int]) -> None:
 
 def _generation_of(members: Iterable[int]) -> int:
     store, ranks = default_store(), frozenset(members)
-    return (
-        0
-        if store is None
-        else sum(generation for among, generation in _generations.get(store, {}).items() if ranks <= among)
-    )
+    generations = {} if store is None else _generations.get(store, {})
+    return sum(generation for among, generation in generations.items() if ranks <= among)
 
 
 # ---- The mismatch check of an engine: plans and facts that must be equal on all ranks, compared apart from the
@@ -265,7 +262,7 @@ class MismatchCheck:
 
     def __init__(self, exchange: StoreExchange) -> None:
         self._exchange = exchange
-        self._rank = exchange.members[exchange.rank]  # as errors name it
+        self.rank = exchange.members[exchange.rank]  # as errors name it
         self.members = exchange.members
         number = exchange.prefix.rsplit("/", 1)[-1]
         self.topic = (
@@ -282,7 +279,7 @@ class MismatchCheck:
         text = json.dumps(["collectives in a step", *calls])
         if text not in self._agreed:
             why = f", which has changed its order of units: {left_order}" * bool(left_order)
-            within = f"within {self._exchange.timeout_s:g} s of rank {self._rank}{why}"
+            within = f"within {self._exchange.timeout_s:g} s of rank {self.rank}{why}"
             self._compare("plan", text, lambda others: f"{others} did not finish a step {within}")
             self._agreed.add(text)
 
@@ -292,7 +289,7 @@ class MismatchCheck:
         Call it before the first collective whose sizes depend on them: a backend that gets other sizes than its peers
         may end the process, and equal sizes by chance silently mix tensors.
         """
-        new = f"rank {self._rank} has new {what}"
+        new = f"rank {self.rank} has new {what}"
         self._compare("facts", json.dumps([what, *facts]), lambda others: f"{new}, unlike {others}: {_listed(facts)}")
 
     def post(self, what: str, text: str) -> None:
@@ -318,16 +315,11 @@ class MismatchCheck:
                 problem = (
                     f"ranks have written different values to parameters in forward (an embedding with max_norm changes the "
                     f"rows that its rank looks up): {unlike[0].partition(' with digest')[0]} is not the same on rank "
-                    f"{self._rank} and rank {exchange.members[other]} after it. Every rank keeps its own rows of a sharded "
+                    f"{self.rank} and rank {exchange.members[other]} after it. Every rank keeps its own rows of a sharded "
                     "parameter, so that all must write the same: gather what the values are made of first, or write on one "
                     "rank and broadcast"
                 )
                 raise DesyncError(f"{problem}\n{_RULE}")
-
-    @property
-    def rank(self) -> int:
-        """This rank, as errors name it."""
-        return self._rank
 
     def union(self, topic: str, mine: Sequence[str]) -> set[str]:
         """Return the union of all ranks' ``mine``, the same on every rank; all call it at the same place of their program.
@@ -337,7 +329,7 @@ class MismatchCheck:
         exchange = self._exchange
         found = exchange.gather(topic, json.dumps(list(mine)))
         if absent := exchange.absent(found):
-            late = f"rank {self._rank} has new {topic}, unlike {exchange.named(absent)}: {_listed(mine)}"
+            late = f"rank {self.rank} has new {topic}, unlike {exchange.named(absent)}: {_listed(mine)}"
             raise DesyncError(f"{exchange.absence(absent, late)}\n{_RULE}")
         return set[str]().union(*map(json.loads, found.values()))
 
@@ -349,7 +341,7 @@ class MismatchCheck:
         """
         text = json.dumps(["deviations from the order of units", what])
         self._compare(
-            "deviation", text, lambda others: f"rank {self._rank} left the order of units, unlike {others}: {what}"
+            "deviation", text, lambda others: f"rank {self.rank} left the order of units, unlike {others}: {what}"
         )
 
     def _compare(self, topic: str, text: str, late: Callable[[str], str]) -> None:
@@ -360,7 +352,7 @@ class MismatchCheck:
         if other is not None:
             theirs = exchange.members[other]
             raise DesyncError(
-                f"{_first_difference(json.loads(text), json.loads(found[other]), self._rank, theirs)}\n{_RULE}"
+                f"{_first_difference(json.loads(text), json.loads(found[other]), self.rank, theirs)}\n{_RULE}"
             )
         if absent := exchange.absent(found):
             raise DesyncError(f"{exchange.absence(absent, late(exchange.named(absent)))}\n{_RULE}")
@@ -374,8 +366,8 @@ class MismatchCheck:
         if alarm.deadlock:
             return DesyncError(alarm.deadlock[0])
         why = str(error) if isinstance(error, ShardwiseError) else in_short(error)
-        failed = f"rank {self._rank} failed at {position}: {why}"
-        others = why_failed(failed, error, self.members, self._rank, self._exchange.notes, self.groups)
+        failed = f"rank {self.rank} failed at {position}: {why}"
+        others = why_failed(failed, error, self.members, self.rank, self._exchange.notes, self.groups)
         return DesyncError("\n".join(filter(None, [failed, others, _RULE])))
 
 

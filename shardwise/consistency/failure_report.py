@@ -308,9 +308,8 @@ def _stay_for(others: list[int], store: dist.Store) -> None:
 _report_s, _deadlock_s = [30.0], [10.0]  # one entry each, set by set_wait_report only
 _LOOKS = 6  # checks within that time
 _REQUESTED, _DEADLOCK = "shardwise/wait/asked", "shardwise/wait/deadlock"
-kernel_waits: list[
-    Callable[[], float]
-] = []  # functions that return for how many seconds a kernel has not ended; collectives/streams.py appends them
+# Functions that return for how many seconds a kernel has not ended; collectives/streams.py appends them.
+kernel_waits: list[Callable[[], float]] = []
 _RULE = "Every rank must make the same calls in the same order."
 _watches: weakref.WeakKeyDictionary[dist.Store, WaitWatch] = weakref.WeakKeyDictionary()
 _running: list[WaitWatch] = []  # the last one, set by watch_waits only

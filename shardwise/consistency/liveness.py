@@ -221,9 +221,8 @@ class Liveness:
             os.close(self._fd)
 
 
-_inherited: list[
-    dist.ProcessGroup
-] = []  # the default group of the process that this one was forked from, if that had several ranks
+# The default group of the process that this one was forked from, if that had several ranks.
+_inherited: list[dist.ProcessGroup] = []
 
 
 def _note_fork() -> None:

@@ -119,9 +119,8 @@ def make_run(found: Sequence[LiveSlice]) -> FlatRun:
 
 def _tensor_alone(item: LiveSlice) -> torch.Tensor:
     """Return the parameter for an optimizer over one slice; no alias if possible: the engine counts those of its memory."""
-    is_internal = (
-        isinstance(item.param_slice.param, DTensor) and not item.local.requires_grad
-    )  # nothing else references it as a leaf with a gradient
+    # of a DTensor, nothing else references the local tensor as a leaf with a gradient
+    is_internal = isinstance(item.param_slice.param, DTensor) and not item.local.requires_grad
     return item.local if is_internal else item.local.detach()
 
 

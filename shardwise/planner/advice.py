@@ -63,9 +63,8 @@ def code_of(setting: Setting, device: str) -> str:
 # ---- The search: the ways to train, their costs, which to take, and what to change if none fits.
 
 _MOST_RANKS = 1 << 17
-ProfileOf = Callable[
-    [str, bool, int], Profile
-]  # (precision of the dry run, recomputation, ranks of a split) -> profile
+# (precision of the dry run, recomputation, ranks of a split) -> profile
+ProfileOf = Callable[[str, bool, int], Profile]
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,9 +260,8 @@ def view_of(owned_slice: OwnedSlice, param: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``owned_slice`` as a tensor on ``param``'s memory, 1-D (0-D for a 0-D parameter)."""
     if param.dim() == 0:
         return param.detach()
-    return flat_view(param.detach())[
-        owned_slice.start : owned_slice.stop
-    ].detach()  # detach drops the base, which a view would keep alive
+    # detach drops the base, which a view would keep alive
+    return flat_view(param.detach())[owned_slice.start : owned_slice.stop].detach()
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
