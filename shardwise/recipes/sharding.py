@@ -492,10 +492,8 @@ def count_gpt_parameters(shape: ModelShape, vocabulary: int) -> int:
     return shape.layers * block + width * (2 * vocabulary + shape.context + 2)
 
 
-_STATE_BYTES, _TOKEN_BYTES = (
-    4 * 4,
-    2 * 8,
-)  # fp32: a parameter, its gradient, AdamW's averages; int64: a token, its target
+# fp32: a parameter, its gradient, AdamW's averages; int64: a token, its target
+_STATE_BYTES, _TOKEN_BYTES = 4 * 4, 2 * 8
 
 
 def check_memory(config: TrainConfig, num_ranks: int, limit_bytes: int, place: str, vocabulary: int) -> None:
