@@ -318,7 +318,8 @@ class ShardedOptimizer(Optimizer):
     Attributes:
         named_params: the live parameters by name.
         param_groups: as in any optimizer; ``"params"`` are the parameters themselves, ``"param_names"`` their names.
-        state: a read-only mapping from parameters to their state; its tensors are the live ones.
+        state: a read-only mapping from parameters to their state, as it is now.  Tensors with a number per element are
+            the live ones; a step count may be a copy, and what is written to it until the next step counts there.
 
     Raises: ConfigError for wrong arguments and for optimizers that cannot be right on shards.
 
@@ -453,7 +454,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """A read-only mapping from parameters to their state, whose tensors are the live ones."""
+        """A read-only mapping from parameters to their state of now; see the class."""
         return HeldState(self._state_by_param())
 
     @state.setter
