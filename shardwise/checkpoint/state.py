@@ -687,9 +687,8 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
         elif isinstance(thing, Optimizer):
             found.append(OptimizerCarrier(prefix, thing, _names_for(thing, modules)))
         elif isinstance(thing, (PerRank, RandomState)):
-            found.append(
-                PerRankCarrier(key, thing.inner if isinstance(thing, PerRank) else thing, rank, size, logger.warning)
-            )
+            own = thing._inner if isinstance(thing, PerRank) else thing  # pyright: ignore[reportPrivateUsage]
+            found.append(PerRankCarrier(key, own, rank, size, logger.warning))
         else:
             found.append(ObjectCarrier(prefix, thing))
     return found

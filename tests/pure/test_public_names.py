@@ -25,6 +25,7 @@ _MODULE = """compression_report compression_state finalize_backward release_memo
     zero_grad"""
 _OPTIMIZER = "add_param_group clip_grad_norm_ load_state_dict param_groups state state_dict step zero_grad"
 FOR_USERS = {
+    "ActivationPolicy": "blocks keep_ops min_offload_bytes",
     "CodedTraffic": "last_error num_calls plain_bytes sent_bytes worst_error",
     "CompressionPolicy": "block error_feedback exact gather min_bytes reduce warn_above",
     "CompressionState": "load_state_dict state_dict",
