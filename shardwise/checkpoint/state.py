@@ -213,7 +213,7 @@ class PerRank:
     """
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self._inner = inner
 
 
 def _seed_from(save_id: str, rank: int) -> None:
