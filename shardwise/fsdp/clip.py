@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate
 from shardwise import torch_private
 from shardwise.collectives.owned import sum_of
 from shardwise.errors import ConfigError, StateError
+from shardwise.fsdp.hooks import shards_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +95,6 @@ class Limit:
         return norm
 
 
-# Called with parameters that are clipped next, whose gradients may not be complete yet; they return those with the gradients.
-before_clips: list[Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = []
-
-
-def before_clip(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the parameters whose gradients are clipped where user code clips ``params``."""
-    for before in before_clips:
-        params = before(params)
-    return params
-
-
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -135,8 +125,7 @@ def clip_grad_norm_(
     """
     limit = Limit(max_norm, norm_type, error_if_nonfinite)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    params = before_clip(params)
-    return clip_parts([part_of(param.grad) for param in params if param.grad is not None], limit)
+    return clip_parts([part_of(param.grad) for param in shards_of(params) if param.grad is not None], limit)
 
 
 def clip_parts(parts: Sequence[Part], limit: Limit) -> torch.Tensor:

@@ -23,7 +23,6 @@ from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.attachment import Attachment, ModulePass, attachment_of, diverging, roots_to_come
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
-from shardwise.fsdp.clip import before_clips
 from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
 from shardwise.fsdp.equal_values import SHARES_BUFFERS
 from shardwise.fsdp.roots import live_engine
@@ -314,7 +313,6 @@ _watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers al
 def watch_optimizers() -> None:
     """Install global optimizer hooks that reshard units and count steps as writes."""
     if not _watches:
-        before_clips.append(_shards_of)
         _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
         _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
 
@@ -349,8 +347,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
                 engine.reshard_stepped(stepped)
 
 
-def _shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return ``params``, those of units that are unsharded as shards: these have the gradients."""
+def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return ``params``, whose gradients are clipped next; those of units that are unsharded as shards, which have these."""
     serve_others(params)
     units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
     shards = {

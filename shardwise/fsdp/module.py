@@ -21,10 +21,11 @@ from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ConfigError, StateError, UsageError, did_you_mean
 from shardwise.fsdp.attachment import Attachment, attachment_of, roots_to_come
 from shardwise.fsdp.build import copy_module
-from shardwise.fsdp.clip import before_clip, clip_grad_norm_
+from shardwise.fsdp.clip import clip_grad_norm_
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
+from shardwise.fsdp.hooks import shards_of
 from shardwise.fsdp.init_parameters import materializing
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (
@@ -205,7 +206,7 @@ def mix_in(module: nn.Module, mixin: type, attachment: Attachment) -> None:
     # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
     for name in ("fully_shard", "replicate"):
         torch_private.enter_composable_api(module, name)
-    torch_private.clip_mixed_by(clip_grad_norm_, before_clip)  # accepts shards together with ignored parameters
+    torch_private.clip_mixed_by(clip_grad_norm_, shards_of)  # accepts shards together with ignored parameters
     torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
 
 
