@@ -56,6 +56,7 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import Hardware, Wire
+from shardwise.reproducible.reproducible import Reproducible
 from shardwise.transaction.transaction import transaction
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
 from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
@@ -91,6 +92,7 @@ __all__ = [
     "RankError",
     "RejectedStep",
     "ReplicateModule",
+    "Reproducible",
     "ShardPlacementResult",
     "ShardedOptimizer",
     "ShardwiseError",

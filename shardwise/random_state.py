@@ -44,6 +44,13 @@ class RandomState:
             device.set_rng_state(state_dict["cuda"][0])
 
 
+def set_seed(seed: int) -> None:
+    """Seed the random generators of Python, numpy and torch (all devices); ``seed`` has up to 63 bits."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+
+
 def _device() -> Any:
     """Return torch's module of the accelerator, or None."""
     return torch.get_device_module() if torch.accelerator.is_available() else None

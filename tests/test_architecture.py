@@ -27,7 +27,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("checks",),
     ("optim", "reference"),
     ("zero", "planner"),
-    ("transaction", "checkpoint", "loop"),
+    ("transaction", "checkpoint", "loop", "reproducible"),
     ("offload",),
     ("elastic",),
     ("recipes", "testing"),
@@ -336,6 +336,7 @@ BUDGETS = {
     "(top)": 1600,  # with testing 1500
     "transaction": 500,
     "elastic": 550,  # issue 49, part 2: with the launcher and the recipe at most 800
+    "reproducible": 700,  # issue 49
     "loop": 650,
     "testing": 400,
     "plan": 350,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -340,18 +340,23 @@ class GroupCommunicator:
         return self.custom.all_gather(packed, shard, self.group, async_op=async_op)
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        """Reduce-scatter by the link, or fill one packed buffer, reduce it, and pass this rank's section to ``ends.deliver``.
+        """Reduce-scatter by the link or by the backend."""
+        if listeners and tell("reduction", ends.label, ends):
+            return LeftOut(ends)
+        entry = self._passes.entries.get(self._name)
+        if entry is not None and not entry.has_no_link and self.custom.reduce_scatter is None:
+            link = self._passes.link(self.group, lambda link: link.takes_scatter(ends, scale))
+            if link is not None:
+                return link.reduce_scatter(ends, scale)
+        return self.reduce_scatter_by_backend(ends, scale)
+
+    def reduce_scatter_by_backend(self, ends: ScatterEnds, scale: Scale) -> Handle:
+        """Fill one packed buffer, reduce-scatter it, and pass this rank's section to ``ends.deliver``.
 
         The section is delivered on a stream at once, on the host in ``wait``.  The buffer is in use until ``wait`` in either
         case.
         """
-        if listeners and tell("reduction", ends.label, ends):
-            return LeftOut(ends)
-        entry, custom, dtype = self._passes.entries.get(self._name), self.custom, ends.dtype
-        if entry is not None and not entry.has_no_link and custom.reduce_scatter is None:
-            link = self._passes.link(self.group, lambda link: link.takes_scatter(ends, scale))
-            if link is not None:
-                return link.reduce_scatter(ends, scale)
+        custom, dtype = self.custom, ends.dtype
         if custom.reduce_scatter is None and not custom.allocates_from_group:
             buffer = self.pool.acquire(ends.section_numel * self._size * dtype.itemsize, dtype)
             packed = buffer.flat
@@ -462,3 +467,17 @@ class GroupCommunicator:
             return backend.allocate_tensor(numel, dtype=dtype, device=self.pool.device), None
         buffer = self.pool.acquire(numel * dtype.itemsize, dtype)
         return buffer.flat, buffer
+
+
+class OrderedSums(Protocol):
+    """Sums of a group's gradients in an order that does not depend on the number of ranks.
+
+    Attributes:
+        most_parts: a rank sends up to so many partial sums of each gradient.
+    """
+
+    most_parts: int
+
+    def communicator(self, way: GroupCommunicator, passes: PassTracker) -> GroupCommunicator:
+        """Return the communicator that sums over the ranks of ``way``."""
+        ...

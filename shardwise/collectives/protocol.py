@@ -300,11 +300,13 @@ class Scale:
         sum_only: the transport may use plain sums only; scaling is separate from the collective.
         split: divide by a power of two near sqrt(divisor) before the sum and by the rest after it, so that fp16 neither
             overflows nor underflows.
+        add: ``add(sections, out)`` adds the sections of all ranks in an order of its own; None: they are added in rank order.
     """
 
     divisor: float | None = None
     sum_only: bool = False
     split: bool = False
+    add: Callable[[Sequence[torch.Tensor], torch.Tensor], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

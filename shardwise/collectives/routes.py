@@ -65,6 +65,9 @@ def sum_sections(layout: Bucket, sections: Sequence[torch.Tensor], scale: Scale,
         scale: the divisor of the sum.
         out: 1-D, ``layout.section_numel`` elements; it may be one of ``sections``.  Padding stays undefined.
     """
+    if scale.add is not None:
+        scale.add(sections, out)
+        return
     divisor = float(len(sections)) if scale.divisor is None else scale.divisor
     # Sum and divide tensor by tensor, so that the division finds the sum in the cache.
     for start, numel in _extents(layout, rank):

@@ -439,9 +439,10 @@ LARGE_BYTES = LEAST_BYTES  # on the host a gradient of this size is a bucket of 
 
 
 def is_summed(group: ParamGroup) -> bool:
-    """Return True if gradients of ``group`` take an all-reduce and nothing else: no reduce-scatter, no compression."""
+    """Return True if gradients of ``group`` take an all-reduce and nothing else: no reduce-scatter, coding or fixed order."""
     comm = group.bound_comm
-    return comm is not None and comm.reduce is None and comm.replicas is not None and group.compression is None
+    is_alone = group.compression is None and group.sums is None
+    return is_alone and comm is not None and comm.reduce is None and comm.replicas is not None
 
 
 def sharing_of(unit: Unit) -> Sharing | None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, suballocate_all
-from shardwise.collectives.c10d import GroupCommunicator, fetch_alone
+from shardwise.collectives.c10d import GroupCommunicator, OrderedSums, fetch_alone
 from shardwise.collectives.compressed import Coding, Compression, takes
 from shardwise.collectives.protocol import CustomCollectives, Handle
 from shardwise.collectives.routes import Link
@@ -153,6 +153,7 @@ class ParamGroup:
         custom: replacements of the backend's collectives that the user has set.
         gather: launches the all-gather of the full parameters; its handle is None if there is nothing to wait for.  The caller
             has called :meth:`ensure_packed`, and has ordered the gather stream after its copies.
+        sums: sums gradients over microbatches and ranks in a fixed order; None: ranks add in rank order.
         bound_comm: the communicators and the pool; None before an engine has bound them, when :attr:`comm` raises.
         is_collective: gathering and reducing take a collective.
         keeps_plain: parameters stay plain tensors, and registered (``replicate``).
@@ -209,6 +210,7 @@ class ParamGroup:
         self.packing: Packing | None = None
         self._sub: Shards | None = None
         self.custom = CustomCollectives()
+        self.sums: OrderedSums | None = None
         self.compression: Compression | None = None
         self.reduce_layouts: dict[tuple[object, ...], ReduceLayout] = {}
         self.bound_comm: GroupComm | None = None
@@ -291,7 +293,8 @@ class ParamGroup:
         for param in self.params:
             dtype = self.dtypes.of_reduction(param)
             by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
-        return [(numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
+        num_parts = 1 if self.sums is None else self.sums.most_parts
+        return [(num_parts * numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
     @property
     def compares_reductions(self) -> bool:

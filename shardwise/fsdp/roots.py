@@ -147,6 +147,11 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
     if group.sub_axes is not None:
         process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
         sub = over(process_group, streams.gather, custom=replace(group.custom, all_gather=None))
+    if (sums := group.sums) is not None:
+        if reduce is None and replicas is None:  # one rank sums its microbatches in the same order
+            replicas = over(axes.mesh.get_group(0), streams.replicas)
+        passes = comm_ctx.pass_tracker
+        reduce, replicas = (None if way is None else sums.communicator(way, passes) for way in (reduce, replicas))
     return GroupComm(shards, reduce, replicas, comm_ctx.pool, streams, sub)
 
 
@@ -157,7 +162,8 @@ def bind_units(engine: Engine) -> None:
     for group in (group for unit in engine.units for group in unit.groups):
         comm = communicators(group, comm_ctx)
         group.bind(comm)
-        for way, kind in (comm.shards, "gathers"), (comm.reduce, "reduces"), (comm.replicas, "sums"):
+        ways = [(comm.shards, "gathers"), (comm.reduce, "reduces"), (comm.replicas, "sums")]
+        for way, kind in ways if group.sums is None else [*ways, (comm.replicas, "reduces")]:
             if (found := _linked(group, way)) is not None:
                 getattr(users.setdefault(found, LinkUsers()), kind).append(group)
     for (process_group, provider), its in users.items():

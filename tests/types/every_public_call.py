@@ -41,6 +41,7 @@ from shardwise import (
     RankError,
     RejectedStep,
     ReplicateModule,
+    Reproducible,
     ShardedOptimizer,
     ShardPlacementResult,
     ShardwiseError,
@@ -220,6 +221,16 @@ def undoes(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> 
         if cause is None
         else f"{cause.rank} {cause.kind} {cause.place} {cause.text} {step.num_bytes} {step.again}"
     )
+
+
+def is_reproducible(model: FSDPModule, optimizer: torch.optim.Optimizer, data: Tensor) -> Tensor:
+    fixed = Reproducible(model, optimizer, num_microbatches=4, seed=1)
+    losses: list[Tensor] = []
+    for number in fixed.microbatches():
+        losses.append(model(data[number]).sum())
+    fixed.load_state_dict(fixed.state_dict())
+    print(fixed.step, fixed.clip_grad_norm_(1.0, norm_type=2.0, error_if_nonfinite=False))
+    return fixed.sum(losses)
 
 
 def plans(model: FSDPModule) -> str:

@@ -1,0 +1,73 @@
+"""Norms of sharded gradients whose bits do not depend on how the gradients are cut.
+
+Shards are cut between rows, so each rank computes the norms of its rows; one kernel then sums the rows of all parameters, in
+the order of the parameters, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwise import torch_private
+from shardwise.collectives.owned import sum_bytes
+from shardwise.errors import ConfigError
+from shardwise.fsdp.clip import Limit
+from shardwise.fsdp.mesh import MeshAxes
+from shardwise.layout import ChunkShard
+
+
+def clip_by_rows(params: Sequence[torch.Tensor], limit: Limit, axes: MeshAxes) -> torch.Tensor:
+    """Scale the gradients of ``params``, sharded along ``axes``, to ``limit``; return their norm before.  Collective.
+
+    Raises: ConfigError for a gradient that is not cut along one dimension.
+    """
+    gradients = [param.grad.detach() for param in params if param.grad is not None]
+    if not gradients:
+        return torch.tensor(0.0, device=axes.device)
+    cuts = [_cut_of(gradient) for gradient in gradients]
+    found: list[torch.Tensor] = []
+    for gradient, cut in zip(gradients, cuts, strict=True):
+        rows = torch.zeros(cut.size, dtype=torch.float64, device=axes.device)
+        if not cut.is_whole or axes.shard_rank == 0:  # of what all ranks have, one gives the norms
+            own = cut.rows(axes.shard_rank) if not cut.is_whole else range(cut.size)
+            rows[own.start : own.stop] = _norms_of_rows(_local(gradient), cut.dim, limit)
+        found.append(rows)
+    whole = torch.cat(found)
+    if axes.shard_mesh_dim is not None:
+        sum_bytes(whole, axes.mesh.get_group(axes.shard_mesh_dim))
+    power = whole.max() if limit.is_max else (whole**limit.norm_type).sum()
+    return limit.hold(power, [*map(_local, gradients)], [gradient.dtype for gradient in gradients])
+
+
+def _cut_of(gradient: torch.Tensor) -> ChunkShard:
+    if not isinstance(gradient, DTensor):
+        return ChunkShard(tuple(gradient.shape) or (1,), 0, 1)
+    cuts = [(dim, each) for dim, each in enumerate(gradient.placements) if not isinstance(each, Replicate)]
+    if len(cuts) > 1 or not all(type(each) is Shard for _, each in cuts):
+        raise ConfigError(
+            f"Reproducible: a gradient has placements {gradient.placements}; its norm does not depend on the number of ranks "
+            "only if it is cut along one dimension. Clip it outside, from its full tensor"
+        )
+    shape = tuple(gradient.shape) or (1,)
+    if not cuts:
+        return ChunkShard(shape, 0, 1)
+    axis, placement = cuts[0]
+    assert isinstance(placement, Shard)
+    return ChunkShard(shape, placement.dim, gradient.device_mesh.size(axis))
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return torch_private.local_of(gradient) if isinstance(gradient, DTensor) else gradient
+
+
+def _norms_of_rows(local: torch.Tensor, dim: int, limit: Limit) -> torch.Tensor:
+    """Return the norm of each slice of ``local`` along ``dim``.  A row has the same bits, whatever rows are beside it."""
+    values = local.abs() if local.is_complex() else local
+    if values.ndim <= 1:
+        return values.abs().reshape(-1).double()
+    rows = values.movedim(dim, 0).flatten(1).contiguous()
+    precise = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(rows, limit.norm_type, dim=1, dtype=precise).double()

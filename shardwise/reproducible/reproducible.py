@@ -1,0 +1,190 @@
+"""``Reproducible``: a training loop whose bits do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.collectives.owned import sum_bytes
+from shardwise.errors import ConfigError, StateError, UsageError
+from shardwise.fsdp.clip import Limit
+from shardwise.fsdp.module import groups_below, set_ordered_sums
+from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.unit import Unit
+from shardwise.random_state import set_seed
+from shardwise.reproducible.norm import clip_by_rows
+from shardwise.reproducible.optimizers import check_optimizer
+from shardwise.reproducible.sums import GroupSums
+from shardwise.reproducible.tree import Place
+from shardwise.torch_private import versions_of
+
+
+class Reproducible:
+    """Microbatches by number, and sums along one tree: the same bits at any number of ranks that divides their number.
+
+    A step has ``num_microbatches`` microbatches of one shape, of which every rank computes equally many consecutive ones.
+    Gradients are *summed* over all of them, so divide the loss by their number.  Random numbers follow the step and the
+    microbatch.  A rank holds up to log2(microbatches per rank) + 1 unsharded gradients until its last microbatch.
+
+    Args:
+        model: the root, sharded by ``fully_shard``, ``shard_model`` or ``replicate``.
+        optimizer: is refused if its bits depend on how parameters are cut.
+        num_microbatches: of a step, over all ranks.
+        seed: of all random numbers.
+
+    Attributes:
+        step: the number of the next step; :meth:`microbatches` counts it.
+
+    Raises: ConfigError for a number of ranks that does not divide ``num_microbatches``, and for what cannot be reproducible.
+
+    Example:
+        >>> fixed = shardwise.Reproducible(model, optimizer, num_microbatches=12)  # doctest: +SKIP
+        >>> losses = []
+        >>> for number in fixed.microbatches():  # doctest: +SKIP
+        ...     loss = loss_fn(model(inputs[number]), targets[number]) / 12
+        ...     loss.backward()
+        ...     losses.append(loss.detach())
+        >>> fixed.clip_grad_norm_(1.0)  # doctest: +SKIP
+        >>> optimizer.step()  # doctest: +SKIP
+        >>> loss = fixed.sum(losses)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, num_microbatches: int, seed: int = 0
+    ) -> None:
+        found = groups_below(model)
+        if not found:
+            raise ConfigError(
+                f"Reproducible: {type(model).__name__} contains no sharded module; call fully_shard or replicate on it first"
+            )
+        for unit, group in found:
+            _refuse(unit, group)
+        axes = {_axes_of(group): group for _, group in found}
+        if len(axes) > 1:
+            raise ConfigError(
+                f"Reproducible: parameters are on data-parallel meshes of {sorted(each[:2] for each in axes)} (shards, "
+                "replicas); all must be on one mesh, since each rank computes the same microbatches for all of them"
+            )
+        ((num_shards, num_replicas, shard, replica), self._group), *_ = axes.items()
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        self._place = Place(num_microbatches, num_shards, num_replicas, shard, replica)
+        self._model, self._seed, self.step = model, seed, 0
+        self._sums: list[GroupSums] = []
+        set_ordered_sums(model, self._sums_of)
+
+    def _sums_of(self, group: ParamGroup) -> GroupSums:
+        self._sums.append(GroupSums(self._place, group.is_collective))
+        return self._sums[-1]
+
+    # ---- a step ----
+
+    def microbatches(self) -> Iterator[int]:
+        """Yield the numbers of this rank's microbatches of one step, and set the random state of each.
+
+        The step counts once the loop has ended; a loop that was left early begins the same step again.
+
+        Raises: StateError for a unit whose gradients were not reduced once in every microbatch.
+        """
+        place = self._place
+        for sums in self._sums:
+            sums.clear()
+        buffers = dict(self._model.named_buffers())
+        versions = versions_of([*buffers.values()])
+        try:
+            for number in place.own:
+                place.number = number
+                self._set_seed(number)
+                yield number
+        finally:
+            place.number = None
+        for sums in self._sums:
+            sums.end()
+        for name, before, now in zip(buffers, versions, versions_of([*buffers.values()]), strict=True):
+            if before != now:
+                raise StateError(
+                    f"buffer {name} was written in a microbatch: its values follow from the microbatches of this rank alone, "
+                    "as running statistics of BatchNorm do. Freeze it, or use a module without it (GroupNorm, LayerNorm)"
+                )
+        self._set_seed(place.num_microbatches)  # what follows draws the same numbers on every rank
+        self.step += 1
+
+    def _set_seed(self, number: int) -> None:
+        digest = hashlib.blake2b(f"{self._seed} {self.step} {number}".encode(), digest_size=8).digest()
+        set_seed(int.from_bytes(digest, "big") >> 1)
+
+    # ---- numbers of all ranks ----
+
+    def sum(self, values: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the sum over all microbatches of ``values``, one number for each microbatch of this rank.  Collective.
+
+        Raises: UsageError for another number of values.
+        """
+        own = [value.detach().reshape(()) for value in values]
+        place = self._place
+        if len(own) != place.per_rank:
+            raise UsageError(
+                f"Reproducible.sum got {len(own)} numbers; this rank computes {place.per_rank} microbatches, and sum takes one "
+                "number of each"
+            )
+        mine = torch.stack(own)
+        whole = mine.new_zeros(place.num_microbatches)
+        whole[place.own.start : place.own.stop] = mine
+        for dim in range(self._group.axes.mesh.ndim):
+            sum_bytes(whole, self._group.axes.mesh.get_group(dim))
+        return whole.sum()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of the model so that their total norm is at most ``max_norm``; return the norm before.
+
+        Like :func:`shardwise.clip_grad_norm_`, in an order that does not depend on the number of ranks: each rank computes the
+        norms of its rows, and all ranks sum the rows of all parameters.  Collective.
+        """
+        params = [param for param in self._model.parameters() if param.grad is not None]
+        limit = Limit(max_norm, norm_type, error_if_nonfinite)
+        return clip_by_rows(params, limit, self._group.axes)
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the next step, and what a run must continue with."""
+        return {"step": self.step, "seed": self._seed, "num_microbatches": self._place.num_microbatches}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at the step of ``state_dict``, at any number of ranks.
+
+        Raises: ConfigError if it has another number of microbatches.
+        """
+        saved, own = state_dict["num_microbatches"], self._place.num_microbatches
+        if saved != own:
+            raise ConfigError(
+                f"Reproducible: the saved run has {saved} microbatches per step and this one {own}; its bits need {saved}"
+            )
+        self.step, self._seed = int(state_dict["step"]), int(state_dict["seed"])
+
+
+def _axes_of(group: ParamGroup) -> tuple[int, ...]:
+    axes = group.axes
+    return axes.num_shards, axes.num_replicas, axes.shard_rank, axes.replica_rank
+
+
+def _refuse(unit: Unit, group: ParamGroup) -> None:
+    """Raise ConfigError for settings by which gradients depend on the number of ranks."""
+    found = {
+        "compression, whose errors follow from the shards": group.compression is not None,
+        "set_custom_reduce_scatter": group.custom.reduce_scatter is not None,
+        "set_all_reduce_hook": unit.all_reduce_hook is not None,
+        "set_gradient_divide_factor (divide the loss instead)": unit.policy.divide_factor is not None,
+        "set_allow_rank_divergence": unit.may_diverge or unit.diverges,
+    }
+    for what, is_set in found.items():
+        if is_set:
+            raise ConfigError(
+                f"Reproducible: unit '{unit.name}' has {what}; its sums would depend on the number of ranks"
+            )

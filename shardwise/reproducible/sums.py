@@ -1,0 +1,328 @@
+"""Gradients are summed over microbatches and ranks along one tree, in place of the sums of a backend.
+
+A rank adds its microbatches locally, unsharded, where the tree allows it.  After its last one it sends the partial sums of
+each shard to the shard's owner, which adds them in the order of the tree: one exchange per unit and step.  In all other
+microbatches units send nothing, and their gradients grow by -0.0, which changes no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.collectives.buffer_pool import PooledBuffer
+from shardwise.collectives.c10d import GroupCommunicator
+from shardwise.collectives.owned import Expected, exchange, ranks_of_group
+from shardwise.collectives.protocol import Handle, NamedTensor, OnceHandle, Scale, ScatterEnds, SumContents
+from shardwise.collectives.routes import PassTracker
+from shardwise.errors import StateError
+from shardwise.layout import Bucket, ChunkShard, align
+from shardwise.reproducible.tree import Counter, Node, Place, most_parts
+
+_NOTHING = -0.0  # the number that changes no sum, whatever the sign of a zero
+_CHUNK = 1 << 17  # elements that are added at once, so that sums of several terms stay in the cache
+_ALIGNMENT = 64
+
+Summed = tuple[str, torch.dtype]  # what is summed, as ``ScatterEnds.label`` says, and its dtype
+
+
+class PartialSum:
+    """A partial sum: a 1-D tensor, and the buffer that it lies in."""
+
+    __slots__ = ("buffer", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, buffer: PooledBuffer) -> None:
+        self.tensor, self.buffer = tensor, buffer
+
+    def add(self, other: PartialSum) -> PartialSum:
+        """Add ``other`` to this one, and release it."""
+        self.tensor.add_(other.tensor)
+        other.buffer.release()
+        return self
+
+
+class GroupSums:
+    """The partial sums of one parameter group, by what is summed.
+
+    Args:
+        place: the microbatches of this rank.
+        is_sharded: a reduce-scatter over shards comes first.
+
+    Attributes:
+        most_parts: see :class:`shardwise.collectives.routes.OrderedSums`.
+        sharded: sums over the ranks of this replica that its replicas have not received yet.
+    """
+
+    def __init__(self, place: Place, is_sharded: bool) -> None:
+        self.place, self.is_sharded = place, is_sharded
+        self.most_parts = max(most_parts(place.of_shards()), most_parts(place.of_replicas()))
+        self._counters: dict[Summed, Counter[PartialSum]] = {}
+        self._next: dict[Summed, int] = {}
+        self.sharded: dict[Summed, list[tuple[Node, torch.Tensor]]] = {}
+
+    def communicator(self, way: GroupCommunicator, passes: PassTracker) -> GroupCommunicator:
+        """Return the communicator that sums over the ranks of ``way``."""
+        return TreeCommunicator(self, way, passes)
+
+    @property
+    def is_last(self) -> bool:
+        """True in the last microbatch of this rank."""
+        return self.place.number == self.place.own[-1]
+
+    def push(self, key: Summed, part: PartialSum) -> None:
+        """Take the gradients of the microbatch that runs.  Raises: StateError unless it is the next one of ``key``."""
+        number, expected = self.place.number, self._next.get(key, self.place.own[0])
+        if number is None or number != expected:
+            part.buffer.release()
+            raise StateError(_why_not_next(key[0], number, expected))
+        counter = self._counters.get(key)
+        if counter is None:
+            counter = self._counters[key] = Counter(PartialSum.add)
+        counter.push(Node(number, 1), part)
+        self._next[key] = number + 1
+
+    def take(self, key: Summed) -> list[tuple[Node, PartialSum]]:
+        """Return the partial sums of all microbatches of this rank, and forget them."""
+        return self._counters.pop(key).parts
+
+    def end(self) -> None:
+        """Check that everything was reduced in every microbatch.  Raises: StateError."""
+        stop = self.place.own.stop
+        missing = [
+            _why_not_next(label, stop, expected) for (label, _), expected in self._next.items() if expected != stop
+        ]
+        self.clear()
+        if missing:
+            raise StateError(missing[0])
+
+    def clear(self) -> None:
+        """Forget the sums of a step that did not end."""
+        for counter in self._counters.values():
+            for _, part in counter.parts:
+                part.buffer.release()
+        self._counters, self._next, self.sharded = {}, {}, {}
+
+
+def _why_not_next(label: str, number: int | None, expected: int) -> str:
+    if number is None:
+        return (
+            f"gradients of {label} were reduced outside of Reproducible.microbatches(); run each backward in the loop over "
+            "them, which says which microbatch it belongs to"
+        )
+    if number < expected:
+        return (
+            f"gradients of {label} were reduced twice in microbatch {number}; run all of its backwards but the last under "
+            "shardwise.policy(model, sync=False), or add its losses"
+        )
+    return (
+        f"gradients of {label} were reduced in microbatch {number}, and not in microbatch {expected}: each microbatch takes "
+        "one backward with sync, which gives the same parameters a gradient. Call backward in the loop over microbatches()"
+    )
+
+
+# ---- The exchange of partial sums, and the communicator that makes it.
+
+
+class _Exchange:
+    """Both ends of the exchange of partial sums (``ScatterEnds``): a section has a slice of each partial sum of a rank.
+
+    Args:
+        label, params: of what is summed.
+        parts: the partial sums of this rank, in the order of ``nodes`` of its rank.
+        nodes: the nodes of every rank.  numel: elements of one slice.
+        target: as that of ``ScatterEnds``.
+        use: ``use(partial sums of all ranks, target)`` adds them.
+    """
+
+    def __init__(
+        self,
+        contents: ScatterEnds | SumContents,
+        parts: Sequence[PartialSum],
+        nodes: Sequence[tuple[Node, ...]],
+        numel: int,
+        target: Callable[[], torch.Tensor],
+        use: Callable[[list[tuple[Node, torch.Tensor]], torch.Tensor], None],
+    ) -> None:
+        self.dtype = parts[0].tensor.dtype
+        self._contents, self._parts, self._nodes, self._numel, self._use = contents, parts, nodes, numel, use
+        self.target = target
+        self.deliver_to: Callable[[torch.Tensor], None] | None = None
+        self.section_numel = most_parts(nodes) * numel
+        # One small tensor, and no padding to speak of: transports copy the section as a whole.
+        small = ChunkShard((len(nodes),), 0, len(nodes))
+        self.layout = Bucket((small,), (0,), self.section_numel, (0,), self.section_numel * len(nodes))
+
+    @property
+    def size(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def label(self) -> str:
+        return self._contents.label
+
+    @property
+    def params(self) -> Sequence[NamedTensor]:
+        return self._contents.params
+
+    def slices(self, rank: int) -> list[torch.Tensor]:
+        """Return what ``rank`` is to get of each partial sum; the last rank's may be shorter than a slice."""
+        start = rank * self._numel
+        return [part.tensor[start : start + self._numel] for part in self._parts]
+
+    def fill(self, packed: torch.Tensor) -> None:
+        sections = packed.view(self.size, -1, self._numel)
+        for rank in range(self.size):
+            for number, own in enumerate(self.slices(rank)):
+                sections[rank, number, : own.numel()].copy_(own)
+        self.drop()
+
+    def full_parts(self, rank: int) -> list[torch.Tensor]:
+        return []  # nothing travels in parts
+
+    def drop(self) -> None:
+        for part in self._parts:
+            part.buffer.release()
+        self._parts = ()
+
+    def deliver(self, section: torch.Tensor) -> None:
+        if self.deliver_to is not None:
+            self.deliver_to(section)
+
+    def add(self, sections: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Add the sections of all ranks (``Scale.add``)."""
+        self.add_slices([section.split(self._numel) for section in sections], out)
+
+    def add_slices(self, slices: Sequence[Sequence[torch.Tensor]], out: torch.Tensor) -> None:
+        """Add the partial sums of all ranks in the order of the tree."""
+        found = [
+            (node, its)
+            for nodes, of in zip(self._nodes, slices, strict=True)
+            for node, its in zip(nodes, of, strict=False)
+        ]
+        self._use(found, out)
+
+    def expected(self) -> list[list[Expected]]:
+        """Return what arrives from every rank."""
+        return [[Expected((self._numel,), self.dtype)] * len(nodes) for nodes in self._nodes]
+
+
+def _padded(own: torch.Tensor, ends: _Exchange) -> torch.Tensor:
+    numel = ends.expected()[0][0].shape[0]
+    return own if own.numel() == numel else torch.nn.functional.pad(own, (0, numel - own.numel()))
+
+
+class _Done(OnceHandle[None]):
+    """A handle of what has ended."""
+
+    holds_input = False
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(self, ends: None) -> None:
+        pass
+
+    drop = finish
+
+
+class TreeCommunicator(GroupCommunicator):
+    """The communicator of a group whose gradients are summed along the tree.
+
+    Args:
+        sums: the partial sums of the group.  way: the communicator whose ranks and streams it uses.
+    """
+
+    def __init__(self, sums: GroupSums, way: GroupCommunicator, passes: PassTracker) -> None:
+        super().__init__(way.group, way.stream, way.pool, passes, way.custom, way.fetch)
+        self._sums = sums
+
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
+        """Add the gradients of a microbatch to those before; after the last one, exchange partial sums."""
+        sums, key = self._sums, (ends.label, ends.dtype)
+        buffer = self.pool.acquire(ends.section_numel * self.size * ends.dtype.itemsize, ends.dtype)
+        ends.fill(buffer.flat)
+        sums.push(key, PartialSum(buffer.flat, buffer))
+        if not sums.is_last:
+            ends.deliver(ends.target().fill_(_NOTHING))
+            return self._over()
+        has_replicas = sums.place.num_replicas > 1
+
+        def use(found: list[tuple[Node, torch.Tensor]], out: torch.Tensor) -> None:
+            if has_replicas:
+                sums.sharded[key] = add_alike(found)
+                out.fill_(_NOTHING)
+            else:
+                add_up(found, out)
+
+        parts = [part for _, part in sums.take(key)]
+        exchanged = _Exchange(ends, parts, sums.place.of_shards(), ends.section_numel, ends.target, use)
+        exchanged.deliver_to = ends.deliver
+        handle = super().reduce_scatter(exchanged, Scale(1.0, add=exchanged.add))
+        self._over()
+        return handle
+
+    def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
+        """Do the same for gradients that replicas sum: each rank adds a slice, then all ranks exchange their slices."""
+        assert contents is not None
+        sums, key, numel = self._sums, (contents.label, tensor.dtype), tensor.numel()
+        if not sums.is_sharded:
+            sums.push(key, self._part(tensor))
+        if not sums.is_last:
+            tensor.fill_(_NOTHING)
+            return self._over()
+        if sums.is_sharded:
+            parts = [self._part(value) for _, value in sums.sharded.pop(key)]
+        else:
+            parts = [part for _, part in sums.take(key)]
+        each = align(-(-numel // self.size), _ALIGNMENT)
+        own = torch.empty(each, dtype=tensor.dtype, device=tensor.device)
+        exchanged = _Exchange(contents, parts, sums.place.of_replicas(), each, lambda: own, add_up)
+        super().reduce_scatter(exchanged, Scale(1.0, add=exchanged.add)).wait()
+        start = min(self.rank * each, numel)
+        tensor.fill_(_NOTHING)[start : start + each].copy_(own[: min(each, numel - start)])
+        if self.size == 1:
+            return self._over()
+        return super().all_reduce(tensor, Scale(1.0), contents)
+
+    def reduce_scatter_by_backend(self, ends: ScatterEnds, scale: Scale) -> Handle:
+        """Exchange partial sums by one all-to-all."""
+        assert isinstance(ends, _Exchange)
+        sends = [[_padded(own, ends) for own in ends.slices(rank)] for rank in range(ends.size)]
+        arrived = exchange(sends, ends.expected(), ranks_of_group(self.group), self.pool.device)
+        ends.add_slices(arrived, ends.target())
+        ends.drop()
+        ends.deliver(ends.target())
+        return _Done(None)
+
+    def _part(self, tensor: torch.Tensor) -> PartialSum:
+        buffer = self.pool.acquire(tensor.numel() * tensor.dtype.itemsize, tensor.dtype)
+        return PartialSum(buffer.flat.copy_(tensor), buffer)
+
+    def _over(self) -> Handle:
+        """Let what is enqueued on the stream of this communicator come after the work of this call."""
+        if self.stream.is_concurrent:
+            self.stream.wait_current()
+        return _Done(None)
+
+
+# ---- Sums in the order of the tree.
+
+
+def add_up(parts: Sequence[tuple[Node, torch.Tensor]], out: torch.Tensor) -> None:
+    """Write the sum of all microbatches to ``out``; the last elements of the parts may be padding."""
+    for start in range(0, out.numel(), _CHUNK):
+        target = out[start : start + _CHUNK]
+        counter: Counter[torch.Tensor] = Counter(torch.add)
+        for node, value in parts:
+            counter.push(node, value[start : start + target.numel()])
+        target.copy_(counter.total())
+
+
+def add_alike(parts: Sequence[tuple[Node, torch.Tensor]]) -> list[tuple[Node, torch.Tensor]]:
+    """Return the parts that are left when all neighbours of the tree are added; none is a view of ``parts``."""
+    counter: Counter[torch.Tensor] = Counter(torch.add)
+    for node, value in parts:
+        counter.push(node, value)
+    given = {id(value) for _, value in parts}
+    return [(node, value.clone() if id(value) in given else value) for node, value in counter.parts]

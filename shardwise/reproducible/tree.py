@@ -1,0 +1,122 @@
+"""The tree along which microbatches are summed: the same for every number of ranks.
+
+Its nodes are the aligned intervals [k * 2**j, (k + 1) * 2**j) of microbatches; what is left at the top is added from left to
+right.  A binary counter adds a stream of microbatches in this order: two neighbours of one size become one twice as large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from shardwise.errors import ConfigError
+
+_Value = TypeVar("_Value")
+
+
+class Node(NamedTuple):
+    """The microbatches ``first`` to ``first + size - 1``; ``size`` is a power of two that divides ``first``."""
+
+    first: int
+    size: int
+
+
+def nodes_of(first: int, count: int) -> tuple[Node, ...]:
+    """Return the largest nodes that together are ``count`` microbatches from ``first`` on, from left to right."""
+    found: list[Node] = []
+    end = first + count
+    while first < end:
+        size = first & -first or 1 << (end - 1).bit_length()
+        while first + size > end:
+            size //= 2
+        found.append(Node(first, size))
+        first += size
+    return tuple(found)
+
+
+class Counter(Generic[_Value]):
+    """Partial sums of consecutive microbatches, at most one per node of :func:`nodes_of`.
+
+    Args:
+        add: ``add(left, right)`` returns the sum of two neighbours.
+    """
+
+    def __init__(self, add: Callable[[_Value, _Value], _Value]) -> None:
+        self._add = add
+        self.parts: list[tuple[Node, _Value]] = []
+
+    def push(self, node: Node, value: _Value) -> None:
+        """Append the sum of ``node``, which starts where the last one ends."""
+        parts = self.parts
+        while parts and parts[-1][0].size == node.size and not parts[-1][0].first % (2 * node.size):
+            left, its = parts.pop()
+            node, value = Node(left.first, 2 * node.size), self._add(its, value)
+        parts.append((node, value))
+
+    def total(self) -> _Value:
+        """Return the sum of all microbatches, and forget them."""
+        (_, total), *rest = self.parts
+        for _, value in rest:
+            total = self._add(total, value)
+        self.parts = []
+        return total
+
+
+@dataclass(slots=True)
+class Place:
+    """Which microbatches of a step this rank computes, and which of them it computes now.
+
+    Ranks are counted replica by replica, as the data-parallel mesh lists them.
+
+    Attributes:
+        num_microbatches: of one step, of all ranks together.
+        num_shards, num_replicas: sizes of the axes of the data-parallel mesh.  shard, replica: this rank's coordinates.
+        number: the microbatch that runs; None outside of :meth:`Reproducible.microbatches`.
+    """
+
+    num_microbatches: int
+    num_shards: int
+    num_replicas: int
+    shard: int
+    replica: int
+    number: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1 or self.num_microbatches % self.num_ranks:
+            fit = [ranks for ranks in range(1, self.num_microbatches + 1) if self.num_microbatches % ranks == 0]
+            raise ConfigError(
+                f"num_microbatches is {self.num_microbatches}, which {self.num_ranks} data-parallel ranks cannot share "
+                f"equally; {self.num_microbatches} microbatches fit {fit} ranks"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.num_shards * self.num_replicas
+
+    @property
+    def per_rank(self) -> int:
+        """Number of microbatches of one rank."""
+        return self.num_microbatches // self.num_ranks
+
+    @property
+    def own(self) -> range:
+        """The microbatches of this rank."""
+        first = (self.replica * self.num_shards + self.shard) * self.per_rank
+        return range(first, first + self.per_rank)
+
+    def of_shards(self) -> list[tuple[Node, ...]]:
+        """Return the nodes of every rank of this replica."""
+        first = self.replica * self.num_shards
+        return [nodes_of((first + rank) * self.per_rank, self.per_rank) for rank in range(self.num_shards)]
+
+    def of_replicas(self) -> list[tuple[Node, ...]]:
+        """Return the nodes of every replica."""
+        count = self.num_shards * self.per_rank
+        return [nodes_of(replica * count, count) for replica in range(self.num_replicas)]
+
+
+def most_parts(nodes: Sequence[tuple[Node, ...]]) -> int:
+    """Return the largest number of nodes that one rank has."""
+    return max(map(len, nodes))
