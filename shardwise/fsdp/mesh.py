@@ -91,11 +91,6 @@ class MeshAxes(DataParallelMeshInfo):
         return 0 if self.shard_mesh_dim is None else self.mesh.get_local_rank(self.shard_mesh_dim)
 
     @functools.cached_property
-    def replica_rank(self) -> int:
-        """This rank's coordinate on the replica axis."""
-        return 0 if self.replicate_mesh_dim is None else self.mesh.get_local_rank(self.replicate_mesh_dim)
-
-    @functools.cached_property
     def num_replicas(self) -> int:
         """The number of ranks on the replica axis; 1 without such an axis."""
         return 1 if self.replicate_mesh_dim is None else self.mesh.size(self.replicate_mesh_dim)

@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from shardwise import torch_private
 from shardwise.arguments import check_whole
-from shardwise.collectives.c10d import OrderedSums
 from shardwise.collectives.protocol import CustomCollective
 from shardwise.collectives.routes import Transport, check_transport
 from shardwise.consistency.process_groups import group_of
@@ -83,21 +82,6 @@ def policy(
     finally:
         for unit, old in zip(units, before, strict=True):
             unit.policy = replace(unit.policy, **{name: getattr(old, name) for name in changes})
-
-
-def groups_below(module: nn.Module) -> list[tuple[Unit, ParamGroup]]:
-    """Return the parameter groups of ``module`` and of the units below it, each with its unit."""
-    return [(each.unit, group) for each in _attachments_in(module, recurse=True) for group in each.unit.groups]
-
-
-def set_ordered_sums(module: nn.Module, make: Callable[[ParamGroup], OrderedSums]) -> None:
-    """Sum the gradients of every parameter group below ``module`` by what ``make(group)`` returns.  Call it between steps."""
-    found = groups_below(module)
-    for _, group in found:
-        group.sums = make(group)
-    for engine in {engine_of(unit): None for unit, _ in found}:
-        if engine is not None:
-            bind_units(engine)
 
 
 def _attachments_in(module: nn.Module, recurse: bool) -> list[Attachment]:

@@ -11,9 +11,11 @@ from torch import nn
 
 from shardwise.collectives.owned import sum_bytes
 from shardwise.errors import ConfigError, StateError, UsageError
+from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.clip import Limit
-from shardwise.fsdp.module import groups_below, set_ordered_sums
+from shardwise.fsdp.engine import engine_of
 from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.roots import bind_units
 from shardwise.fsdp.unit import Unit
 from shardwise.random_state import set_seed
 from shardwise.reproducible.norm import clip_by_rows
@@ -56,7 +58,8 @@ class Reproducible:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, num_microbatches: int, seed: int = 0
     ) -> None:
-        found = groups_below(model)
+        attachments = {found: None for each in model.modules() if (found := attachment_of(each)) is not None}
+        found = [(each.unit, group) for each in attachments for group in each.unit.groups]
         if not found:
             raise ConfigError(
                 f"Reproducible: {type(model).__name__} contains no sharded module; call fully_shard or replicate on it first"
@@ -75,11 +78,12 @@ class Reproducible:
         self._place = Place(num_microbatches, num_shards, num_replicas, shard, replica)
         self._model, self._seed, self.step = model, seed, 0
         self._sums: list[GroupSums] = []
-        set_ordered_sums(model, self._sums_of)
-
-    def _sums_of(self, group: ParamGroup) -> GroupSums:
-        self._sums.append(GroupSums(self._place, group.is_collective))
-        return self._sums[-1]
+        for _, group in found:
+            group.sums = GroupSums(self._place, group.is_collective)
+            self._sums.append(group.sums)
+        for engine in {engine_of(unit): None for unit, _ in found}:
+            if engine is not None:
+                bind_units(engine)
 
     # ---- a step ----
 
@@ -171,7 +175,8 @@ class Reproducible:
 
 def _axes_of(group: ParamGroup) -> tuple[int, ...]:
     axes = group.axes
-    return axes.num_shards, axes.num_replicas, axes.shard_rank, axes.replica_rank
+    replica = 0 if axes.replicate_mesh_dim is None else axes.mesh.get_local_rank(axes.replicate_mesh_dim)
+    return axes.num_shards, axes.num_replicas, axes.shard_rank, replica
 
 
 def _refuse(unit: Unit, group: ParamGroup) -> None:
