@@ -21,7 +21,7 @@ from shardwise.random_state import set_seed
 from shardwise.reproducible.norm import clip_by_rows
 from shardwise.reproducible.optimizers import check_optimizer
 from shardwise.reproducible.sums import GroupSums
-from shardwise.reproducible.tree import Place
+from shardwise.reproducible.tree import BatchPlace
 from shardwise.torch_private import versions_of
 
 
@@ -75,7 +75,7 @@ class Reproducible:
         ((num_shards, num_replicas, shard, replica), self._group), *_ = axes.items()
         if optimizer is not None:
             check_optimizer(optimizer)
-        self._place = Place(num_microbatches, num_shards, num_replicas, shard, replica)
+        self._place = BatchPlace(num_microbatches, num_shards, num_replicas, shard, replica)
         self._model, self._seed, self.step = model, seed, 0
         self._sums: list[GroupSums] = []
         for _, group in found:

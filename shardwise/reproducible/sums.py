@@ -18,7 +18,7 @@ from shardwise.collectives.protocol import Handle, NamedTensor, OnceHandle, Scal
 from shardwise.collectives.routes import PassTracker
 from shardwise.errors import StateError
 from shardwise.layout import Bucket, ChunkShard, align
-from shardwise.reproducible.tree import Counter, Node, Place, most_parts
+from shardwise.reproducible.tree import BatchPlace, Counter, Node, most_parts
 
 _NOTHING = -0.0  # the number that changes no sum, whatever the sign of a zero
 _CHUNK = 1 << 17  # elements that are added at once, so that sums of several terms stay in the cache
@@ -54,7 +54,7 @@ class GroupSums:
         sharded: sums over the ranks of this replica that its replicas have not received yet.
     """
 
-    def __init__(self, place: Place, is_sharded: bool) -> None:
+    def __init__(self, place: BatchPlace, is_sharded: bool) -> None:
         self.place, self.is_sharded = place, is_sharded
         self.most_parts = max(most_parts(place.of_shards()), most_parts(place.of_replicas()))
         self._counters: dict[Summed, Counter[PartialSum]] = {}

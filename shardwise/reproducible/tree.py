@@ -64,7 +64,7 @@ class Counter(Generic[_Value]):
 
 
 @dataclass(slots=True)
-class Place:
+class BatchPlace:
     """Which microbatches of a step this rank computes, and which of them it computes now.
 
     Ranks are counted replica by replica, as the data-parallel mesh lists them.
