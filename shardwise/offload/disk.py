@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -111,20 +112,28 @@ class Buffer:
         self.memory = mmap.mmap(-1, max(num_bytes, _ALIGNMENT))
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
 
-    def views(self, like: State) -> list[torch.Tensor]:
-        """Return tensors in this memory with the shapes and dtypes of ``like``."""
-        found: list[torch.Tensor] = []
-        start = 0
-        for each in like:
-            num_bytes = each.numel() * each.element_size()
-            found.append(self._bytes[start : start + num_bytes].view(each.dtype).view(each.shape))
-            start += _aligned(num_bytes, 64)
-        return found
+    def views(self, like: State, starts: Sequence[int]) -> list[torch.Tensor]:
+        """Return tensors that begin at ``starts`` in this memory, with the shapes and dtypes of ``like``."""
+        return [
+            self._bytes[start : start + each.numel() * each.element_size()].view(each.dtype).view(each.shape)
+            for each, start in zip(like, starts, strict=True)
+        ]
 
 
-def bytes_of(state: State) -> int:
-    """Return the bytes of a unit's state in the file."""
-    return _aligned(sum(_aligned(each.numel() * each.element_size(), 64) for each in state))
+def layout_of(state: State) -> tuple[list[int], int]:
+    """Return where each tensor begins in the file, and the bytes of all.
+
+    Tensors follow each other without a gap where they do in memory: the optimizer updates such runs as one tensor.
+    """
+    starts, stop, end = [0] * len(state), 0, 0
+    for index in sorted(range(len(state)), key=lambda index: state[index].data_ptr()):
+        each = state[index]
+        if each.data_ptr() != end or stop % each.element_size():
+            stop = _aligned(stop, 64) + 64  # a gap
+        starts[index] = stop
+        stop += each.numel() * each.element_size()
+        end = each.data_ptr() + each.numel() * each.element_size()
+    return starts, _aligned(stop)
 
 
 @dataclass(slots=True)
@@ -133,12 +142,15 @@ class Slot:
 
     Attributes:
         begin, num_bytes: its range in the file.
-        held: what is there, as tensors on the device "meta".  sums: of its blocks, once it is written.
+        held: what is there, as tensors on the device "meta".  starts, num_used: see :func:`layout_of`.
+        sums: of its blocks, once it is written.
     """
 
     begin: int = 0
     num_bytes: int = 0
     held: State = ()
+    starts: Sequence[int] = ()
+    num_used: int = 0
     sums: Future[list[str]] | None = None
 
 
@@ -203,7 +215,7 @@ class DiskTier:
         assert self._ahead is not None
         buffer = self._result(self._ahead[1])
         self._ahead = None
-        views = buffer.views(held)
+        views = buffer.views(held, place.slots[place.current].starts)
         self._in_use = unit, buffer, views
         if self._next.get(unit, unit) != unit:  # what is read now of this unit is not what its update stores
             self.prefetch(self._next[unit])
@@ -216,11 +228,17 @@ class DiskTier:
             return state
         if self._ahead is not None and self._ahead[0] == unit:
             self._drop_ahead()
-        place, num_bytes = self._places.setdefault(unit, Place()), bytes_of(state)
+        place, (starts, num_bytes) = self._places.setdefault(unit, Place()), layout_of(state)
         self._reserve(place, num_bytes)
-        buffer = self._buffer_of(unit, state) or self._copied(state, num_bytes)
+        buffer = self._buffer_of(unit, state)
+        if buffer is None:
+            buffer = self._of_size(self._free.get(), num_bytes)
+            torch_private.copy_all(buffer.views(state, starts), list(state))
+        else:
+            starts, num_bytes = place.slots[place.current].starts, place.slots[place.current].num_used
         place.current = 1 - place.committed
         slot = place.slots[place.current]
+        slot.starts, slot.num_used = starts, num_bytes
         slot.held = [torch.empty_like(each, device="meta") for each in state]
         slot.sums = self._writer.submit(self._write, slot.begin, buffer, num_bytes)
         return slot.held
@@ -258,11 +276,6 @@ class DiskTier:
         self._in_use = None
         return buffer
 
-    def _copied(self, state: State, num_bytes: int) -> Buffer:
-        buffer = self._of_size(self._free.get(), num_bytes)
-        torch_private.copy_all(buffer.views(state), list(state))
-        return buffer
-
     def _of_size(self, buffer: Buffer, num_bytes: int) -> Buffer:
         return buffer if len(buffer.memory) >= num_bytes else Buffer(num_bytes)
 
@@ -292,9 +305,8 @@ class DiskTier:
         buffer = self._free.get()
         try:
             assert slot.sums is not None
-            num_bytes = bytes_of(slot.held)
-            buffer = self._of_size(buffer, num_bytes)
-            self._file.read(slot.begin, memoryview(buffer.memory)[:num_bytes], slot.sums.result())
+            buffer = self._of_size(buffer, slot.num_used)
+            self._file.read(slot.begin, memoryview(buffer.memory)[: slot.num_used], slot.sums.result())
         except BaseException:
             self._free.put(buffer)
             raise
