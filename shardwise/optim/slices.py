@@ -35,18 +35,9 @@ RULES: tuple[UpdateRule, ...] = ("elementwise", "whole_matrix")
 
 # Every element is updated from its own gradient and state only (and from numbers that are equal for all elements).
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
+    torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
 # Every parameter is updated from its own gradient and state, as a whole: norms, factors, orthogonalization.
 _WHOLE_MATRIX: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 _REFUSED: tuple[tuple[type[Optimizer], str], ...] = (
@@ -115,9 +106,7 @@ def reason_for_refusal(optimizer_class: type[Optimizer]) -> str | None:
 
 def step_cost(optimizer_class: type[Optimizer], shape: tuple[int, ...]) -> int:
     """Return the relative cost of updating one full parameter: for Muon the multiplications of its products, else elements."""
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     return numel * min(shape) if issubclass(optimizer_class, torch.optim.Muon) and shape else numel
 
 
@@ -357,14 +346,10 @@ def clear_gradient(slices: Sequence[ParamSlice], set_to_none: bool) -> None:
     param = slices[0].param
     holders = [local_of(param_slice) for param_slice in slices] if isinstance(param, ShardedTensor) else [param]
     for holder in holders:
-        if holder.grad is None:
-            continue
-        if set_to_none:
-            holder.grad = None
-        else:
-            gradient = holder.grad.detach()
-            if gradient is not holder.grad and holder.grad.grad_fn is not None:
-                holder.grad = gradient
+        gradient = None if set_to_none or holder.grad is None else holder.grad.detach()
+        if gradient is None or (holder.grad is not None and holder.grad.grad_fn is not None):
+            holder.grad = gradient
+        if gradient is not None:
             torch_private.local_of(gradient).zero_()
 
 
