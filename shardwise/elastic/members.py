@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from shardwise import torch_private
 from shardwise.consistency import store as waits
@@ -31,6 +32,7 @@ VARIABLE = "SHARDWISE_ELASTIC"  # of a rank's environment: the port of the store
 _NUM_SETS = 2
 _OVER, _READY, _FORMED = "elastic/over", "elastic/ready/{}", "elastic/formed/{}"
 _AGAIN_S = 0.1  # between two attempts to interrupt the main thread
+_CONNECT_S, _BUILD_S = 10.0, 60.0  # for ranks that have come to connect; for groups that build() makes
 _POLLS_S = 2e-4, 5e-3  # first and longest pause between two looks for a key
 
 
@@ -310,8 +312,18 @@ class Process:
         self.listen()
         self._joined = _GenerationStore(self._store, self, newest.number)  # C++ does not keep its Python part
         store = dist.PrefixStore(f"elastic/{newest.number}", self._joined)
-        dist.init_process_group(backend, store=store, rank=used.index(self.number), world_size=len(used))
+        store.set(f"here/{self.number}", "")
+        store.wait([f"here/{each}" for each in used], timedelta(days=1))
+        # Nothing interrupts gloo while it connects, to a rank that was killed after it had come: then this is how long.
+        rank, size, limit = used.index(self.number), len(used), timedelta(seconds=_CONNECT_S)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        self.set_timeouts(_BUILD_S)
         return self.generation
+
+    def set_timeouts(self, seconds: float = default_pg_timeout.total_seconds()) -> None:
+        """Set the timeout of all groups; by default to torch's."""
+        for group in torch_private.all_groups():
+            torch_private.set_timeout(group, seconds)
 
     def note_formed(self) -> None:
         """Note that all ranks of the generation have entered it."""

@@ -191,6 +191,7 @@ class ElasticRun(Generic[T]):
         process.note_formed()
         note("elastic recovery", f"generation {generation.number}")
         self.state = self._build()
+        process.set_timeouts()
         named = _named(self.state)
         built_s = time.monotonic()
         memory = StateMemory(process.fds)
