@@ -51,6 +51,7 @@ from shardwise.fsdp.trace import Span, Trace, trace
 from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import StepMeter
 from shardwise.offload.activations import ActivationPolicy, apply_activations
+from shardwise.offload.optimizer import OffloadReport, OptimizerOffload, offload_report
 from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
@@ -87,6 +88,8 @@ __all__ = [
     "LayoutError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OffloadReport",
+    "OptimizerOffload",
     "Placements",
     "Plan",
     "RankError",
@@ -121,6 +124,7 @@ __all__ = [
     "hook_with_zero_step_interleaved",
     "init_parameters",
     "notebook_launch",
+    "offload_report",
     "plan",
     "policy",
     "record",

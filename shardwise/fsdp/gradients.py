@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -75,6 +76,12 @@ def _make_layout(
     return layout
 
 
+# Called with parameters and their reduced gradients before ``.grad`` is set, which for most is while backward still runs.  They
+# belong to optimizers that update while backward runs, and change nothing.  The last argument: an event after which memory has
+# the values; None if it has them.
+early_readers: list[Callable[[Sequence[ShardedParam], Sequence[torch.Tensor], Any], None]] = []
+
+
 class Reduction:
     """The reduction of the gradients of one dtype, and both ends of its collectives (``ScatterEnds``, ``SumContents``).
 
@@ -129,7 +136,7 @@ class Reduction:
         # Handles of the two stages while they are in flight: the reduce-scatter, and the all-reduce over replicas.
         self._scattered: Handle | None = None
         self._replicated: Handle | None = None
-        self.is_over = self.holds_input = self._is_dense = False
+        self.is_over = self.holds_input = self._is_dense = self._is_shown = False
         self.section: torch.Tensor | None = None
         self.number, self.checksum = 0, None
         self._result: GradientSection | None = None
@@ -215,6 +222,8 @@ class Reduction:
                 store.wait_current()
             with store.run():
                 self._stored = self._as_gradients()
+            if early_readers:
+                self.show(store.mark())
 
     def _launch_next(self) -> None:
         """Add partial sums of earlier backwards, then launch the all-reduce over replicas or run the user's hook."""
@@ -342,6 +351,15 @@ class Reduction:
         return found
 
     # ---- queries ----
+
+    def show(self, ready: Any = None) -> None:
+        """Give the result to the readers, once; call it after :meth:`finish`, or with an event that is as late."""
+        if not (self._is_shown or self.is_partial):
+            self._is_shown = True
+            if self._stored is None:
+                self._stored = self._as_gradients()
+            for reader in list(early_readers):
+                reader(self.params, self._stored, ready)
 
     @property
     def is_due(self) -> bool:

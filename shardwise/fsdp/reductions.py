@@ -11,7 +11,16 @@ from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.execution_order import ExecOrderTracker
-from shardwise.fsdp.gradients import Entry, Launch, Reduction, is_summed, launch_large, launch_reductions, split
+from shardwise.fsdp.gradients import (
+    Entry,
+    Launch,
+    Reduction,
+    early_readers,
+    is_summed,
+    launch_large,
+    launch_reductions,
+    split,
+)
 from shardwise.fsdp.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
@@ -287,6 +296,8 @@ class Reductions:
                 reduction.advance()
         except RuntimeError as error:
             raise self._exec_order.explain(error, _gradients_of(reduction.units)) from error
+        if early_readers and reduction.is_over and not self._comm_ctx.streams.are_concurrent:
+            reduction.show()
         if listeners:
             end(self._exec_order.track.name, "wait for gradients", name)
 
@@ -343,6 +354,8 @@ class Reductions:
         self.failed_hook = None
         for launch in launched:
             for reduction in launch.reductions:
+                if early_readers:
+                    reduction.show()
                 failed = reduction.set_gradients(is_hooked, launch)
                 self.failed_hook = self.failed_hook or failed
             launch.unit.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again

@@ -64,7 +64,7 @@ class HostTier:
         """Return ``held``, of which ``keeps`` makes a copy."""
         self._state[unit] = held
         if keeps:
-            copies = self._copies.get(unit, [])
+            copies = self._copies.setdefault(unit, [])
             if [(each.shape, each.dtype) for each in copies] != [(each.shape, each.dtype) for each in held]:
                 copies = self._copies[unit] = [torch.empty_like(each) for each in held]
             torch_private.copy_all(copies, list(held))

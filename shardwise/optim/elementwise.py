@@ -16,6 +16,7 @@ from shardwise.collectives.owned import sum_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.optim.slices import (
     Closure,
+    Groups,
     MakeOptimizer,
     Params,
     ParamSlice,
@@ -305,6 +306,10 @@ class ElementwiseStep:
         )
         if any(group.get("differentiable") for group in self.optimizer.param_groups):
             raise ConfigError("differentiable=True needs the parameters themselves; it cannot be used with shards")
+
+    def over(self, groups: Groups) -> ElementwiseStep:
+        """Return another such step over ``groups``, with an optimizer of its own."""
+        return ElementwiseStep(self._make, groups, self._is_flat, self._is_known)
 
     def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
         """Add a param group to the optimizer."""

@@ -29,6 +29,7 @@ from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_state
 from shardwise.optim.slices import (
     MakeOptimizer,
     Members,
+    Offload,
     OptimizerBackend,
     Params,
     ParamSlice,
@@ -314,6 +315,7 @@ class ShardedOptimizer(Optimizer):
         update: ``"elementwise"`` or ``"whole_matrix"`` for an unknown class (or set the class attribute
             ``sharded_update``); see :func:`shardwise.optim.slices.update_rule`.
         flat: False to update every shard separately.
+        offload: a :class:`shardwise.OptimizerOffload`: where the state lives, and whether updates run while backward runs.
 
     Attributes:
         named_params: the live parameters by name.
@@ -350,6 +352,7 @@ class ShardedOptimizer(Optimizer):
         groups: Sequence[Mapping[str, Any]] = (),
         update: UpdateRule | None = None,
         flat: bool = True,
+        offload: Offload | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         note("init", "ShardedOptimizer")
@@ -362,8 +365,11 @@ class ShardedOptimizer(Optimizer):
             return optimizer_class(param_groups, *optimizer_args, **optimizer_kwargs)
 
         wanted = [([self._slices[name] for name in names], options) for names, options in split]
-        self._backend: OptimizerBackend = make_backend(make, optimizer_class, wanted, update, flat)
-        inner = self._backend.optimizer
+        backend = make_backend(make, optimizer_class, wanted, update, flat)
+        if offload is not None:
+            backend = offload.over(backend, wanted, lambda: self.param_groups)
+        self._backend: OptimizerBackend = backend
+        inner = backend.optimizer
         outer = [
             {**options_of(group), "params": [self.named_params[name] for name in names]}
             for group, (names, _) in zip(inner.param_groups, split, strict=True)
@@ -554,10 +560,11 @@ class ShardedOptimizer(Optimizer):
         found: Any = getattr(backend.optimizer, name)
         if not inspect.ismethod(found):
             return found
-        if isinstance(backend, WholeMatrixStep):
+        if not isinstance(backend, ElementwiseStep | PlainStep):
             raise ConfigError(
                 f"{type(backend.optimizer).__name__}.{name}() needs full parameters, which a whole-matrix optimizer has "
-                "only during a step; pass update='elementwise' if it updates every element separately"
+                "only during a step, or all parameters at once, which one with offload= never has; pass update='elementwise' "
+                "if it updates every element separately, and leave offload= out"
             )
 
         @functools.wraps(found)

@@ -358,6 +358,8 @@ def clear_gradient(slices: Sequence[ParamSlice], set_to_none: bool) -> None:
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 Closure = Callable[[], Any]
 Params = Sequence[Sequence[ParamSlice]]  # the slices of each parameter of a group
+Groups = Sequence[tuple[Params, Mapping[str, Any]]]  # the parameters and options of each group
+Options = Sequence[Mapping[str, Any]]  # of each group
 Values = Mapping[str, Mapping[str, Any]]  # parameter name -> state key -> PerSlice, or one value for the parameter
 
 
@@ -389,6 +391,17 @@ class OptimizerBackend(Protocol):
 
     def load(self, values: Values, options: Sequence[Mapping[str, Any]], adopt: bool = False) -> None:
         """Replace all state, by values of any layout, and options; may be collective.  ``adopt``: keep tensors that fit."""
+        ...
+
+
+class Offload(Protocol):
+    """Where the state of an optimizer lives, and when it updates: :class:`shardwise.OptimizerOffload`."""
+
+    def over(self, backend: OptimizerBackend, groups: Groups, options: Callable[[], Options]) -> OptimizerBackend:
+        """Return the backend that runs in place of ``backend``, over the slices and options of ``groups``.
+
+        ``options``: returns the param groups of the user, whose options the next update has.
+        """
         ...
 
 

@@ -44,6 +44,7 @@ SEEDS: dict[str, tuple[int, ...]] = {
     "sizes": (0, 1),
     "beside": (0, 1),
     "around": (2, 4),
+    "offload": (0, 1),
 }
 
 

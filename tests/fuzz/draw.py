@@ -12,7 +12,7 @@ from fuzz import actions as do
 from fuzz.areas import AREAS
 from fuzz.case import Case, Contender, Optim, Own, Settings
 from fuzz.draw_model import MODULE_HOOKS, SIZES, draw_model, pick
-from fuzz.eligible import HOLDING, OURS, is_ours, peer_of, suits
+from fuzz.eligible import HOLDING, OFFLOADED, OURS, is_ours, peer_of, suits
 from fuzz.optims import OPTIMIZERS
 from fuzz.weights import Weights
 
@@ -334,7 +334,8 @@ def _with_able_doors(case: Case) -> Case:
 
 
 def _draw_contenders(random: Random, weights: Weights, case: Case) -> tuple[Contender, ...]:
-    able = [each for each in OURS if suits(case, each) and weights.doors.get(each.door, 0.0)]
+    ours = (*OFFLOADED, *OURS) if weights.offloads_optimizer else OURS
+    able = [each for each in ours if suits(case, each) and weights.doors.get(each.door, 0.0)]
     able = able or [each for each in OURS if suits(case, each)]
     chosen: list[Contender] = []
     while able and len(chosen) < weights.num_contenders:

@@ -31,6 +31,8 @@ OURS: tuple[Contender, ...] = (
     *(Contender(door, update=update) for door in ("zero1", "zero_alone") for update in ("whole", "even")),
     *(Contender(door, update=update) for door in OVERLAP_DOORS for update in ("whole", "even")),
 )
+# Contenders of the area "offload" alone.
+OFFLOADED = tuple(Contender(door, update="offloaded") for door in ("fully_shard", "shard_model", "replicate"))
 
 
 def is_ours(contender: Contender) -> bool:

@@ -199,7 +199,7 @@ class EngineSide(Side):
         return len(paths) == 1 and not inner
 
     def make_optimizer(self) -> Optimizer:
-        if self.contender.update != "sharded":
+        if not self.contender.update:
             return super().make_optimizer()
         optim = self.settings.optim
         kind = OPTIMIZERS[optim.name]
@@ -208,6 +208,9 @@ class EngineSide(Side):
         groups = [{"names": wide}, {"names": "*", **kind.bias}] if optim.groups else []
         groups = groups if 0 < len(wide) < len(named) else groups[not wide :][:1]
         options = dict(kind.options)
+        if self.contender.update == "offloaded":
+            fraction = (1.0, 0.6)[self.play.seed % 2]
+            options["offload"] = shardwise.OptimizerOffload(fraction, undo=self.play.seed % 4 < 3)
         if kind.is_block_wise:
             options["update"] = "whole_matrix" if self.play.seed % 2 else "elementwise"
         return shardwise.ShardedOptimizer(named, kind.make, groups=groups, flat=self.play.seed % 3 > 0, **options)
@@ -216,7 +219,7 @@ class EngineSide(Side):
         return named if isinstance(self.optimizer, shardwise.ShardedOptimizer) else super().as_group(named)
 
     def clip_norm(self, params: list[nn.Parameter], bound: float, norm_type: float) -> torch.Tensor:
-        if self.contender.update == "sharded" and isinstance(self.optimizer, shardwise.ShardedOptimizer):
+        if self.contender.update and isinstance(self.optimizer, shardwise.ShardedOptimizer):
             return self.optimizer.clip_grad_norm_(bound, norm_type)
         if self._maker.is_ours and (self.play.seed % 2 or norm_type != 2.0 or self.settings.own):
             return shardwise.clip_grad_norm_(params, bound, norm_type)

@@ -38,7 +38,7 @@ class Weights:
         marked: that groups are made of attributes.  later: that some parameters come in a later group.
         ignored: that parameters are ignored.  meta: relative weights of ways from the meta device.
         bounded: that units are counted.  apart: relative weights of what is done about ranks that begin with other values.
-        offload, columns, bucket_view, sync_buffers; compiled: relative weights of backends.
+        offload, offloads_optimizer, columns, bucket_view, sync_buffers; compiled: relative weights of backends.
         hooks: that users have registered hooks on gradients.
         own: of each thing that a unit may have for itself.
         turns: that every forward is followed by its backward and a step, and everything is used, as overlapped steps need it.
@@ -96,6 +96,7 @@ class Weights:
     apart: Table = field(default_factory=table)
     large: float = 0.4
     offload: float = 0.0
+    offloads_optimizer: bool = False
     columns: float = 0.0
     bucket_view: float = 0.3
     turns: float = 0.0

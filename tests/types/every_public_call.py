@@ -36,6 +36,8 @@ from shardwise import (
     LayoutError,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OffloadReport,
+    OptimizerOffload,
     Placements,
     Plan,
     RankError,
@@ -70,6 +72,7 @@ from shardwise import (
     hook_with_zero_step_interleaved,
     init_parameters,
     notebook_launch,
+    offload_report,
     plan,
     policy,
     record,
@@ -200,6 +203,10 @@ def trains(model: Net, data: Tensor) -> None:
         optimizer.step()
         optimizer.zero_grad()
         print(float(norm), float(optimizer.clip_grad_norm_(1.0)))
+    offload = OptimizerOffload(fraction=0.6, undo=True, num_threads=2)
+    offloaded = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, offload=offload, lr=1e-3)
+    report: OffloadReport = offload_report(offloaded)
+    print(report.num_units, report.num_early, report.num_redone, report.offloaded_bytes)
     optimizer.load_state_dict(optimizer.state_dict())
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     zero.clip_grad_norm_(1.0)

@@ -1,0 +1,327 @@
+"""The optimizer of one unit: it updates copies of the parameters, which become the parameters when the user steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise import torch_private
+from shardwise.observe import span
+from shardwise.offload.tiers import State, Tier
+from shardwise.optim.elementwise import ElementwiseStep, is_per_element
+from shardwise.optim.slices import Options, Params, ParamSlice, Values, local_of, whole
+from shardwise.optim.state_dict import copy_options, options_of
+
+Gradients = Sequence[torch.Tensor | None]
+
+# ---- What an update depends on, compared without second copies.
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_are_equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_are_equal, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+_NUM_COLUMNS = 1021  # a prime: rows of a matrix that trade places change the columns of their words
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums over the bits of ``tensor``, one per column; they show a change unless it cancels in every column.
+
+    A sum over all words would not show a change of all signs if as many elements are positive as are negative.
+
+    Example:
+        >>> torch.equal(digest_of(torch.ones(5000)), digest_of(-torch.ones(5000)))
+        False
+    """
+    found = tensor.detach()
+    if not found.is_contiguous() or found.storage_offset() * found.element_size() % 8:
+        found = found.clone(memory_format=torch.contiguous_format)
+    data = found.view(-1).view(torch.uint8)
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    num_rows = words.numel() // _NUM_COLUMNS
+    rows = words[: num_rows * _NUM_COLUMNS].view(num_rows, _NUM_COLUMNS)
+    return torch.cat([rows.sum(0), words[rows.numel() :], data[words.numel() * 8 :].long()])
+
+
+def digests_of(tensors: Gradients) -> list[torch.Tensor | None]:
+    """Return the digest of each tensor that is there.
+
+    Version counters would cost less, but torch counts no write of ``torch._foreach`` functions to DTensors, which its
+    ``clip_grad_norm_`` uses.
+    """
+    return [None if each is None else digest_of(each) for each in tensors]
+
+
+@dataclass(slots=True, eq=False)
+class Guess:
+    """An update made before ``step()``, which keeps it if everything that it depends on is still the same.
+
+    Attributes:
+        options: of each param group of the unit.
+        gradients: as they will be in ``.grad`` if the user changes nothing.
+        ready: an event after which their memory has the values; None: it has them.
+        digests: of the gradients, and of the parameters.
+        undo: restores the state and the options; None if the update raised.
+    """
+
+    options: Options
+    gradients: Gradients
+    ready: Any = None
+    digests: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
+    undo: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What is known of the running step of one unit, and of all its steps.
+
+    Attributes:
+        gradients: those that have arrived in this backward, by index of the slice.
+        num_backwards: how many of this step have given all gradients.  num_expected: how many the last step had.
+        num_steps, num_kept, num_redone: updates of all steps; those that were made early and kept, or made again.
+    """
+
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    num_backwards: int = 0
+    num_expected: int = 1
+    num_steps: int = 0
+    num_kept: int = 0
+    num_redone: int = 0
+
+
+class Copies:
+    """Copies of parameters in one allocation of host memory, and views of gradients that lie in another one alike."""
+
+    def __init__(self, slices: Sequence[ParamSlice]) -> None:
+        found = [local_of(each) for each in slices]
+        # The widest elements first: then all are aligned without gaps.
+        order = sorted(range(len(found)), key=lambda index: -found[index].element_size())
+        self.num_bytes = sum(local.numel() * local.element_size() for local in found)
+        self._ranges: list[tuple[int, int]] = [(0, 0)] * len(found)
+        start = 0
+        for index in order:
+            stop = start + found[index].numel() * found[index].element_size()
+            self._ranges[index], start = (start, stop), stop
+        self.tensors = [torch.empty_like(local, device="meta").detach() for local in found]
+        self.tensors = self._views(torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu"))
+        self._staged: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
+
+    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            memory[start:stop].view(each.dtype).view(each.shape)
+            for each, (start, stop) in zip(self.tensors, self._ranges, strict=True)
+        ]
+
+    def stage(self, gradients: Gradients, staging: torch.Tensor) -> None:
+        """Copy ``gradients`` into ``staging``; they become the gradients of the copies."""
+        if self._staged[0] is not staging:
+            self._staged = staging, self._views(staging)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for each, view, gradient in zip(self.tensors, self._staged[1], gradients, strict=True):
+            if gradient is None or gradient.dtype != each.dtype:
+                each.grad = gradient  # a wrong dtype raises, as it does in the plain optimizer
+                continue
+            each.grad = view
+            targets.append(view)
+            sources.append(gradient)
+        torch_private.copy_all(targets, sources)
+
+
+# ---- One unit.
+
+
+class UpdateUnit:
+    """The parameters of one FSDP unit in an optimizer of their own, so that a step of the user is one step of it.
+
+    With ``copies`` the optimizer runs over them, and ``step()`` copies them into the parameters: until then nobody sees an
+    update, and to drop one costs its state only.  Without, it updates the parameters in place, in ``step()``.
+
+    Attributes:
+        number: in ``tier``, where the state lives.  groups: indices of its param groups.  slices: of its parameters.
+        guess: the update made early, if there is one; only the user's thread writes it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tier: Tier,
+        groups: Mapping[int, Params],
+        options: Mapping[int, Mapping[str, Any]],
+        plain: ElementwiseStep,
+        makes_copies: bool,
+    ) -> None:
+        self.number, self.tier, self.groups = number, tier, sorted(groups)
+        self.slices = [each for group in self.groups for param in groups[group] for each in param]
+        self.copies = Copies(self.slices) if makes_copies else None
+        wanted = [(groups[group], options[group]) for group in self.groups]
+        if self.copies is not None:
+            pairs = zip(self.slices, self.copies.tensors, strict=True)
+            inner = iter([ParamSlice(each.name, tensor, 0, whole(tensor.shape)) for each, tensor in pairs])
+            wanted = [([[next(inner) for _ in param] for param in params], found) for params, found in wanted]
+        self.step = plain.over(wanted)
+        self.guess: Guess | None = None
+        self.arrivals = Arrivals()
+
+    # ---- on the user's thread ----
+
+    def options(self, options: Options) -> Options:
+        """Return a copy of the options of the unit's groups."""
+        return [_copied(options_of(options[group])) for group in self.groups]
+
+    # ---- on the thread of the updates ----
+
+    def make(self, guess: Guess, staging: torch.Tensor) -> None:
+        """Update early."""
+        assert self.copies is not None
+        with span("offload", "update", self.slices[0].name):
+            if guess.ready is not None:
+                guess.ready.synchronize()
+            self.copies.stage(guess.gradients, staging)
+            guess.digests = digests_of([*[each.grad for each in self.copies.tensors], *self._take_params()])
+            guess.undo = self._update(guess.options, keeps=True)
+
+    def finish(self, gradients: Gradients, options: Options, staging: torch.Tensor) -> None:
+        """Keep the guess if it is right, or update from ``gradients``; then copy the result into the parameters."""
+        guess, copies, arrivals, params = self.guess, self.copies, self.arrivals, self._params()
+        is_right = guess is not None and guess.undo is not None and _are_equal(options, guess.options)
+        if guess is None or not is_right or not _are_equal(digests_of([*gradients, *params]), guess.digests):
+            with span("offload", "update" if guess is None else "redo", self.slices[0].name):
+                drop(guess)
+                if copies is not None:
+                    copies.stage(gradients, staging)
+                    self._take_params()
+                self._update(options, keeps=False)
+            arrivals.num_redone += guess is not None
+        else:
+            arrivals.num_kept += 1
+        arrivals.num_steps += 1
+        self.tier.commit(self.number)
+        if copies is not None:
+            torch_private.copy_all(params, copies.tensors)
+
+    def _params(self) -> list[torch.Tensor]:
+        return [local_of(each) for each in self.slices]
+
+    def _take_params(self) -> list[torch.Tensor]:
+        """Copy the parameters; return the copies."""
+        assert self.copies is not None
+        torch_private.copy_all(self.copies.tensors, self._params())
+        return self.copies.tensors
+
+    def _update(self, options: Options, keeps: bool) -> Callable[[], None] | None:
+        """Step the optimizer; return a function that undoes this if it ``keeps`` what that needs."""
+        restore = self.keep_numbers() if keeps else None
+
+        def undo() -> None:
+            assert restore is not None
+            restore()
+            self._hold(self.tier.restore(self.number))
+
+        copy_options(options, self.step.optimizer.param_groups)
+        self._hold(self.tier.load(self.number, self._state(), keeps))
+        try:
+            self.step.step()
+        except BaseException:
+            if keeps:
+                undo()
+            raise
+        self._hold(self.tier.store(self.number, self._state()))
+        return undo if keeps else None
+
+    # ---- the state: values per element, which the tier stores, and numbers such as step counts ----
+
+    def _places(self) -> Iterator[tuple[dict[str, Any], str]]:
+        optimizer = self.step.optimizer
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            entry: dict[str, Any] = optimizer.state.get(param, {})
+            for key, value in entry.items():
+                if is_per_element(value, param.shape):
+                    yield entry, key
+
+    def _state(self) -> State:
+        return [entry[key] for entry, key in self._places()]
+
+    def _hold(self, state: State) -> None:
+        for (entry, key), value in zip([*self._places()], state, strict=True):
+            entry[key] = value
+
+    def keep_numbers(self) -> Callable[[], None]:
+        """Return a function that restores all of the optimizer's state but the values per element."""
+        optimizer, mark = self.step.optimizer, self.step.mark()
+        lists = [group["params"] for group in optimizer.param_groups]
+        places = {(id(entry), key) for entry, key in self._places()}
+        entries = [
+            (param, entry, dict(entry), {k: _copied(v) for k, v in entry.items() if (id(entry), k) not in places})
+            for param, entry in optimizer.state.items()
+        ]
+
+        def restore() -> None:
+            mark()
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = params
+            optimizer.state.clear()
+            for param, entry, was, copies in entries:
+                entry.clear()
+                entry.update(was)
+                for key, value in copies.items():
+                    entry[key] = was[key].copy_(value) if isinstance(value, torch.Tensor) else value
+                optimizer.state[param] = entry
+
+        return restore
+
+    def read_state(self, blank: bool = False) -> Values:
+        """Return the state by name of the parameter, in memory."""
+        if not blank:
+            self._hold(self.tier.load(self.number, self._state(), keeps=False))
+        return self.step.states(blank)
+
+    def load(self, values: Values, options: Options) -> None:
+        """Replace the state by ``values``, by name of the parameter, and the options."""
+        mine = {each.name for each in self.slices}
+        found = {name: value for name, value in values.items() if name in mine}
+        self.step.load(found, [options[group] for group in self.groups])
+        self._release()
+
+    def _release(self) -> None:
+        self._hold(self.tier.store(self.number, self._state()))
+        self.tier.commit(self.number)
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that restores the state of now, however many updates have followed."""
+        self._hold(self.tier.load(self.number, self._state(), keeps=False))
+        found, restore = self._state(), self.keep_numbers()
+        copies = [each.clone() for each in found]
+
+        def undo() -> None:
+            restore()
+            torch_private.copy_all(list(found), copies)
+            self._hold(found)
+            self._release()
+
+        return undo
+
+
+def drop(guess: Guess | None) -> None:
+    """Undo ``guess``, if there is one that did not raise."""
+    if guess is not None and guess.undo is not None:
+        guess.undo()
+        guess.undo = None
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return value if isinstance(value, int | float | str | bool | None) else copy.deepcopy(value)
