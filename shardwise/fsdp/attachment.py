@@ -26,9 +26,14 @@ def remember(unit: Unit) -> None:
         param.ordinal, param.unit = ordinal, weakref.ref(unit)
 
 
+def all_units() -> list[Unit]:
+    """Return the units of all living models."""
+    return list(_units)
+
+
 def managed_by_registration() -> dict[tuple[int, str], ShardedParam]:
     """Return all managed parameters by registration: the id of a module's dict of parameters, and a name."""
-    params = (param for unit in list(_units) for param in unit.params)
+    params = (param for unit in all_units() for param in unit.params)
     return {(id(at.parameters), at.name): param for param in params for at in param.registrations}
 
 

@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp.attachment import all_units
 from shardwise.fsdp.gradients import early_readers
 from shardwise.fsdp.param import ShardedParam
+from shardwise.offload.disk import DiskTier
 from shardwise.offload.tiers import HostTier, Tier
 from shardwise.offload.units import Guess, UpdateUnit, drop
 from shardwise.one_host import usable_cores
@@ -53,6 +54,7 @@ class OptimizerOffload:
             first; the rest is updated in ``step()``, where it is.  Parameters of no unit are never offloaded.
         undo: False to update in ``step()`` only: needs no copies of parameters and state, and overlaps with nothing.
         num_threads: of the updates; None: the cores of this host divided by its ranks.
+        folder: keep the state on a disk, in a file without a name that ends with the process; None: in memory.
 
     Parameters must be in host memory: on accelerators shard with ``CPUOffloadPolicy()``.
 
@@ -69,6 +71,7 @@ class OptimizerOffload:
     fraction: float = 1.0
     undo: bool = True
     num_threads: int | None = None
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.fraction <= 1.0:
@@ -86,8 +89,8 @@ class OptimizerOffload:
         return OffloadedStep(self, backend, groups, options)
 
     def tier(self) -> Tier:
-        """Return where the state lives."""
-        return HostTier()
+        """Return where the state lives.  Collective for a disk."""
+        return HostTier() if self.folder is None else DiskTier(self.folder)
 
 
 class OffloadedStep:
@@ -260,9 +263,11 @@ class OffloadedStep:
         """Return :meth:`states`: all of it is local."""
         return self.states()
 
-    def load(self, values: Values, options: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, values: Values, options: Sequence[Mapping[str, Any]], adopt: bool = False) -> None:
         """Replace all state and options."""
-        self._each(lambda unit: unit.load(values, options))
+        self._each(lambda unit: None)  # then the thread is idle
+        for unit in (*self.units, *self.resident):
+            unit.load(values, options, adopt)
         copy_options(options, self.optimizer.param_groups)
 
 

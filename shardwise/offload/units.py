@@ -13,8 +13,8 @@ from shardwise import torch_private
 from shardwise.observe import span
 from shardwise.offload.tiers import State, Tier
 from shardwise.optim.elementwise import ElementwiseStep, is_per_element
-from shardwise.optim.slices import Options, Params, ParamSlice, Values, local_of, whole
-from shardwise.optim.state_dict import copy_options, options_of
+from shardwise.optim.slices import Options, Params, ParamSlice, PerSlice, Values, local_of, whole
+from shardwise.optim.state_dict import copy_options, options_of, unwrap
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -144,7 +144,7 @@ class Copies:
 class UpdateUnit:
     """The parameters of one FSDP unit in an optimizer of their own, so that a step of the user is one step of it.
 
-    With ``copies`` the optimizer runs over them, and ``step()`` copies them into the parameters: until then nobody sees an
+    With ``copies`` the optimizer runs over them, and ``step()`` copies them into the parameters: until then no reader sees an
     update, and to drop one costs its state only.  Without, it updates the parameters in place, in ``step()``.
 
     Attributes:
@@ -286,11 +286,14 @@ class UpdateUnit:
             self._hold(self.tier.load(self.number, self._state(), keeps=False))
         return self.step.states(blank)
 
-    def load(self, values: Values, options: Options) -> None:
-        """Replace the state by ``values``, by name of the parameter, and the options."""
-        mine = {each.name for each in self.slices}
-        found = {name: value for name, value in values.items() if name in mine}
-        self.step.load(found, [options[group] for group in self.groups])
+    def load(self, values: Values, options: Options, adopt: bool) -> None:
+        """Replace the state by ``values``, by name, and the options; on the user's thread, since it may be collective."""
+        found = {each.name: values[each.name] for each in self.slices if each.name in values}
+        if self.copies is not None:  # each of these parameters has one slice
+            for each in (each for each in self.slices if each.name in found):
+                cut = {key: unwrap(each.name, key, value, [each], adopt) for key, value in found[each.name].items()}
+                found[each.name] = {k: value[0] if isinstance(value, PerSlice) else value for k, value in cut.items()}
+        self.step.load(found, [options[group] for group in self.groups], adopt or self.copies is not None)
         self._release()
 
     def _release(self) -> None:

@@ -560,7 +560,7 @@ class ShardedOptimizer(Optimizer):
         found: Any = getattr(backend.optimizer, name)
         if not inspect.ismethod(found):
             return found
-        if not isinstance(backend, ElementwiseStep | PlainStep):
+        if not isinstance(backend, ElementwiseStep):
             raise ConfigError(
                 f"{type(backend.optimizer).__name__}.{name}() needs full parameters, which a whole-matrix optimizer has "
                 "only during a step, or all parameters at once, which one with offload= never has; pass update='elementwise' "
