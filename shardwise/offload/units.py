@@ -99,19 +99,26 @@ class Arrivals:
     num_redone: int = 0
 
 
+_GAP_BYTES = 64
+
+
 class Copies:
     """Copies of parameters in one allocation of host memory, and views of gradients that lie in another one alike."""
 
     def __init__(self, slices: Sequence[ParamSlice]) -> None:
         found = [local_of(each) for each in slices]
-        # The widest elements first: then all are aligned without gaps.
-        order = sorted(range(len(found)), key=lambda index: -found[index].element_size())
-        self.num_bytes = sum(local.numel() * local.element_size() for local in found)
+        # Copies are neighbours where the parameters are: fused kernels round the last elements of a run in another way.  The
+        # widest elements come first, so that all are aligned.
+        order = sorted(range(len(found)), key=lambda index: (-found[index].element_size(), found[index].data_ptr()))
         self._ranges: list[tuple[int, int]] = [(0, 0)] * len(found)
-        start = 0
+        start = follows = 0
         for index in order:
-            stop = start + found[index].numel() * found[index].element_size()
-            self._ranges[index], start = (start, stop), stop
+            size = found[index].numel() * found[index].element_size()
+            if size and found[index].data_ptr() != follows:
+                start = (start // _GAP_BYTES + 2) * _GAP_BYTES
+            follows = found[index].data_ptr() + size
+            self._ranges[index], start = (start, start + size), start + size
+        self.num_bytes = start
         self.tensors = [torch.empty_like(local, device="meta").detach() for local in found]
         self.tensors = self._views(torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu"))
         self._staged: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
