@@ -257,7 +257,8 @@ class OffloadedStep:
     def states(self, blank: bool = False) -> Values:
         """Return the state of every parameter that has state."""
         found = self._each(lambda unit: unit.read_state(blank))
-        return {name: values for each in found for name, values in each.items()}
+        of = {name: values for each in found for name, values in each.items()}
+        return {name: of[name] for name in self._plain.names if name in of}
 
     def local_states(self) -> Values:
         """Return :meth:`states`: all of it is local."""

@@ -307,6 +307,11 @@ class ElementwiseStep:
         if any(group.get("differentiable") for group in self.optimizer.param_groups):
             raise ConfigError("differentiable=True needs the parameters themselves; it cannot be used with shards")
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters, in the order of their groups."""
+        return [slices[0].name for slices in self._params]
+
     def over(self, groups: Groups) -> ElementwiseStep:
         """Return another such step over ``groups``, with an optimizer of its own."""
         return ElementwiseStep(self._make, groups, self._is_flat, self._is_known)
