@@ -330,7 +330,7 @@ BUDGETS = {
     "recipes": 1800,
     "consistency": 1950,  # 1800
     "planner": 1400,
-    "optim": 1700,
+    "optim": 1750,  # 1700
     "zero": 1100,
     "cli": 1250,
     "(top)": 1600,  # with testing 1500
