@@ -1,0 +1,204 @@
+"""Optimizer state on disk: equal to the bit, named errors on all ranks, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.jobs import Job
+from helpers.models import batch_for, build, units_of
+from helpers.ranks import on_ranks
+from torch import nn
+
+import shardwise
+from shardwise import ConfigError, OptimizerOffload, RejectedStep, ShardedOptimizer, fully_shard, transaction
+from shardwise.checkpoint import load, save
+from shardwise.errors import StateError, TransportError
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+}
+
+
+def sharded(name: str) -> nn.Module:
+    model = build(name)
+    for module in units_of(name, model):
+        fully_shard(module)
+    return fully_shard(model)
+
+
+def optimizer_for(model: nn.Module, kind: str, folder: str | None) -> ShardedOptimizer:
+    made, options = OPTIMIZERS[kind]
+    offload = None if folder is None else OptimizerOffload(folder=folder)
+    return ShardedOptimizer(dict(model.named_parameters()), made, offload=offload, **options)
+
+
+def train(name: str, model: nn.Module, optimizer: ShardedOptimizer, steps: range) -> list[float]:
+    """Return the losses of steps of which every second one clips."""
+    losses: list[float] = []
+    for number in steps:
+        loss = model(batch_for(name, 10 * number + dist.get_rank(), 4)).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        shardwise.clip_grad_norm_(model.parameters(), 0.05 if number % 2 else 1e6)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def state_of(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
+    found = {name: param.detach().to_local() for name, param in model.named_parameters()}  # pyright: ignore
+    for name, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            found[f"{name}.{key}"] = torch.as_tensor(getattr(value, "to_local", lambda value=value: value)())
+    return {name: value.clone() for name, value in found.items()}
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert not [name for name, value in left.items() if not torch.equal(value, right[name])]
+
+
+@contextmanager
+def shared_folder() -> Generator[str, None, None]:
+    """Make one folder for all ranks."""
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(made)
+    try:
+        yield made[0]
+    finally:
+        dist.barrier()
+
+
+def files_on_disk(folder: str) -> list[int]:
+    """Return the descriptors of this process that lead into ``folder``."""
+    links = {int(fd): f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+    return [fd for fd, link in links.items() if os.path.lexists(link) and os.readlink(link).startswith(folder)]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(1, 2, 4)
+def test_fifty_clipped_steps_are_those_of_state_in_memory(kind: str) -> None:
+    with shared_folder() as folder:
+        runs: list[Any] = []
+        for where in (None, folder):
+            model = sharded("mixed")
+            optimizer = optimizer_for(model, kind, where)
+            runs.append((train("mixed", model, optimizer, range(50)), state_of(model, optimizer)))
+            assert (where is None) == (not files_on_disk(folder))
+        assert not os.listdir(folder)  # not even while it is used
+        assert runs[0][0] == runs[1][0]
+        assert_equal(runs[0][1], runs[1][1])
+
+
+@on_ranks(2)
+def test_checkpoints_of_either_tier_go_on_in_the_other() -> None:
+    with shared_folder() as folder:
+        model = sharded("plain")
+        optimizer = optimizer_for(model, "AdamW", None)
+        train("plain", model, optimizer, range(9))
+        plain = state_of(model, optimizer)
+        for first, then in ((folder, None), (None, folder)):
+            path = Path(folder) / f"checkpoint-{first is None}"
+            model = sharded("plain")
+            optimizer = optimizer_for(model, "AdamW", first)
+            train("plain", model, optimizer, range(5))
+            save(path, {"model": model, "optimizer": optimizer}, step=5)
+            resumed = sharded("plain")
+            other = optimizer_for(resumed, "AdamW", then)
+            load(path, {"model": resumed, "optimizer": other})
+            for each, its in ((model, optimizer), (resumed, other)):
+                train("plain", each, its, range(5, 9))
+                assert_equal(state_of(each, its), plain)
+
+
+@on_ranks(2)
+def test_a_rejected_step_leaves_the_state_on_disk_as_it_was() -> None:
+    with shared_folder() as folder:
+        model = sharded("plain")
+        optimizer = optimizer_for(model, "AdamW", folder)
+        train("plain", model, optimizer, range(2))
+        before = state_of(model, optimizer)
+        with transaction(model, optimizer, skip=(RejectedStep,)) as step:
+            train("plain", model, optimizer, range(2, 4))
+            step.reject("as a test")
+        assert_equal(state_of(model, optimizer), before)
+
+
+@on_ranks(2)
+def test_a_folder_that_one_rank_cannot_write_to_is_named_on_all_ranks() -> None:
+    with shared_folder() as folder:
+        mine = Path(folder) / "file"
+        mine.write_text("")
+        model = sharded("plain")
+        with pytest.raises(ConfigError, match=r"rank 1 cannot write to the folder .*file"):
+            optimizer_for(model, "AdamW", str(mine) if dist.get_rank() == 1 else folder)
+
+
+def trains_until_rank_one_fails(folder: str, kind: str) -> None:
+    model = sharded("plain")
+    optimizer = optimizer_for(model, "AdamW", folder)
+    if dist.get_rank() == 1 and kind == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    train("plain", model, optimizer, range(3))
+    if dist.get_rank() == 1 and kind == "torn":
+        (fd,) = files_on_disk(folder)
+        with open(f"/proc/self/fd/{fd}", "r+b") as file:
+            for begin in range(0, os.fstat(fd).st_size, 4096):
+                os.pwrite(file.fileno(), b"torn", begin)
+    train("plain", model, optimizer, range(3, 9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("full", "no space for .* more: File too large"),
+        ("torn", "the block at byte .* is not the one that was written"),
+    ],
+)
+def test_a_full_disk_or_torn_bytes_of_one_rank_are_named_on_all_ranks(kind: str, message: str, tmp_path: Path) -> None:
+    with Job(trains_until_rank_one_fails, str(tmp_path), kind, num_ranks=2) as job:
+        errors = [job.outcome(rank, limit_s=60).error for rank in range(2)]
+    assert [error and error[0] for error in errors] == [TransportError, StateError]
+    assert all(error and re.search(rf"optimizer state on disk \(.*\): {message}", error[1]) for error in errors)
+
+
+PROGRAM = """
+import sys, torch, shardwise
+model = torch.nn.Linear(300, 300)
+shardwise.fully_shard(model)
+offload = shardwise.OptimizerOffload(folder=sys.argv[1])
+optimizer = shardwise.ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, offload=offload)
+for number in range(10**6):
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_run_leaves_no_file_and_no_space_behind(tmp_path: Path) -> None:
+    for num_steps in (1, 4):
+        run = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert run.stdout is not None
+        for _ in range(num_steps):
+            assert run.stdout.readline()
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        run.stdout.close()
+        assert not list(tmp_path.iterdir())
