@@ -203,7 +203,7 @@ def trains(model: Net, data: Tensor) -> None:
         optimizer.step()
         optimizer.zero_grad()
         print(float(norm), float(optimizer.clip_grad_norm_(1.0)))
-    offload = OptimizerOffload(fraction=0.6, undo=True, num_threads=2)
+    offload = OptimizerOffload(fraction=0.6, undo=True, num_threads=2, folder="/tmp")
     offloaded = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, offload=offload, lr=1e-3)
     report: OffloadReport = offload_report(offloaded)
     print(report.num_units, report.num_early, report.num_redone, report.offloaded_bytes)
