@@ -57,7 +57,6 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import Hardware, Wire
-from shardwise.reproducible.compare import RunDigests
 from shardwise.reproducible.reproducible import Reproducible
 from shardwise.transaction.transaction import transaction
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
@@ -97,7 +96,6 @@ __all__ = [
     "RejectedStep",
     "ReplicateModule",
     "Reproducible",
-    "RunDigests",
     "ShardPlacementResult",
     "ShardedOptimizer",
     "ShardwiseError",

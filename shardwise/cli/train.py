@@ -213,6 +213,11 @@ _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of Train
     ("steps", "optimizer steps in all", {}),
     ("batch", "sequences per step, of all ranks together", {}),
     ("accumulate", "microbatches per step and rank", {}),
+    (
+        "reproducible",
+        "microbatches of a step over all ranks, V: the same bits at every number of ranks that divides V (default: 0, off)",
+        {"metavar": "V"},
+    ),
     ("warmup", "steps of linear warm-up, before the cosine", {}),
     ("seed", "of the weights, the order of the text and the sample", {}),
     ("log_every", "steps between two lines of figures", {}),
@@ -555,6 +560,11 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
             raise ConfigError(
                 f"--plan does not go with --experts {request.config.model.experts}: what experts compute and hold depends on "
                 "the text. Plan a model without experts, or run a few steps: the run ends with its measured memory."
+            )
+        if request.config.reproducible:
+            raise ConfigError(
+                f"--plan does not go with --reproducible {request.config.reproducible}: partial sums of gradients are not "
+                "planned. Plan without it, and add log2(microbatches per rank) + 1 times the unsharded gradients."
             )
         check_ranks(request.config, nproc)
         return plan_training(request.config, nproc, device_type)

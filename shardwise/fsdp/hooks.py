@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import observe, torch_private
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.consistency.process_groups import broadcast_from_first
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.fsdp.attachment import Attachment, ModulePass, attachment_of, diverging, roots_to_come
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
 from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
@@ -349,12 +349,31 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
 
 def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return ``params``, whose gradients are clipped next; those of units that are unsharded as shards, which have these."""
+    refuse_fixed_sums(params)
     serve_others(params)
     units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
     shards = {
         id(form): each.sharded for unit in units for each in unit.params for form in (each.full, each.registered_form)
     }
     return [shards.get(id(param), param) for param in params] if shards else params
+
+
+def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
+    """Raise UsageError if ``Reproducible`` sums the gradients of ``params``: the norm would be added in the order of ranks."""
+    names = {
+        id(form): each.fqn
+        for engine in live_engines
+        for unit in engine.units
+        for group in unit.groups
+        if group.sums is not None
+        for each in group.params
+        for form in (each.sharded, each.full, each.registered_form)
+    }
+    if names and (found := [names[id(param)] for param in params if id(param) in names]):
+        raise UsageError(
+            f"clip_grad_norm_: Reproducible sums the gradient of {found[0]}, and this function adds norms in the order of "
+            "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
+        )
 
 
 def serve_others(params: Sequence[torch.Tensor]) -> None:

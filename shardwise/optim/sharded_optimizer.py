@@ -23,7 +23,7 @@ from shardwise.consistency.agreement import open_exchange
 from shardwise.consistency.store import Sketch, sample_of
 from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
 from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of
-from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step
+from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step, refuse_fixed_sums
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
 from shardwise.optim.slices import (
@@ -410,6 +410,7 @@ class ShardedOptimizer(Optimizer):
 
         Like :func:`shardwise.clip_grad_norm_`, and also over ShardedTensors.  Collective.
         """
+        refuse_fixed_sums([*self.named_params.values()])
         limit = Limit(max_norm, norm_type, error_if_nonfinite)
         parts: list[Part] = []
         for name, param in self.named_params.items():

@@ -69,6 +69,7 @@ class TrainConfig:
     steps: int = 400
     batch: int = 32
     accumulate: int = 1
+    reproducible: int = 0
     lr: float = 2e-3
     warmup: int = 40
     weight_decay: float = 0.1
@@ -91,6 +92,7 @@ _EXECUTION = frozenset({
 RESUME_MAY_CHANGE = _EXECUTION | {
     "steps", "log_every", "eval_every", "eval_windows", "save_every", "keep", "sample_bytes"
 }  # fmt: skip
+_ADDED = _EXECUTION | {"reproducible"}  # a config.json of an earlier version may lack these
 _AT_LEAST_ONE = (
     "steps", "batch", "accumulate", "replicas", "tp", "log_every", "eval_every", "eval_windows", "save_every", "keep"
 )  # fmt: skip
@@ -115,7 +117,7 @@ def check_config(config: TrainConfig) -> None:
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected at least 1.")
-    for name in ("warmup", "sample_bytes", "weight_decay", "min_unit_bytes", "seed"):
+    for name in ("warmup", "sample_bytes", "weight_decay", "min_unit_bytes", "seed", "reproducible"):
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}, expected 0 or more.")
     if not (math.isfinite(config.lr) and config.lr > 0):
@@ -150,6 +152,8 @@ def _check_own_model(config: TrainConfig) -> None:
 def _check_together(config: TrainConfig) -> None:
     if config.model.experts:
         _check_experts(config)
+    if config.reproducible:
+        _check_reproducible(config)
     if config.offload and config.shard not in ENGINE_SHARDS:
         raise ConfigError(
             f"--offload does not go with --shard {config.shard}: only the engine behind --shard zero3, hsdp, "
@@ -186,6 +190,25 @@ def _check_experts(config: TrainConfig) -> None:
         )
 
 
+def _check_reproducible(config: TrainConfig) -> None:
+    reasons = {
+        f"--accumulate {config.accumulate}": config.accumulate > 1 and "the number of ranks decides it",
+        f"--tp {config.tp}": config.tp > 1 and "it splits the sums of a layer over ranks",
+        f"--experts {config.model.experts}": config.model.experts and "ranks run different experts",
+        f"--shard {config.shard}": config.shard not in ENGINE_SHARDS and "DDP sums in an order of its own",
+    }
+    for other, reason in reasons.items():
+        if reason:
+            raise ConfigError(
+                f"{other} does not go with --reproducible {config.reproducible}: {reason}. Leave one of them out."
+            )
+    if config.batch % config.reproducible:
+        raise ConfigError(
+            f"--reproducible {config.reproducible} does not divide --batch {config.batch}: microbatches must have equally many "
+            "sequences. Choose a divisor of --batch."
+        )
+
+
 def data_ranks(config: TrainConfig, num_ranks: int) -> int:
     """Return the number of parts of the batch for ``num_ranks`` ranks: the ranks of a tensor-parallel group share one part.
 
@@ -205,12 +228,22 @@ def data_ranks(config: TrainConfig, num_ranks: int) -> int:
     return parts
 
 
+def microbatches_per_rank(config: TrainConfig, num_parts: int) -> int:
+    """Return how many microbatches of a step each of ``num_parts`` data-parallel ranks computes."""
+    return config.reproducible // num_parts if config.reproducible else config.accumulate
+
+
 def check_ranks(config: TrainConfig, num_ranks: int) -> None:
     """Refuse numbers of ranks that do not suit the options, or that do not cut the batch into equal microbatches.
 
     Raises: ConfigError.
     """
     num_parts = data_ranks(config, num_ranks)
+    if config.reproducible % num_parts:
+        raise ConfigError(
+            f"--reproducible {config.reproducible} microbatches cannot be shared equally by {num_parts} data-parallel rank(s). "
+            "Start a number of ranks that divides it (--nproc)."
+        )
     parts = num_parts * config.accumulate
     if config.batch % parts:
         below, above = config.batch // parts * parts, (config.batch // parts + 1) * parts
@@ -246,12 +279,12 @@ def _to_toml(value: object) -> str:
 
 
 def config_from_json(values: Mapping[str, object]) -> TrainConfig:
-    """Rebuild a config; options of execution that ``values`` lack, because a later version added them, get their defaults.
+    """Rebuild a config; options that ``values`` lack, because a later version added them, get their defaults.
 
     Raises: ConfigError if other names are missing, or some are unknown (another version, or an edited file).
     """
     known = {item.name for item in dataclasses.fields(TrainConfig)}
-    odd_names = (set(values) - known) | (known - _EXECUTION - set(values))
+    odd_names = (set(values) - known) | (known - _ADDED - set(values))
     if odd_names:
         odd = ", ".join(sorted(odd_names))
         raise ConfigError(f"config.json does not match this version of shardwise: missing or unknown values: {odd}.")

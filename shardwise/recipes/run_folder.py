@@ -21,6 +21,7 @@ from typing import IO, Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise import Reproducible
 from shardwise.checkpoint import DamagedCheckpointError, RandomState, load, save
 from shardwise.checkpoint.contents import decode
 from shardwise.checkpoint.files import Files, read_manifest
@@ -123,23 +124,25 @@ def progress_from_json(values: Mapping[str, Any]) -> RunProgress:
     return typed(RunProgress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
 
 
-def start_saving(folder: Path, progress: RunProgress, model: nn.Module, optimizer: Optimizer, keep: int) -> None:
-    """Begin a checkpoint with all ranks; files are written while training continues.  ``model``: the unwrapped one.
+def start_saving(folder: Path, progress: RunProgress, entries: Mapping[str, Any], keep: int) -> None:
+    """Begin a checkpoint with all ranks; files are written while training continues.
 
+    Args:
+        entries: of :func:`entries_of`.
     Raises: CheckpointError on every rank if this one cannot begin, or the one before was not written.
     """
-    state = _state(model, optimizer) | {_PROGRESS: asdict(progress)}
+    state = {**entries, _PROGRESS: asdict(progress)}
     save(folder, state, step=progress.step, keep=keep, wait=False, buffers="rank0")
 
 
-def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> Resumed:
+def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
     """Load the newest checkpoint that verifies on all ranks, into any number of ranks and any sharding strategy.
 
     Raises: ConfigError on every rank, before any change, if there is none, or if it has other parameters.
     """
     progress: dict[str, Any] = {}
     try:
-        loaded = load(folder, _state(model, optimizer) | {_PROGRESS: progress}, fallback=True)
+        loaded = load(folder, {**entries, _PROGRESS: progress}, fallback=True)
     except DamagedCheckpointError as error:
         raise ConfigError(f"no checkpoint of the run is whole: {error}") from error
     except CheckpointError as error:
@@ -147,8 +150,10 @@ def load_newest(folder: Path, model: nn.Module, optimizer: Optimizer) -> Resumed
     return Resumed(loaded.path, progress_from_json(progress), loaded.skipped)
 
 
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    return {"model": model, "optimizer": optimizer, "random": RandomState()}
+def entries_of(model: nn.Module, optimizer: Optimizer, fixed: Reproducible | None) -> dict[str, Any]:
+    """Return the entries of a checkpoint, except the progress.  ``model``: the unwrapped one."""
+    found = {"model": model, "optimizer": optimizer, "random": RandomState()}
+    return found if fixed is None else {**found, "reproducible": fixed}
 
 
 CONFIG = "config.json"

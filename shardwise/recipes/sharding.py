@@ -49,7 +49,7 @@ from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.mesh import STRATEGIES as PLACEMENTS
 from shardwise.fsdp.shard_model import blocks_of as repeated_blocks_of
-from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks
+from shardwise.recipes.config import ModelShape, TrainConfig, data_ranks, microbatches_per_rank
 from shardwise.recipes.data import first_line
 from shardwise.recipes.gpt import GPT, Experts, GPTBlock, logits_of
 
@@ -327,8 +327,9 @@ def param_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def build_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Return AdamW with one fused update per group."""
-    return AdamW(param_groups(model, config), lr=config.lr, betas=(0.9, 0.95), fused=True)
+    """Return AdamW with one fused update per group; of --reproducible, whose bits do not depend on how parameters are cut."""
+    fixed = bool(config.reproducible)
+    return AdamW(param_groups(model, config), lr=config.lr, betas=(0.9, 0.95), fused=not fixed, foreach=fixed)
 
 
 def build_zero_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -501,7 +502,8 @@ def check_memory(config: TrainConfig, num_ranks: int, limit_bytes: int, place: s
 
     ``place``: the limit in words.  Raises: ConfigError with the options to change.
     """
-    num_sequences = config.batch // (data_ranks(config, num_ranks) * config.accumulate)
+    num_parts = data_ranks(config, num_ranks)
+    num_sequences = config.batch // (num_parts * microbatches_per_rank(config, num_parts))
     parameters = 0 if config.model_from is not None else count_gpt_parameters(config.model, vocabulary)
     least = _STATE_BYTES * parameters // num_ranks
     least += num_sequences * config.model.context * (_TOKEN_BYTES + 2 * 4 * vocabulary)  # logits, their log-softmax

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise import (
     ActivationPolicy,
+    Reproducible,
     StepMeter,
     Trace,
     __version__,
@@ -43,6 +44,7 @@ from shardwise.recipes.run_folder import (
     Start,
     TrainRun,
     discard_new,
+    entries_of,
     load_newest,
     lock_run,
     note_restart,
@@ -104,6 +106,7 @@ class Trainer:
     num_parameters: int
     unsharded: HeldBytes  # a rank's memory without any sharding
     damaged: tuple[str, ...]  # newer checkpoints than that with which the run goes on
+    fixed: Reproducible | None = None  # with --reproducible
 
     @property
     def config(self) -> TrainConfig:
@@ -151,14 +154,18 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
     optimizer = strategy.build_optimizer(model, config)
     if config.init is not None and run.checkpoint is None:
         load_init(config.init, strategy.plain(model))
-    resumed = load_newest(run.checkpoints, strategy.plain(model), optimizer) if run.checkpoint is not None else None
-    if resumed is not None:
+    fixed = None
+    if config.reproducible:
+        fixed = Reproducible(model, optimizer, num_microbatches=config.reproducible, seed=config.seed)
+    resumed = None
+    if run.checkpoint is not None:
+        resumed = load_newest(run.checkpoints, entries_of(strategy.plain(model), optimizer, fixed))
         run = replace(run, checkpoint=resumed.checkpoint, done=resumed.done)
     text = run.folder / "text"
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
     damaged = resumed.skipped if resumed else ()
-    return Trainer(run, ranks, strategy, model, optimizer, train, validation, num_parameters, unsharded, damaged)
+    return Trainer(run, ranks, strategy, model, optimizer, train, validation, num_parameters, unsharded, damaged, fixed)
 
 
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
@@ -296,15 +303,20 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter, *, measure: bool)
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
     trainer.model.train()
-    loss = torch.zeros((), device=trainer.ranks.device)
-    microbatches = (_microbatch(trainer, step, number) for number in range(config.accumulate))
+    fixed, losses = trainer.fixed, list[Tensor]()
+    numbers = range(config.accumulate) if fixed is None else fixed.microbatches()
+    microbatches = (_microbatch(trainer, step, number) for number in numbers)
     for microbatch, (tokens, targets) in enumerate(meter.data(microbatches)):
-        with strategy.sync(trainer.model, microbatch == config.accumulate - 1):
+        with strategy.sync(trainer.model, fixed is not None or microbatch == config.accumulate - 1):
             with strategy.precision(config, trainer.ranks.device):
-                part = next_byte_loss(trainer.model, tokens, targets) / config.accumulate
+                part = next_byte_loss(trainer.model, tokens, targets) / (config.reproducible or config.accumulate)
             part.backward()
-        loss += part.detach()
-    norm = strategy.clip(trainer.model, trainer.optimizer, config.clip or math.inf)
+        losses.append(part.detach())
+    limit = config.clip or math.inf
+    if fixed is None:
+        loss, norm = torch.stack(losses).sum(), strategy.clip(trainer.model, trainer.optimizer, limit)
+    else:
+        loss, norm = fixed.sum(losses), fixed.clip_grad_norm_(limit)
     trainer.optimizer.step()
     held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
     trainer.optimizer.zero_grad()
@@ -313,8 +325,10 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter, *, measure: bool)
 
 def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
     config, ranks = trainer.config, trainer.ranks
+    # With --reproducible, microbatches are numbered over all ranks, as those of one rank.
+    rank, num_ranks = (0, 1) if config.reproducible else (ranks.data_rank, ranks.num_data_ranks)
     numbers = microbatch_numbers(
-        step, microbatch, ranks.data_rank, ranks.num_data_ranks, config.batch, config.accumulate
+        step, microbatch, rank, num_ranks, config.batch, config.reproducible or config.accumulate
     )
     windows = windows_of(numbers.start, numbers.stop, len(trainer.train), config.seed)
     tokens, targets = trainer.train.stack(windows)
@@ -325,20 +339,25 @@ def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, T
 def validate(trainer: Trainer) -> float:
     """Return the mean loss over ``eval_windows`` windows of the validation text, in nats per byte or token, on every rank."""
     config, ranks = trainer.config, trainer.ranks
-    part, parts = ranks.data_rank, ranks.num_data_ranks
-    windows, weights = validation_part(len(trainer.validation), config.eval_windows, part, parts)
-    size = max(1, config.batch // parts)
+    # With --reproducible, ranks share the parts of as many ranks as there are microbatches: forwards get the same inputs.
+    parts = config.reproducible or ranks.num_data_ranks
+    size, per_rank = max(1, config.batch // parts), parts // ranks.num_data_ranks
+    batches: list[tuple[list[int], list[int]]] = []
+    for part in range(ranks.data_rank * per_rank, (ranks.data_rank + 1) * per_rank):
+        windows, weights = validation_part(len(trainer.validation), config.eval_windows, part, parts)
+        batches += [(windows[at : at + size], weights[at : at + size]) for at in range(0, len(windows), size)]
     model = trainer.model
     model.eval()
-    total, count = torch.zeros((), device=ranks.device), float(sum(weights))
-    for first in range(0, len(windows), size):
-        weighed = weights[first : first + size]
-        tokens, targets = trainer.validation.stack(windows[first : first + size])
+    # sums of a few fp32 numbers are exact in fp64, so their order does not count
+    total, count = torch.zeros((), device=ranks.device, dtype=torch.float64), 0.0
+    for windows, weighed in batches:
+        tokens, targets = trainer.validation.stack(windows)
         with trainer.strategy.precision(config, ranks.device):
             tokens = tokens.to(ranks.device)
             logits = logits_of(model(tokens), tokens).float().flatten(0, 1)
         losses = nn.functional.cross_entropy(logits, targets.to(ranks.device).flatten(), reduction="none")
         total += (losses.view(len(weighed), -1).mean(1) * torch.tensor(weighed, device=ranks.device)).sum()
+        count += sum(weighed)
     summed, counted = ranks.total([total, torch.tensor(count)])
     return summed / counted
 
@@ -354,9 +373,8 @@ def save(trainer: Trainer, done: int) -> None:
     if any(trainer.ranks.highest([int(is_broken)])):
         raise _diverged(trainer, done, "parameters are not finite")
     progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
-    start_saving(
-        trainer.run.checkpoints, progress, trainer.strategy.plain(trainer.model), trainer.optimizer, config.keep
-    )
+    entries = entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed)
+    start_saving(trainer.run.checkpoints, progress, entries, config.keep)
 
 
 def finish_saves(trainer: Trainer) -> None:

@@ -28,6 +28,7 @@ from shardwise.consistency.agreement import GroupAgreement, open_agreement
 from shardwise.consistency.store import Sketch, digest_of, sample_of
 from shardwise.errors import ConfigError, DesyncError, StateError
 from shardwise.fsdp.clip import clip_grad_norm_
+from shardwise.fsdp.hooks import refuse_fixed_sums
 from shardwise.layout import OwnedSlice
 from shardwise.observe import note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend, state_places
@@ -562,6 +563,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "with overlap_with_ddp=True the step has been made when backward returns; make the optimizer without "
                 "overlap to clip, or clip in the communication hook"
             )
+        refuse_fixed_sums([param for group in self.param_groups for param in group["params"]])
         backend = self._backend
         backend.check_gradients(f"clip_grad_norm_() before step {backend.num_steps + 1}")
         return clip_grad_norm_(backend.rank_partition.params, max_norm, norm_type, error_if_nonfinite)

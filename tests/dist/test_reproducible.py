@@ -194,6 +194,25 @@ def test_optimizers_whose_bits_depend_on_shards_are_refused() -> None:
     Reproducible(model, torch.optim.AdamW(model.parameters()), num_microbatches=2)
 
 
+@pytest.mark.parametrize("clip", ["shardwise", "torch", "sharded", "zero"])
+@on_ranks(2)
+def test_norms_in_the_order_of_ranks_are_refused(clip: str) -> None:
+    model = _shared() if clip != "zero" else shard_model(Net(), strategy="zero1")
+    optimizers = {"sharded": sharded, "zero": zero}
+    optimizer: Any = optimizers[clip](model, None) if clip in optimizers else None
+    fixed = Reproducible(model, optimizer, num_microbatches=2)
+    for _ in fixed.microbatches():
+        _backward(model)
+    with pytest.raises(UsageError, match=r"sums the gradient of \w+.*Call fixed\.clip_grad_norm_"):
+        if optimizer is not None:
+            optimizer.clip_grad_norm_(1.0)
+        elif clip == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            shardwise.clip_grad_norm_(model.parameters(), 1.0)
+    assert fixed.clip_grad_norm_(1.0) > 0
+
+
 @on_ranks(2)
 def test_a_run_that_was_saved_with_other_microbatches_is_refused() -> None:
     saved = Reproducible(_shared(), num_microbatches=4).state_dict()

@@ -182,3 +182,35 @@ def test_figures_are_told_from_the_first_step_on_and_are_of_one_step_each(traine
 def test_the_table_of_units_has_no_empty_column(trained: tuple[Path, Ended]) -> None:
     heading = next(line for line in trained[1].out.splitlines() if line.startswith("unit "))
     assert heading.split() == ["unit", "modules", "parameters", "bytes", "padding"]
+
+
+# ---- ``--reproducible``: the same bits at every number of ranks, in a run from its start and in one that is continued.
+
+FIXED: dict[str, object] = {"reproducible": 6, "steps": 6, "eval_every": 3, "save_every": 3, "clip": 0.5}
+
+
+def _bits_of(run: Path, *words: str) -> list[tuple[object, ...]]:
+    ended = run_forked([*COMMAND, *words])
+    assert (ended.code, ended.err) == (0, "")
+    return [tuple(line.get(key) for key in ("kind", "step", "loss", "grad_norm")) for line in metrics_of(run)]
+
+
+def test_a_reproducible_run_has_the_same_bits_at_other_numbers_of_ranks(text: Path, tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    expected = _bits_of(alone, *options(data=text, out=alone, nproc=1, **FIXED))
+    assert len(expected) == 6 + 3
+    assert _bits_of(run, *options(data=text, out=run, nproc=3, **FIXED)) == expected
+    cut = copy_cut_back(run, tmp_path / "cut", 3)
+    assert _bits_of(cut, "--resume", str(cut), "--nproc", "2") == expected
+
+
+def test_dropout_of_a_reproducible_run_that_goes_on_with_fewer_ranks_draws_the_same_numbers(
+    text: Path, tmp_path: Path
+) -> None:
+    run, model = tmp_path / "run", ("--model-from", "helpers.own_model:build_with_dropout")
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in FIXED.items()]
+    expected = _bits_of(
+        run, *words, *model, "--batch=12", "--context=16", f"--data={text}", f"--out={run}", "--nproc=2"
+    )
+    cut = copy_cut_back(run, tmp_path / "cut", 3)
+    assert _bits_of(cut, "--resume", str(cut), *model, "--nproc", "1") == expected

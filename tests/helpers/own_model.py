@@ -38,6 +38,12 @@ def build(vocabulary: int) -> nn.Module:
     return Bigram(vocabulary)
 
 
+def build_with_dropout(vocabulary: int) -> nn.Module:
+    model = Bigram(vocabulary)
+    model.layers.append(nn.Dropout(0.3))
+    return model
+
+
 def build_narrow() -> nn.Module:
     return Bigram(100)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise import StepMeter
+from shardwise import ActivationPolicy, StepMeter, apply_activations
 from shardwise.formatting import format_bytes
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.data import TextFacts, Windows
@@ -59,7 +59,9 @@ def test_recomputation_runs_blocks_twice_and_changes_no_gradient() -> None:
     tokens = torch.arange(24).view(2, 12)
     gradients: list[list[torch.Tensor | None]] = []
     for recompute, expected in ((False, 1), (True, 2)):
-        model = build_gpt(SHAPE, 1, recompute=recompute)
+        model = build_gpt(SHAPE, 1)
+        if recompute:
+            apply_activations(model, ActivationPolicy({"blocks.0": "recompute"}))
         calls: list[str] = []
         for name in ("attention", "mlp"):
             part = model.get_submodule(f"blocks.0.{name}")
