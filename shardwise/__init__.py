@@ -57,6 +57,7 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import Hardware, Wire
+from shardwise.reproducible.compare import RunDigests
 from shardwise.reproducible.reproducible import Reproducible
 from shardwise.transaction.transaction import transaction
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
@@ -96,6 +97,7 @@ __all__ = [
     "RejectedStep",
     "ReplicateModule",
     "Reproducible",
+    "RunDigests",
     "ShardPlacementResult",
     "ShardedOptimizer",
     "ShardwiseError",

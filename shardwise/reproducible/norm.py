@@ -27,29 +27,30 @@ def clip_by_rows(params: Sequence[torch.Tensor], limit: Limit, axes: MeshAxes) -
     gradients = [param.grad.detach() for param in params if param.grad is not None]
     if not gradients:
         return torch.tensor(0.0, device=axes.device)
-    cuts = [_cut_of(gradient) for gradient in gradients]
+    cuts = [cut_of(gradient) for gradient in gradients]
     found: list[torch.Tensor] = []
     for gradient, cut in zip(gradients, cuts, strict=True):
         rows = torch.zeros(cut.size, dtype=torch.float64, device=axes.device)
         if not cut.is_whole or axes.shard_rank == 0:  # of what all ranks have, one gives the norms
             own = cut.rows(axes.shard_rank) if not cut.is_whole else range(cut.size)
-            rows[own.start : own.stop] = _norms_of_rows(_local(gradient), cut.dim, limit)
+            rows[own.start : own.stop] = _norms_of_rows(local_part(gradient), cut.dim, limit)
         found.append(rows)
     whole = torch.cat(found)
     if axes.shard_mesh_dim is not None:
         sum_bytes(whole, axes.mesh.get_group(axes.shard_mesh_dim))
     power = whole.max() if limit.is_max else (whole**limit.norm_type).sum()
-    return limit.hold(power, [*map(_local, gradients)], [gradient.dtype for gradient in gradients])
+    return limit.hold(power, [*map(local_part, gradients)], [gradient.dtype for gradient in gradients])
 
 
-def _cut_of(gradient: torch.Tensor) -> ChunkShard:
+def cut_of(gradient: torch.Tensor) -> ChunkShard:
+    """Return how ``gradient``, or a parameter, is cut.  Raises: ConfigError unless it is cut along one dimension at most."""
     if not isinstance(gradient, DTensor):
         return ChunkShard(tuple(gradient.shape) or (1,), 0, 1)
     cuts = [(dim, each) for dim, each in enumerate(gradient.placements) if not isinstance(each, Replicate)]
     if len(cuts) > 1 or not all(type(each) is Shard for _, each in cuts):
         raise ConfigError(
-            f"Reproducible: a gradient has placements {gradient.placements}; its norm does not depend on the number of ranks "
-            "only if it is cut along one dimension. Clip it outside, from its full tensor"
+            f"Reproducible: a parameter or gradient has placements {gradient.placements}; norms and digests do not depend on "
+            "the number of ranks only if it is cut along one dimension. Clip or compare it outside, from its full tensor"
         )
     shape = tuple(gradient.shape) or (1,)
     if not cuts:
@@ -59,7 +60,8 @@ def _cut_of(gradient: torch.Tensor) -> ChunkShard:
     return ChunkShard(shape, placement.dim, gradient.device_mesh.size(axis))
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
+def local_part(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the rows of ``gradient`` that this rank has."""
     return torch_private.local_of(gradient) if isinstance(gradient, DTensor) else gradient
 
 

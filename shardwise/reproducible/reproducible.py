@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,16 @@ from shardwise.reproducible.tree import BatchPlace
 from shardwise.torch_private import versions_of
 
 
+class StepObserver(Protocol):
+    """Looks at a model before the first and after the last microbatch of a step, before gradients are clipped."""
+
+    def begin(self) -> None:
+        """No microbatch of the step has run."""
+
+    def end(self) -> None:
+        """The gradients of the step are complete."""
+
+
 class Reproducible:
     """Microbatches by number, and sums along one tree: the same bits at any number of ranks that divides their number.
 
@@ -40,6 +50,8 @@ class Reproducible:
 
     Attributes:
         step: the number of the next step; :meth:`microbatches` counts it.
+        model, axes, place: the root, its data-parallel mesh, and the microbatches of this rank.
+        observer: is called at the begin and the end of each step.
 
     Raises: ConfigError for a number of ranks that does not divide ``num_microbatches``, and for what cannot be reproducible.
 
@@ -72,14 +84,16 @@ class Reproducible:
                 f"Reproducible: parameters are on data-parallel meshes of {sorted(each[:2] for each in axes)} (shards, "
                 "replicas); all must be on one mesh, since each rank computes the same microbatches for all of them"
             )
-        ((num_shards, num_replicas, shard, replica), self._group), *_ = axes.items()
+        ((num_shards, num_replicas, shard, replica), group), *_ = axes.items()
+        self.axes = group.axes
         if optimizer is not None:
             check_optimizer(optimizer)
-        self._place = BatchPlace(num_microbatches, num_shards, num_replicas, shard, replica)
-        self._model, self._seed, self.step = model, seed, 0
+        self.place = BatchPlace(num_microbatches, num_shards, num_replicas, shard, replica)
+        self.model, self._seed, self.step = model, seed, 0
+        self.observer: StepObserver | None = None
         self._sums: list[GroupSums] = []
         for _, group in found:
-            group.sums = GroupSums(self._place, group.is_collective)
+            group.sums = GroupSums(self.place, group.is_collective)
             self._sums.append(group.sums)
         for engine in {engine_of(unit): None for unit, _ in found}:
             if engine is not None:
@@ -94,11 +108,13 @@ class Reproducible:
 
         Raises: StateError for a unit whose gradients were not reduced once in every microbatch.
         """
-        place = self._place
+        place = self.place
         for sums in self._sums:
             sums.clear()
-        buffers = dict(self._model.named_buffers())
+        buffers = dict(self.model.named_buffers())
         versions = versions_of([*buffers.values()])
+        if self.observer is not None:
+            self.observer.begin()
         try:
             for number in place.own:
                 place.number = number
@@ -114,6 +130,8 @@ class Reproducible:
                     f"buffer {name} was written in a microbatch: its values follow from the microbatches of this rank alone, "
                     "as running statistics of BatchNorm do. Freeze it, or use a module without it (GroupNorm, LayerNorm)"
                 )
+        if self.observer is not None:
+            self.observer.end()
         self._set_seed(place.num_microbatches)  # what follows draws the same numbers on every rank
         self.step += 1
 
@@ -129,7 +147,7 @@ class Reproducible:
         Raises: UsageError for another number of values.
         """
         own = [value.detach().reshape(()) for value in values]
-        place = self._place
+        place = self.place
         if len(own) != place.per_rank:
             raise UsageError(
                 f"Reproducible.sum got {len(own)} numbers; this rank computes {place.per_rank} microbatches, and sum takes one "
@@ -138,8 +156,8 @@ class Reproducible:
         mine = torch.stack(own)
         whole = mine.new_zeros(place.num_microbatches)
         whole[place.own.start : place.own.stop] = mine
-        for dim in range(self._group.axes.mesh.ndim):
-            sum_bytes(whole, self._group.axes.mesh.get_group(dim))
+        for dim in range(self.axes.mesh.ndim):
+            sum_bytes(whole, self.axes.mesh.get_group(dim))
         return whole.sum()
 
     def clip_grad_norm_(
@@ -150,22 +168,22 @@ class Reproducible:
         Like :func:`shardwise.clip_grad_norm_`, in an order that does not depend on the number of ranks: each rank computes the
         norms of its rows, and all ranks sum the rows of all parameters.  Collective.
         """
-        params = [param for param in self._model.parameters() if param.grad is not None]
+        params = [param for param in self.model.parameters() if param.grad is not None]
         limit = Limit(max_norm, norm_type, error_if_nonfinite)
-        return clip_by_rows(params, limit, self._group.axes)
+        return clip_by_rows(params, limit, self.axes)
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the next step, and what a run must continue with."""
-        return {"step": self.step, "seed": self._seed, "num_microbatches": self._place.num_microbatches}
+        return {"step": self.step, "seed": self._seed, "num_microbatches": self.place.num_microbatches}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the step of ``state_dict``, at any number of ranks.
 
         Raises: ConfigError if it has another number of microbatches.
         """
-        saved, own = state_dict["num_microbatches"], self._place.num_microbatches
+        saved, own = state_dict["num_microbatches"], self.place.num_microbatches
         if saved != own:
             raise ConfigError(
                 f"Reproducible: the saved run has {saved} microbatches per step and this one {own}; its bits need {saved}"

@@ -44,6 +44,7 @@ from shardwise import (
     RejectedStep,
     ReplicateModule,
     Reproducible,
+    RunDigests,
     ShardedOptimizer,
     ShardPlacementResult,
     ShardwiseError,
@@ -236,6 +237,8 @@ def is_reproducible(model: FSDPModule, optimizer: torch.optim.Optimizer, data: T
     for number in fixed.microbatches():
         losses.append(model(data[number]).sum())
     fixed.load_state_dict(fixed.state_dict())
+    with RunDigests(fixed, "run", against="other") as digests:
+        print(digests)
     print(fixed.step, fixed.clip_grad_norm_(1.0, norm_type=2.0, error_if_nonfinite=False))
     return fixed.sum(losses)
 

@@ -1,0 +1,227 @@
+"""``RunDigests``: two reproducible runs beside each other, and the first tensor in which they differ."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.collectives.owned import sum_bytes, sum_of
+from shardwise.errors import ShardwiseError, StateError, UnsafeFileError
+from shardwise.fsdp.attachment import attachment_of
+from shardwise.reproducible.norm import cut_of, local_part
+from shardwise.reproducible.reproducible import Reproducible
+from shardwise.safe_files import open_append, open_input, parse_object, replace_file
+
+FILE = "digests.jsonl"
+_MOST_TEXT = 2000  # bytes of an error that the first rank tells the others
+_CHUNK_NUMEL = 1 << 20
+_ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed number: spreads consecutive integers over all bits
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RunDigests:
+    """Write digests of the parameters, outputs and gradients of each step, and compare them with those of another run.
+
+    Digests do not depend on the number of ranks: the other run may have another one.  Within a step are compared: parameters
+    before the first microbatch, the first output of each sharded module per microbatch, gradients before clipping, last
+    parameter first.  At its end the context compares the parameters after the last step.  Collective, as are the steps.
+
+    Args:
+        fixed: of this run.
+        folder: gets ``digests.jsonl``, a line per step; lines from ``fixed.step`` on are replaced.
+        against: the folder of the other run; without it digests are written only.
+
+    Raises: StateError on every rank at the first difference, with its step and tensor; also if a file cannot be used.
+
+    Example:
+        >>> with shardwise.RunDigests(fixed, "two_ranks", against="one_rank"):  # doctest: +SKIP
+        ...     train(fixed)
+    """
+
+    def __init__(self, fixed: Reproducible, folder: str | Path, *, against: str | Path | None = None) -> None:
+        self._fixed, self._folder = fixed, Path(folder)
+        self._against = None if against is None else Path(against)
+        self._params = dict(fixed.model.named_parameters())
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._found: dict[str, torch.Tensor] = {}
+        self._others = self._lines_of_other()
+        self._other: dict[str, Any] = {"step": -1}  # the last line that was read
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> RunDigests:
+        modules = {name: each for name, each in self._fixed.model.named_modules() if attachment_of(each) is not None}
+        numbers = self._fixed.place.num_microbatches
+        for name, module in modules.items():
+            self._outputs[name] = torch.zeros(numbers, dtype=torch.int64, device=self._fixed.axes.device)
+            self._hooks.append(module.register_forward_hook(partial(self._note_output, name)))
+        self._on_first_rank(self._open)
+        self._fixed.observer = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._fixed.observer = None
+        for each in self._hooks:
+            each.remove()
+        if kind is None:
+            self.begin()
+            self._settle(self._found, self._fixed.step)
+        self._others.close()
+
+    # ---- a step, as an observer of Reproducible
+
+    def begin(self) -> None:
+        """Take the digests of the parameters."""
+        for each in self._outputs.values():
+            each.zero_()
+        self._found = {f"parameter {name}": self._digest(param) for name, param in self._params.items()}
+
+    def _note_output(self, name: str, module: nn.Module, args: Any, output: object) -> None:
+        number = self._fixed.place.number
+        if number is None or self._outputs[name][number]:  # blocks that are computed again in backward
+            return
+        total = torch.zeros_like(self._outputs[name][number])
+        for each in torch_private.leaves_of(output):
+            if isinstance(each, torch.Tensor):
+                total = total * _ODD + digest_of_part(torch_private.local_of(each.detach()))
+        self._outputs[name][number] = total
+        self._outputs[name] = self._outputs.pop(name)  # after the last microbatch the order is that of the outputs
+
+    def end(self) -> None:
+        """Take the digests of the gradients; write and compare the step."""
+        fixed = self._fixed
+        found = dict(self._found)
+        for number in range(fixed.place.num_microbatches):
+            for name, each in self._outputs.items():
+                found[f"output of {name or 'the root'} in microbatch {number}"] = each[number]
+        for name, param in reversed(self._params.items()):
+            if param.grad is not None:
+                found[f"gradient of {name}"] = self._digest(param.grad)
+        self._settle(found, fixed.step)
+
+    @torch.no_grad()
+    def _digest(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the digest of a parameter or a gradient: 0 for copies of what another rank has."""
+        cut, axes = cut_of(values), self._fixed.axes
+        replica = 0 if axes.replicate_mesh_dim is None else axes.mesh.get_local_rank(axes.replicate_mesh_dim)
+        if replica or (cut.is_whole and axes.shard_rank):
+            return torch.zeros((), dtype=torch.int64, device=axes.device)
+        start = 0 if cut.is_whole else cut.rows(axes.shard_rank).start
+        return digest_of_part(local_part(values).detach(), cut.dim, start, cut.size)
+
+    def _settle(self, found: Mapping[str, torch.Tensor], step: int) -> None:
+        """Add the digests of all ranks; write them, and compare them."""
+        names = sorted(found)  # ranks have seen outputs in orders of their own
+        total = torch.stack([found[name].to(self._fixed.axes.device) for name in names])
+        for dim in range(self._fixed.axes.mesh.ndim):
+            sum_of(total, self._fixed.axes.mesh.get_group(dim), False)
+        values = dict(zip(names, total.tolist(), strict=True))
+        self._on_first_rank(lambda: self._write_and_compare({name: values[name] for name in found}, step))
+
+    # ---- files, on the first rank
+
+    def _on_first_rank(self, call: Callable[[], str]) -> None:
+        """Run ``call`` on the first rank; raise the error that it returns, or its exception, on every rank."""
+        axes = self._fixed.axes
+        text = ""
+        if not any(axes.mesh.get_coordinate() or ()):
+            try:
+                text = call()
+            except (OSError, ShardwiseError) as error:
+                text = f"RunDigests cannot use {FILE}: {error}"
+        content = text.encode()[:_MOST_TEXT]
+        said = torch.tensor([*content, *bytes(_MOST_TEXT - len(content))], dtype=torch.uint8, device=axes.device)
+        for dim in range(axes.mesh.ndim):
+            sum_bytes(said, axes.mesh.get_group(dim))
+        if text := bytes(said.tolist()).rstrip(b"\0").decode(errors="replace"):
+            raise StateError(text)
+
+    def _open(self) -> str:
+        """Keep the lines of earlier steps, which a resumed run has."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        kept: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            kept = [json.dumps(each) + "\n" for each in _lines(self._folder) if each["step"] < self._fixed.step]
+        replace_file(self._folder, FILE, "".join(kept))
+        return ""
+
+    def _lines_of_other(self) -> Generator[dict[str, Any], None, None]:
+        if self._against is not None:
+            yield from _lines(self._against)
+
+    def _write_and_compare(self, values: Mapping[str, int], step: int) -> str:
+        values = {"num_microbatches": self._fixed.place.num_microbatches, **values}
+        with open_append(self._folder, FILE) as file:
+            file.write(json.dumps({"step": step, "digests": values}) + "\n")
+        if self._against is None:
+            return ""
+        while self._other["step"] < step and (line := next(self._others, None)) is not None:
+            self._other = line
+        other = self._other
+        if other["step"] != step:
+            return f"step {step}: the run in {self._against} has no digests of it. Run it further, or from the same step on"
+        for name, value in values.items():
+            found = other["digests"].get(name)
+            if found is None and name.startswith("output "):
+                continue  # another strategy has other units
+            if found is None:
+                return (
+                    f"step {step}: the run in {self._against} has no {name}; it ended before, or has another model or other "
+                    "frozen parameters"
+                )
+            if found != value:
+                return (
+                    f"step {step}: the first difference from the run in {self._against} is {name}. Compared are parameters, "
+                    "then outputs, then gradients of each step. Save both runs before this step, and see `shardwise checkpoint "
+                    "diff`"
+                )
+        return ""
+
+
+def _lines(folder: Path) -> Generator[dict[str, Any], None, None]:
+    with open_input(folder, FILE) as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                found = parse_object(line.decode(errors="replace"), str(folder / FILE))
+                if type(found.get("step")) is not int or not isinstance(found.get("digests"), dict):
+                    raise UnsafeFileError(f"{folder / FILE}: a line has no step or no digests. Remove it")
+                yield found
+
+
+def digest_of_part(local: torch.Tensor, dim: int = 0, start: int = 0, size: int | None = None) -> torch.Tensor:
+    """Return an int64 that depends on every bit of a tensor and its place; sums of those of all parts are that of the whole.
+
+    Integers wrap around, so that their sums do not depend on the order.
+
+    Args:
+        local: the rows from ``start`` on, along ``dim``, of a tensor that has ``size`` of them (default: all).
+    """
+    values = local if local.ndim else local.reshape(1)
+    rows, outer = values.shape[dim], math.prod(values.shape[:dim])
+    values = torch.view_as_real(values) if values.is_complex() else values
+    numbers = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    if not numbers.numel():
+        return total
+    section = numbers.numel() // outer  # elements of one index of the dimensions before ``dim``
+    inner = section // rows
+    missing = ((rows if size is None else size) - rows) * inner
+    for first in range(0, numbers.numel(), _CHUNK_NUMEL):
+        chunk = numbers[first : first + _CHUNK_NUMEL]
+        local_places = torch.arange(first, first + chunk.numel(), device=values.device)
+        places = local_places + (local_places // section) * missing + start * inner
+        mixed = chunk.to(torch.int64) + places * _ODD
+        mixed = (mixed ^ (mixed >> 31)) * _ODD
+        total += (mixed ^ (mixed >> 29)).sum()
+    return total

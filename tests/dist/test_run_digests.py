@@ -1,0 +1,131 @@
+"""``RunDigests``: two runs at different numbers of ranks, and the name of the first tensor that differs."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise import Reproducible, RunDigests, StateError, shard_model
+
+NUM = 4
+
+
+class Net(nn.Module):
+    """Odd widths: shards are uneven, and one rank of four has none of ``head``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.2)) for _ in range(2)))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.first(data)).tanh())
+
+
+def run(
+    ranks: int, folder: Path, against: Path | None = None, *, fault: str = "", strategy: str = "zero3", steps: int = 3
+) -> None:
+    """Train on the first ``ranks`` ranks; ``fault``: what one element of is changed in step 2."""
+    mesh = DeviceMesh("cpu", torch.arange(ranks))
+    if dist.get_rank() >= ranks:
+        return
+    torch.manual_seed(0)
+    model = Net()
+    shard_model(model, strategy=strategy, mesh=mesh, min_unit_bytes=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    fixed = Reproducible(model, optimizer, num_microbatches=NUM)
+    data = torch.randn(NUM, 2, 5, generator=torch.Generator().manual_seed(0))
+
+    def change(gradient: torch.Tensor) -> torch.Tensor:
+        changed = gradient.clone()
+        changed[0] += 1e-3
+        return changed
+
+    with RunDigests(fixed, folder, against=against):
+        for step in range(steps):
+            is_broken = step == 2 and dist.get_rank() == 0
+            if is_broken and fault == "parameter":
+                local_of(model.head.bias).data[0] += 1e-3
+            for number in fixed.microbatches():
+                hook: Any = nullcontext()
+                if step == 2 and fault == "output" and number == 3:
+                    hook = model.blocks[1].register_forward_pre_hook(lambda module, args: change(args[0]))
+                with hook:
+                    hidden = model(data[number])
+                if step == 2 and fault == "gradient" and number == 1:
+                    hidden.register_hook(change)
+                (hidden.square().mean() / NUM).backward()
+            fixed.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_broken and fault == "update":
+                local_of(model.first.weight).data[0, 0] += 1e-3
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def shared_folder(tmp_path: Path) -> Path:
+    """Return one folder for all ranks."""
+    found: list[Any] = [tmp_path]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+@on_ranks(4)
+def test_runs_at_any_number_of_ranks_have_the_same_digests(strategy: str, tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    run(1, folder / "1", strategy=strategy)
+    dist.barrier()
+    run(2, folder / "2", folder / "1", strategy=strategy)
+    run(4, folder / "4", folder / "1")
+    dist.barrier()
+    lines = [json.loads(line) for line in (folder / "4" / "digests.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in lines] == [0, 1, 2, 3]
+    names = list(lines[0]["digests"])
+    assert names[:3] == ["num_microbatches", "parameter first.weight", "parameter first.bias"]
+    assert names[-1] == "gradient of first.weight"
+    assert names.index("output of blocks.1 in microbatch 0") < names.index("output of the root in microbatch 0")
+    assert len(lines[0]["digests"]) == len({*lines[0]["digests"].values()})
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("parameter", r"step 2: the first difference .* is parameter head.bias\."),
+        ("output", r"step 2: the first difference .* is output of blocks.1 in microbatch 3\."),
+        ("gradient", r"step 2: the first difference .* is gradient of head.bias\."),
+        ("update", r"step 3: the first difference .* is parameter first.weight\."),
+    ],
+)
+@on_ranks(2)
+def test_the_first_difference_is_named_on_every_rank(fault: str, expected: str, tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    run(1, folder / "1")
+    dist.barrier()
+    with pytest.raises(StateError, match=expected):
+        run(2, folder / "2", folder / "1", fault=fault)
+
+
+@on_ranks(2)
+def test_a_run_that_has_fewer_steps_or_no_digests_is_named_on_every_rank(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    run(1, folder / "1", steps=1)
+    dist.barrier()
+    with pytest.raises(StateError, match="step 1: the run in .* has no gradient of head.bias; it ended before"):
+        run(2, folder / "2", folder / "1")
+    with pytest.raises(StateError, match=r"RunDigests cannot use digests.jsonl: .* No such file"):
+        run(2, folder / "2", folder / "none")
