@@ -277,6 +277,16 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
     )
+    group.add_argument(
+        "--record-digests",
+        action="store_true",
+        help="with --reproducible: write digests of the parameters, outputs and gradients of every step to digests.jsonl",
+    )
+    group.add_argument(
+        "--compare-with",
+        metavar="RUN",
+        help="record digests, and end at the first step and tensor that differ from those of this run folder",
+    )
     group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
@@ -287,7 +297,15 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     launched_ranks = _launched_ranks(environment)
     terms = _read_terms(given, environment)
     out, resume = (None if given.get(name) is None else Path(given[name]) for name in ("out", "resume"))
-    start = _restarted(Start(out, resume, trace_steps=given.get("trace", 0)), environment)
+    records, other = given.get("record_digests", False), given.get("compare_with")
+    start = Start(
+        out,
+        resume,
+        trace_steps=given.get("trace", 0),
+        record_digests=records,
+        compare_with=None if other is None else Path(other),
+    )
+    start = _restarted(start, environment)
     if given.get("trace", 1) < 1:
         raise ConfigError(f"--trace is {given['trace']}, expected at least 1 step.")
     config = _read_config(given, start)
@@ -298,6 +316,10 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
             f"{', '.join(sizes)}: of shardwise's own GPT. Leave them out: --model-from {config.model_from} says its own."
         )
     check_config(config)
+    if (records or other is not None) and not config.reproducible:
+        raise ConfigError(
+            "--record-digests and --compare-with need --reproducible V: without it runs differ at other numbers of ranks."
+        )
     nproc = given.get("nproc")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")

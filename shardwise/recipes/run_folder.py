@@ -172,6 +172,7 @@ class Start:
         job: a name of the process that would restart the run; None if none would.
         restart: set after a restart: ``out`` is resumed if this same job began it with the same config.
         trace_steps: how many steps after the first are traced.
+        record_digests: write those of each step.  compare_with: the run folder whose digests they are compared with.
     """
 
     out: Path | None = None
@@ -179,6 +180,8 @@ class Start:
     job: str | None = None
     restart: Restart | None = None
     trace_steps: int = 0
+    record_digests: bool = False
+    compare_with: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

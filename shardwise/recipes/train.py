@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shardwise import (
     ActivationPolicy,
     Reproducible,
+    RunDigests,
     StepMeter,
     Trace,
     __version__,
@@ -430,7 +431,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
             _say_restart(start.restart, trainer, run_log)
         if start.resume is not None and run.done is None:
             run_log.say("this run has ended before its first checkpoint: it begins again")
-        with listening() as asked:
+        with listening() as asked, _digests(trainer, start):
             finished = train_steps(trainer, run_log, asked, tracing(trainer, start.trace_steps, run_log))
         if isinstance(finished, Stopped):
             run_log.say(f"stopped and saved after step {finished.step}; go on with: {run.resume_command}")
@@ -439,6 +440,12 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
     if ranks.is_first:
         _conclude(trainer, finished, sample)
     return 0
+
+
+def _digests(trainer: Trainer, start: Start) -> AbstractContextManager[object]:
+    if trainer.fixed is None or not (start.record_digests or start.compare_with):
+        return nullcontext()
+    return RunDigests(trainer.fixed, trainer.run.folder, against=start.compare_with)
 
 
 def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> StepWatch | None:

@@ -204,6 +204,24 @@ def test_a_reproducible_run_has_the_same_bits_at_other_numbers_of_ranks(text: Pa
     assert _bits_of(cut, "--resume", str(cut), "--nproc", "2") == expected
 
 
+def test_a_run_beside_another_ends_at_the_first_difference(text: Path, tmp_path: Path) -> None:
+    first, same, other = (tmp_path / name for name in ("first", "same", "other"))
+    fixed = {**FIXED, "steps": 2, "eval_every": 2}
+    assert run_forked([*COMMAND, *options(data=text, out=first, nproc=1, **fixed), "--record-digests"]).code == 0
+    beside = ("--compare-with", str(first))
+    ended = run_forked([*COMMAND, *options(data=text, out=same, nproc=2, **fixed), *beside])
+    assert (ended.code, ended.err) == (0, "")
+    lines = [(run / "digests.jsonl").read_text() for run in (first, same)]
+    assert lines[0] == lines[1]
+    fixed["clip"] = 0.1
+    ended = run_forked([*COMMAND, *options(data=text, out=other, nproc=2, **fixed), *beside])
+    assert ended.code == 1
+    assert "step 1: the first difference from the run in" in ended.err
+    assert " is parameter " in ended.err
+    ended = run_forked([*COMMAND, *options(data=text, out=other, nproc=2), *beside])
+    assert (ended.code, "need --reproducible V" in ended.err) == (2, True)
+
+
 def test_dropout_of_a_reproducible_run_that_goes_on_with_fewer_ranks_draws_the_same_numbers(
     text: Path, tmp_path: Path
 ) -> None:
