@@ -121,6 +121,21 @@ def test_the_first_difference_is_named_on_every_rank(fault: str, expected: str, 
 
 
 @on_ranks(2)
+def test_a_resumed_run_keeps_the_lines_of_earlier_steps_alone(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    model = shard_model(Net())
+    for first in (0, 1):
+        fixed = Reproducible(model, num_microbatches=NUM)
+        fixed.load_state_dict(fixed.state_dict() | {"step": first})
+        with RunDigests(fixed, folder):
+            for _ in range(2 - first):
+                for _ in fixed.microbatches():
+                    model(torch.ones(2, 5)).sum().backward()
+    lines = (folder / "digests.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
+@on_ranks(2)
 def test_a_run_that_has_fewer_steps_or_no_digests_is_named_on_every_rank(tmp_path: Path) -> None:
     folder = shared_folder(tmp_path)
     run(1, folder / "1", steps=1)
