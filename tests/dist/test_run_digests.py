@@ -38,6 +38,8 @@ def run(
 ) -> None:
     """Train on the first ``ranks`` ranks; ``fault``: what one element of is changed in step 2."""
     mesh = DeviceMesh("cpu", torch.arange(ranks))
+    if strategy == "hsdp":
+        mesh = DeviceMesh("cpu", torch.arange(ranks).view(2, -1), mesh_dim_names=("replicate", "shard"))
     if dist.get_rank() >= ranks:
         return
     torch.manual_seed(0)
@@ -92,6 +94,7 @@ def test_runs_at_any_number_of_ranks_have_the_same_digests(strategy: str, tmp_pa
     dist.barrier()
     run(2, folder / "2", folder / "1", strategy=strategy)
     run(4, folder / "4", folder / "1")
+    run(4, folder / "hsdp", folder / "1", strategy="hsdp")
     dist.barrier()
     lines = [json.loads(line) for line in (folder / "4" / "digests.jsonl").read_text().splitlines()]
     assert [each["step"] for each in lines] == [0, 1, 2, 3]
