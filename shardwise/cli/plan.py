@@ -9,17 +9,29 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardwise.cli.train import read_num_bytes
 from shardwise.errors import ConfigError
-from shardwise.planner.advice import Choices, plan
-from shardwise.planner.hardware import HARDWARE, OPTIMIZERS, STRATEGIES, read_hardware, with_hosts
-from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
+from shardwise.formatting import format_bytes
+from shardwise.planner.advice import Choices, Plan, plan
+from shardwise.planner.hardware import (
+    HARDWARE,
+    OPTIMIZERS,
+    STRATEGIES,
+    Wire,
+    measured_disk,
+    read_hardware,
+    with_hosts,
+    with_memory,
+)
+from shardwise.recipes.config import ENGINE_SHARDS, NUM_BYTES, PRESETS, TrainConfig
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
-from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own
+from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own, peak_bytes
 from shardwise.safe_files import replace_file
 
 _GPT = "gpt-"
@@ -75,6 +87,15 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help="with --model-from: what parallelize_module takes for one block of the model (a preset has its own)",
     )
     parser.add_argument("--shard", nargs="+", choices=STRATEGIES, help="strategies to consider (default: all but DDP)")
+    parser.add_argument(
+        "--memory",
+        type=read_num_bytes,
+        metavar="SIZE",
+        help="that a plan may fill on a rank (default: 92 %% of the device's)",
+    )
+    parser.add_argument(
+        "--disk", action="store_true", help="CPU ranks may have optimizer state on disk where nothing else fits"
+    )
     parser.add_argument("--out", metavar="FOLDER", help="write plan.json there")
 
 
@@ -83,10 +104,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments.hardware)
     if arguments.hosts is not None:
         hardware = with_hosts(hardware, arguments.ranks, arguments.hosts)
+    if arguments.memory is not None:
+        hardware = with_memory(hardware, arguments.memory)
     choices = Choices(
         precision=arguments.precision,
         accumulate=arguments.accumulate,
         optimizer=arguments.optimizer,
+        disk=arguments.disk,
         tensor=tuple(arguments.tp),
         tensor_plan=_tensor_plan_of(arguments),
     )
@@ -105,6 +129,31 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
     """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0."""
+    print(_plan_run(config, ranks, device, {}))
+    return 0
+
+
+def fit_training(config: TrainConfig, ranks: int, device: str, memory_bytes: int, folder: Path) -> TrainConfig:
+    """Return ``config`` with the recomputation and the place of optimizer state with which a rank needs ``memory_bytes``.
+
+    Prints why.  ``folder``: on the disk that would have the state.  Raises: ConfigError if nothing fits.
+    """
+    choices: dict[str, Any] = {"disk": True, "recompute": (False, True) if config.model_from is None else (False,)}
+    if device != "cpu" and config.shard in ENGINE_SHARDS:
+        choices["offload"] = (False, True)
+    found = _plan_run(config, ranks, device, choices, memory_bytes, measured_disk(folder))
+    if found.best is None:
+        raise ConfigError(f"--memory {format_bytes(memory_bytes)}: {found.why()}")
+    print(found.why(), flush=True)
+    best = found.best.setting
+    state = {"optimizer_state": "disk", "optimizer_share": best.disk_share} if best.disk_share else {}
+    return replace(config, recompute=best.recompute, offload=best.offload, **state)
+
+
+def _plan_run(
+    config: TrainConfig, ranks: int, device: str, more: Mapping[str, Any], memory_bytes: int = 0, disk: float = 0.0
+) -> Plan:
+    """Return the plan of a run of the command; ``more``: choices; ``disk``: bytes per second of the host's."""
     choices = Choices(
         strategies=(config.shard,),
         unit_bytes=(config.min_unit_bytes,),
@@ -119,6 +168,10 @@ def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
     hardware = HARDWARE["cpu" if device == "cpu" else "h100"]
     if device == "cpu":  # all ranks of the command are on this host
         hardware = with_hosts(hardware, ranks, 1)
+    if memory_bytes:
+        hardware = replace(with_memory(hardware, memory_bytes), disk=Wire(disk / hardware.ranks_per_host, 1e-4))
+        if device == "cpu":  # a rank is such a process as this one, and its memory counts
+            hardware = replace(hardware, library_bytes=peak_bytes(torch.device("cpu")))
     size = (batch, config.model.context)
 
     def build() -> nn.Module:
@@ -126,8 +179,7 @@ def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
             return build_own(config.model_from, config.seed, NUM_BYTES, config.model.context)
         return GPT(config.model)
 
-    print(plan(build, size, ranks, hardware=hardware, choices=choices))
-    return 0
+    return plan(build, size, ranks, hardware=hardware, choices=replace(choices, **more))
 
 
 def _model_of(arguments: argparse.Namespace) -> Callable[[], nn.Module]:

@@ -48,6 +48,7 @@ from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import (
     DTYPES,
+    OPTIMIZER_PLACES,
     PRESETS,
     SHARDS,
     ModelShape,
@@ -108,7 +109,8 @@ _OF_CONFIG = frozenset({*_OF_SHAPE, *(each.name for each in fields(TrainConfig))
 class TrainRequest:
     """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us.
 
-    ``terms``: of restarts by our own launcher.  ``only``: "plan" or "print_config": print that and stop.
+    ``terms``: of restarts by our own launcher.  ``only``: "plan" or "print_config": print that and stop.  ``memory_bytes``:
+    of a rank, into which the run is to be made to fit.
     """
 
     config: TrainConfig
@@ -118,6 +120,7 @@ class TrainRequest:
     launched_ranks: int | None
     terms: RestartPolicy
     only: str = ""
+    memory_bytes: int | None = None
 
 
 def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -183,6 +186,13 @@ def read_num_bytes(text: str) -> int:
 _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of TrainConfig, in the order of the help
     ("shard", "; ".join(f"{name} = {strategy.summary}" for name, strategy in STRATEGIES.items()), {"choices": SHARDS}),
     ("offload", "keep shards, gradients and optimizer state in host memory", {}),
+    (
+        "optimizer_state",
+        "where AdamW's state is between updates: device, host (updated there, while backward runs) or disk (files in the "
+        "run folder)",
+        {"choices": OPTIMIZER_PLACES},
+    ),
+    ("optimizer_share", "part of that state which is there; the rest is on the device", {}),
     ("recompute", "keep only the inputs of blocks for backward, and compute blocks again there", {}),
     ("compile", "compile the attention and MLP of every block with torch.compile", {}),
     (
@@ -288,6 +298,12 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="record digests, and end at the first step and tensor that differ from those of this run folder",
     )
     group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
+    group.add_argument(
+        "--memory",
+        type=read_num_bytes,
+        metavar="SIZE",
+        help="of a rank: plan the run, and choose --recompute and --optimizer-state such that it fits (2GiB)",
+    )
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
 
@@ -324,7 +340,9 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
     only = "print_config" if given.get("print_config") else "plan" if given.get("plan") else ""
-    return TrainRequest(config, start, nproc, given.get("device", "auto"), launched_ranks, terms, only)
+    return TrainRequest(
+        config, start, nproc, given.get("device", "auto"), launched_ranks, terms, only, given.get("memory")
+    )
 
 
 def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> RestartPolicy:
@@ -564,6 +582,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
             _check_memory(request, device_type, request.launched_ranks, local)
+            request = _fitted(request, device_type, request.launched_ranks)
         return run_rank(request, device_type, os.environ)
     if request.config.model_from is not None:
         from shardwise.recipes.sharding import check_module
@@ -592,6 +611,8 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         return plan_training(request.config, nproc, device_type)
     _check_memory(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
+    request = _fitted(request, device_type, nproc)
+    words = [*words, *_words_of_fit(request)]
     if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:
         raise ConfigError(
             f"--min-nproc is {request.terms.min_nproc}, expected at most the {nproc} rank(s) of the start."
@@ -602,6 +623,27 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     elif nproc == 1:
         return run_rank(request, device_type, os.environ)
     return launch_ranks(folder, request.config, request.terms, nproc, device_type, words)
+
+
+def _fitted(request: TrainRequest, device_type: str, num_ranks: int) -> TrainRequest:
+    """Return ``request`` such that a rank needs no more than --memory, if that was given.  Raises: ConfigError."""
+    if request.memory_bytes is None:
+        return request
+    from shardwise.cli.plan import fit_training
+
+    folder = request.start.resume or request.start.out or Path.cwd()
+    disk = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    return replace(request, config=fit_training(request.config, num_ranks, device_type, request.memory_bytes, disk))
+
+
+def _words_of_fit(request: TrainRequest) -> list[str]:
+    """Return the options that a plan has chosen, for ranks that this process starts."""
+    config = request.config
+    if request.memory_bytes is None:
+        return []
+    switches = [f"--{'' if getattr(config, name) else 'no-'}{name}" for name in ("recompute", "offload")]
+    state = ["--optimizer-state", config.optimizer_state, "--optimizer-share", str(config.optimizer_share)]
+    return [*switches, *state]
 
 
 def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:

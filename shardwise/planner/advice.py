@@ -57,7 +57,14 @@ def code_of(setting: Setting, device: str) -> str:
     if is_bf16:
         options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
     options += ["offload_policy=CPUOffloadPolicy()"] * setting.offload
-    return "\n".join([*lines, f"{'fully_shard' if one_unit else 'shard_model'}(model, {', '.join(options)})", ""])
+    lines.append(f"{'fully_shard' if one_unit else 'shard_model'}(model, {', '.join(options)})")
+    if setting.disk_share:
+        offload = f'OptimizerOffload(folder="optimizer_state", fraction={setting.disk_share}, undo=False)'
+        lines.append(
+            "optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=3e-4, fused=True, "
+            f"offload={offload})"
+        )
+    return "\n".join([*lines, ""])
 
 
 # ---- The search: the ways to train, their costs, which to take, and what to change if none fits.
@@ -75,6 +82,7 @@ class Choices:
         strategies: as ``shardwise train --shard`` names them.
         unit_bytes: sizes up to which blocks are merged; sizes that give the same units count once.
         recompute, offload: whether to try without, with, or both.
+        disk: on CPU ranks, as little optimizer state as makes a way fit may be on disk.
         precision: "fp32" or "bf16".
         accumulate: microbatches of a step.
         optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``.
@@ -86,6 +94,7 @@ class Choices:
     unit_bytes: tuple[int, ...] = (DEFAULT_MIN_UNIT_BYTES, 64 << 20, 512 << 20, ONE_UNIT)
     recompute: tuple[bool, ...] = (False, True)
     offload: tuple[bool, ...] = (False, True)
+    disk: bool = False
     precision: str = "bf16"
     accumulate: int = 1
     optimizer: str = "adamw"
@@ -225,11 +234,17 @@ class Search:
             may_offload = has_units and len(set(choices.offload)) == 2 and self.hardware.device != "cpu"
             for recompute in choices.recompute:
                 found = self._evaluate(replace(setting, recompute=recompute, offload=offloads))
-                yield found
+                yield self._with_disk(found) if has_units and self.hardware.device == "cpu" else found
                 # State in the host's memory costs time, so it is tried only if nothing else fits, and if it frees enough.
                 left = found.peak.total - sum(found.peak.held[:3])  # without parameters, optimizer, gradients
                 if may_offload and not found.fits and left <= self.hardware.limit_bytes:
                     yield self._evaluate(replace(found.setting, offload=True))
+
+    def _with_disk(self, found: Candidate) -> Candidate:
+        """Return ``found``, or with the least optimizer state on disk with which it fits."""
+        shares = range(1, 11) if self.choices.disk and not found.fits else ()
+        tried = (self._evaluate(replace(found.setting, disk_share=tenths / 10)) for tenths in shares)
+        return next((each for each in tried if each.fits), found)
 
     def _settings(self) -> Iterator[Setting]:
         choices = self.choices

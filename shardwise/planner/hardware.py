@@ -6,6 +6,9 @@ import copy
 import functools
 import json
 import math
+import os
+import tempfile
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -55,6 +58,7 @@ class Hardware:
         host_s_per_op: for launching one operation.  host_s_per_unit: for one unit, forward and backward.
         host_s_per_update: of the optimizer for one parameter of a unit, in addition to its elements.
         inside, between: links within a host and between hosts.  host_memory: to the memory of the host (offload).
+        disk: to a local disk, of one rank while all use it (optimizer state in files).
         shared: between ranks of one host through shared memory: a rank copies from the others' memory itself, and
             nothing else runs meanwhile; None: they use ``inside``.
         ranks_per_host: devices of a host.
@@ -70,6 +74,7 @@ class Hardware:
     between: Wire
     host_memory: Wire
     shared: Wire | None = None
+    disk: Wire = Wire(1e9, 1e-4)
     ranks_per_host: int = 8
     usable: float = 0.92
     efficiency: float = 0.6
@@ -150,7 +155,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         ),
     }
 )
-_WIRES = ("inside", "between", "host_memory", "shared")
+_WIRES = ("inside", "between", "host_memory", "shared", "disk")
 
 
 def read_hardware(source: str | Path) -> Hardware:
@@ -213,6 +218,25 @@ def ring_s(hardware: Hardware, num_bytes: float, ranks: int, near: int, is_withi
     )
 
 
+def with_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
+    """Return ``hardware`` of which a plan may fill ``memory_bytes`` of a rank."""
+    return replace(hardware, memory_bytes=memory_bytes, usable=1.0)
+
+
+def measured_disk(folder: Path, num_bytes: int = 64 << 20) -> float:
+    """Return bytes per second of the disk with ``folder``: one file is written and synchronized, then read."""
+    data, began = os.urandom(num_bytes), time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(data)
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that the reads are the disk's, not the page cache's
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        while file.read(1 << 20):
+            pass
+    return 2 * num_bytes / (time.perf_counter() - began)
+
+
 def with_hosts(hardware: Hardware, ranks: int, hosts: int) -> Hardware:
     """Return ``hardware`` with ``ranks`` on ``hosts`` hosts.  Raises: ConfigError if they cannot be equally many."""
     if hosts < 1 or ranks % hosts:
@@ -246,6 +270,7 @@ class Setting:
         precision: "fp32" or "bf16" (computed in bf16, gradients reduced and stored in fp32).
         recompute: repeated blocks are recomputed in backward.
         offload: shards, gradients and optimizer state are in the host's memory.
+        disk_share: the part of the optimizer state that is on disk between updates.
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
         depth: units to prefetch.
@@ -259,6 +284,7 @@ class Setting:
     precision: str = "fp32"
     recompute: bool = False
     offload: bool = False
+    disk_share: float = 0.0
     accumulate: int = 1
     state_bytes: int = OPTIMIZERS["adamw"]
     depth: int = 1
@@ -308,6 +334,8 @@ class Setting:
         if self.tensor > 1:
             words.append(f"tp {self.tensor}")
         words += [word for word, is_on in (("recompute", self.recompute), ("offload", self.offload)) if is_on]
+        if self.disk_share:
+            words.append(f"{self.disk_share:.0%} of the optimizer state on disk")
         if self.accumulate > 1:
             words.append(f"{self.accumulate} microbatches")
         return ", ".join(words)

@@ -440,13 +440,13 @@ class _Memory:
             self.held["optimizer"] = -(-sum(param.numel for param in trainable) // owners) * setting.state_bytes
             self.held["gradients"] = sum(param.num_bytes for param in trainable)  # DDP's buckets
             return
-        shards, state = sum(unit.shard_bytes for unit in units), sum(unit.state_numel for unit in units)
+        shards, state_bytes = sum(unit.shard_bytes for unit in units), _state_bytes(units, setting)
         self.held["parameters"] = profile.buffer_bytes
         if self.is_on_host:
-            self.host_bytes = shards + sum(unit.section_bytes for unit in units) + state * setting.state_bytes
+            self.host_bytes = shards + sum(unit.section_bytes for unit in units) + state_bytes
         else:
             self.held["parameters"] += shards
-            self.held["optimizer"] = state * setting.state_bytes
+            self.held["optimizer"] = state_bytes
         if setting.transport == SHARED and setting.num_shards > 1:
             outboxes = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
             # pages of shared memory take memory when they are written
@@ -675,6 +675,13 @@ def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:
     return numel * 6 / hardware.memory_bytes_per_s
 
 
+def _state_bytes(units: Sequence[RankUnit], setting: Setting) -> int:
+    """Return the bytes of optimizer state in memory: of that on disk, one unit's moves while another's is updated."""
+    sizes = [unit.state_numel * setting.state_bytes for unit in units]
+    away = int(sum(sizes) * setting.disk_share)
+    return sum(sizes) - away + min(away, sum(sorted(sizes)[-2:]))
+
+
 def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, hardware: Hardware) -> float:
     trainable = [param for param in profile.params if param.is_trainable]
     host, rate = 0.0, hardware.memory_bytes_per_s
@@ -686,4 +693,6 @@ def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, har
         numel = -(-sum(param.numel for param in trainable) // owners)
     if setting.offload and hardware.device != "cpu":
         rate = hardware.host_memory.bytes_per_s
-    return host + numel * (setting.state_bytes * 2 + 3 * 4) / rate
+    update = numel * (setting.state_bytes * 2 + 3 * 4) / rate
+    on_disk = numel * setting.disk_share * setting.state_bytes * 2 / hardware.disk.bytes_per_s  # read, and written
+    return host + max(update, on_disk)

@@ -37,6 +37,7 @@ class ModelShape:
     top_k: int = 1
 
 
+OPTIMIZER_PLACES = ("device", "host", "disk")
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
     {
         "tiny": ModelShape(layers=4, width=192, heads=6, context=128),
@@ -57,6 +58,8 @@ class TrainConfig:
     tp: int = 1
     transport: str = "auto"
     offload: bool = False
+    optimizer_state: str = "device"
+    optimizer_share: float = 1.0
     recompute: bool = False
     compile: bool = False
     compile_backend: str = "inductor"
@@ -85,8 +88,8 @@ class TrainConfig:
 
 # How a step is carried out, but not what it computes.
 _EXECUTION = frozenset({
-    "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "recompute", "compile", "compile_backend",
-    "accumulate",
+    "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "optimizer_state", "optimizer_share",
+    "recompute", "compile", "compile_backend", "accumulate",
 })  # fmt: skip
 # --resume may change these: none alters which windows a step sees or what a past step computed.
 RESUME_MAY_CHANGE = _EXECUTION | {
@@ -126,6 +129,12 @@ def check_config(config: TrainConfig) -> None:
         raise ConfigError(f"--clip is {config.clip}, expected a positive number, or 0 to clip nothing.")
     if config.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
+    if config.optimizer_state not in OPTIMIZER_PLACES:
+        raise ConfigError(
+            f"--optimizer-state is {config.optimizer_state!r}, expected one of {', '.join(OPTIMIZER_PLACES)}."
+        )
+    if not 0 < config.optimizer_share <= 1:
+        raise ConfigError(f"--optimizer-share is {config.optimizer_share}, expected more than 0 and at most 1.")
     if config.shard not in SHARDS:
         raise ConfigError(f"--shard is {config.shard!r}, expected one of {', '.join(SHARDS)}.")
     check_transport(config.transport, "--transport")
@@ -158,6 +167,16 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(
             f"--offload does not go with --shard {config.shard}: only the engine behind --shard zero3, hsdp, "
             f"zero2 and ddp moves parameters between host and device. Say --no-offload, or use one of those."
+        )
+    if config.optimizer_state != "device" and (config.offload or config.shard not in ENGINE_SHARDS):
+        raise ConfigError(
+            f"--optimizer-state {config.optimizer_state} does not go with "
+            + (
+                "--offload, which moves it already."
+                if config.offload
+                else f"--shard {config.shard}, which steps another."
+            )
+            + " Use it with --shard zero3, hsdp, zero2 or ddp alone."
         )
     if config.tp == 1:
         return

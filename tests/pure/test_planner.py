@@ -26,6 +26,7 @@ from shardwise.planner.hardware import (
     Setting,
     StepMark,
     Stretch,
+    Wire,
     Work,
     read_hardware,
 )
@@ -200,6 +201,49 @@ def test_of_what_fits_the_fastest_is_first() -> None:
     fitting = [candidate.time.step_s for candidate in found.candidates if candidate.fits]
     assert fitting == sorted(fitting)
     assert {candidate.setting.strategy for candidate in found.candidates} == set(Choices().strategies)
+
+
+OPTIMIZER = KINDS.index("optimizer")
+STATE = (3 * BLOCK + NORM) * 2  # AdamW's two averages of all parameters
+
+
+def test_optimizer_state_on_disk_leaves_that_of_two_units_in_memory() -> None:
+    profile, setting = a_profile(), Setting(ranks=1, min_unit_bytes=0)
+    found = held(profile, replace(setting, disk_share=1.0), "cpu")
+    assert {moment.held[OPTIMIZER] for moment in found.moments} == {4 * BLOCK}
+    offloaded = replace(setting, offload=True)
+    host, rest = (held(profile, replace(offloaded, disk_share=share)).host_bytes for share in (0.0, 1.0))
+    assert host - rest == STATE - 4 * BLOCK
+    many = a_profile(30)
+    state = (30 * BLOCK + NORM) * 2
+    assert held(many, replace(setting, disk_share=0.5), "cpu").peak.held[OPTIMIZER] == state // 2 + 4 * BLOCK
+
+
+def test_state_on_disk_takes_the_time_of_the_disk() -> None:
+    profile, slow = a_profile(), replace(HARDWARE["cpu"], disk=Wire(1e6, 0.0))
+    near, far = (evaluate(profile, Setting(disk_share=share), slow).time.optimizer_s for share in (0.0, 1.0))
+    assert far == pytest.approx(2 * STATE / 1e6, rel=0.01)
+    assert near < far / 100
+
+
+def test_as_little_state_as_makes_it_fit_goes_to_disk() -> None:
+    profile = a_profile(8)
+    choices = Choices(
+        strategies=("zero3",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32", disk=True
+    )
+    whole = evaluate(profile, Setting(min_unit_bytes=0), HARDWARE["cpu"]).peak.total
+    state = (8 * BLOCK + NORM) * 2
+
+    def share(memory_bytes: float, device: str = "cpu") -> float:
+        hardware = replace(HARDWARE[device], memory_bytes=int(memory_bytes), usable=1.0)
+        first = Search(lambda *_: profile, 1, hardware, choices).run().candidates[0]
+        assert first.fits == (first.peak.total <= memory_bytes)
+        return first.setting.disk_share
+
+    assert share(whole) == 0
+    assert share(whole - state * 0.2) == pytest.approx(0.5)  # of which two units, a quarter, are in memory at a time
+    assert share(whole - 2 * state) == 0  # nothing fits, so nothing is moved
+    assert share(whole / 2, "h100") == 0
 
 
 def test_one_unit_is_the_root() -> None:
