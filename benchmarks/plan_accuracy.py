@@ -167,7 +167,7 @@ class Job:
         self.model = (
             shard_tied(case, plain, mesh) if case.model == "tied" else self.strategy.wrap(plain, self.config, mesh)
         )
-        self.optimizer = self.strategy.build_optimizer(self.model, self.config)
+        self.optimizer = self.strategy.build_optimizer(self.model, self.config, Path.cwd())
         # Nothing is learned: from one batch again and again a model makes denormals within some steps, with which products
         # take up to ten times as long.
         for group in self.optimizer.param_groups:

@@ -34,7 +34,9 @@ from shardwise import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimizerOffload,
     Placements,
+    ShardedOptimizer,
     ZeroRedundancyOptimizer,
     clip_grad_norm_,
     fully_shard,
@@ -305,7 +307,7 @@ class ShardingStrategy:
 
     summary: str
     wrap: Callable[[nn.Module, TrainConfig, DeviceMesh], nn.Module]
-    build_optimizer: Callable[[nn.Module, TrainConfig], Optimizer]
+    build_optimizer: Callable[[nn.Module, TrainConfig, Path], Optimizer]
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
     clip: Callable[[nn.Module, Optimizer, float], Tensor]
     precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
@@ -326,13 +328,22 @@ def param_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
     ]
 
 
-def build_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Return AdamW with one fused update per group; of --reproducible, whose bits do not depend on how parameters are cut."""
+def build_adamw(model: nn.Module, config: TrainConfig, folder: Path) -> Optimizer:
+    """Return AdamW with one fused update per group, or per unit if its state is elsewhere; ``folder``: for state on disk.
+
+    With --reproducible its bits do not depend on how parameters are cut.
+    """
     fixed = bool(config.reproducible)
-    return AdamW(param_groups(model, config), lr=config.lr, betas=(0.9, 0.95), fused=not fixed, foreach=fixed)
+    options: dict[str, Any] = {"lr": config.lr, "betas": (0.9, 0.95), "fused": not fixed, "foreach": fixed}
+    groups = param_groups(model, config)
+    if config.optimizer_state == "device":
+        return AdamW(groups, **options)
+    on_disk = config.optimizer_state == "disk"
+    offload = OptimizerOffload(config.optimizer_share, undo=not on_disk, folder=str(folder) if on_disk else None)
+    return ShardedOptimizer(dict(model.named_parameters()), AdamW, groups=groups, offload=offload, **options)
 
 
-def build_zero_adamw(model: nn.Module, config: TrainConfig) -> Optimizer:
+def build_zero_adamw(model: nn.Module, config: TrainConfig, folder: Path) -> Optimizer:
     """Return AdamW; every rank stores and updates the same number of elements of its state."""
     return ZeroRedundancyOptimizer(
         param_groups(model, config), AdamW, partition="even", lr=config.lr, betas=(0.9, 0.95), fused=True

@@ -152,7 +152,7 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
         paths = [path for path, module in plain.named_modules() if module in blocks]
         apply_activations(plain, ActivationPolicy(dict.fromkeys(paths, "recompute")))
     model = strategy.wrap(plain, config, meshes.data)
-    optimizer = strategy.build_optimizer(model, config)
+    optimizer = strategy.build_optimizer(model, config, run.folder)
     if config.init is not None and run.checkpoint is None:
         load_init(config.init, strategy.plain(model))
     fixed = None
