@@ -141,6 +141,7 @@ def fit_training(config: TrainConfig, ranks: int, device: str, memory_bytes: int
     choices: dict[str, Any] = {"disk": True, "recompute": (False, True) if config.model_from is None else (False,)}
     if device != "cpu" and config.shard in ENGINE_SHARDS:
         choices["offload"] = (False, True)
+    _plan_run(config, ranks, device, {})
     found = _plan_run(config, ranks, device, choices, memory_bytes, measured_disk(folder))
     if found.best is None:
         raise ConfigError(f"--memory {format_bytes(memory_bytes)}: {found.why()}")
@@ -170,7 +171,9 @@ def _plan_run(
         hardware = with_hosts(hardware, ranks, 1)
     if memory_bytes:
         hardware = replace(with_memory(hardware, memory_bytes), disk=Wire(disk / hardware.ranks_per_host, 1e-4))
-        if device == "cpu":  # a rank is such a process as this one, and its memory counts
+        if (
+            device == "cpu"
+        ):  # a rank is a process such as this one, after it has planned: both have loaded what a step loads
             hardware = replace(hardware, library_bytes=peak_bytes(torch.device("cpu")))
     size = (batch, config.model.context)
 

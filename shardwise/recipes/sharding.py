@@ -465,12 +465,12 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def measure_held(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
+def measure_held(model: nn.Module, optimizer: Optimizer, on_disk: bool = False) -> HeldBytes:
     """Measure this rank's current memory; gradients exist only between backward and zero_grad.
 
-    ``optimizer``: the one with this rank's state.
+    ``optimizer``: the one with this rank's state; ``on_disk``: which a look at it would bring into memory.
     """
-    states = (value for state in optimizer.state.values() for value in state.values())
+    states = [] if on_disk else [value for state in optimizer.state.values() for value in state.values()]
     return HeldBytes(
         parameter_bytes=local_bytes(model.parameters()),
         gradient_bytes=local_bytes(p.grad for p in model.parameters() if p.grad is not None),

@@ -319,7 +319,10 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter, *, measure: bool)
     else:
         loss, norm = fixed.sum(losses), fixed.clip_grad_norm_(limit)
     trainer.optimizer.step()
-    held = measure_held(trainer.model, local_optimizer(trainer.optimizer)) if measure else HeldBytes(0, 0, 0)
+    held = HeldBytes(0, 0, 0)
+    if measure:
+        on_disk = config.optimizer_state == "disk"
+        held = measure_held(trainer.model, local_optimizer(trainer.optimizer), on_disk)
     trainer.optimizer.zero_grad()
     return _DoneStep(TrainedStep(step + 1, 0.0, float(norm), rate), loss, held)
 
