@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import re
 from collections.abc import Sequence
 
 from shardwise.errors import ConfigError
@@ -30,3 +32,16 @@ EXIT_INTERRUPTED = 130
 LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
 STORE_VARIABLE = "SHARDWISE_STORE"
 ATTEMPT_VARIABLE = "SHARDWISE_ATTEMPT"
+
+
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKmMgG]?)(?:i?[bB])?")
+
+
+def read_num_bytes(text: str) -> int:
+    """Read ``0``, ``4096``, ``512k``, ``1.5M`` or ``2GiB``; units are powers of 1024.  Raises: ArgumentTypeError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size, expected a number of bytes such as 0, 4096, 512k or 1.5M"
+        )
+    return int(float(match["number"]) * 1024 ** " kmg".index(match["unit"].lower() or " "))

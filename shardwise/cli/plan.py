@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardwise.cli.train import read_num_bytes
+from shardwise.cli import read_num_bytes
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.planner.advice import Choices, Plan, plan

@@ -9,7 +9,6 @@ import errno
 import importlib
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -28,7 +27,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, LAUNCHER_VARIABLE, STORE_VARIABLE, check_extras
+from shardwise.cli import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_FINAL,
+    LAUNCHER_VARIABLE,
+    STORE_VARIABLE,
+    check_extras,
+    read_num_bytes,
+)
 from shardwise.cli.local_ranks import (
     LEAVE_HELP,
     LEAVE_S,
@@ -99,7 +106,6 @@ def stop_on_signals(second_ends: bool) -> Generator[Callable[[], int], None, Non
 
 # ---- The options of ``shardwise train``, read into a frozen request.
 
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKmMgG]?)(?:i?[bB])?")
 DEVICES = ("auto", "cpu", "cuda")
 _OF_SHAPE = tuple(each.name for each in fields(ModelShape))
 _OF_CONFIG = frozenset({*_OF_SHAPE, *(each.name for each in fields(TrainConfig))} - {"model"})
@@ -171,16 +177,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         ("top-k", "experts that each position uses (default: 1)"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
-
-
-def read_num_bytes(text: str) -> int:
-    """Read ``0``, ``4096``, ``512k``, ``1.5M`` or ``2GiB``; units are powers of 1024.  Raises: ArgumentTypeError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size, expected a number of bytes such as 0, 4096, 512k or 1.5M"
-        )
-    return int(float(match["number"]) * 1024 ** " kmg".index(match["unit"].lower() or " "))
 
 
 _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of TrainConfig, in the order of the help

@@ -168,15 +168,10 @@ def _check_together(config: TrainConfig) -> None:
             f"--offload does not go with --shard {config.shard}: only the engine behind --shard zero3, hsdp, "
             f"zero2 and ddp moves parameters between host and device. Say --no-offload, or use one of those."
         )
-    if config.optimizer_state != "device" and (config.offload or config.shard not in ENGINE_SHARDS):
+    if config.optimizer_state != "device" and config.shard not in ENGINE_SHARDS:
         raise ConfigError(
-            f"--optimizer-state {config.optimizer_state} does not go with "
-            + (
-                "--offload, which moves it already."
-                if config.offload
-                else f"--shard {config.shard}, which steps another."
-            )
-            + " Use it with --shard zero3, hsdp, zero2 or ddp alone."
+            f"--optimizer-state {config.optimizer_state} does not go with --shard {config.shard}, which has no units to update "
+            "one by one. Use --shard zero3, hsdp, zero2 or ddp."
         )
     if config.tp == 1:
         return

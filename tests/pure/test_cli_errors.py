@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardwise import ConfigError
 from shardwise.checkpoint.contents import encode
 from shardwise.checkpoint.format import MANIFEST, Manifest, to_bytes
-from shardwise.cli import check_extras, train
+from shardwise.cli import check_extras, read_num_bytes, train
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train import read_train_request
 from shardwise.formatting import format_size
@@ -101,7 +101,7 @@ def test_sizes_are_read_in_powers_of_1024(size: str, num_bytes: int) -> None:
 @example(2**40 + 1)
 @given(st.integers(0, 2**50) | st.integers(0, 2**20).map(lambda number: number * 2**19))
 def test_a_printed_size_is_read_back(num_bytes: int) -> None:
-    assert train.read_num_bytes(format_size(num_bytes)) == num_bytes
+    assert read_num_bytes(format_size(num_bytes)) == num_bytes
 
 
 @pytest.mark.parametrize("size", ["-1", "M", "1T", "1 5M", "1e6", "", "x"])
