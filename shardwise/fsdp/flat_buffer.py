@@ -6,6 +6,7 @@ import functools
 import operator
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -596,7 +597,10 @@ class ReduceLayout:
     ) -> None:
         self.params = params
         self.bucket = build_bucket([param.shard for param in params], alignment)
-        self.names = ", ".join(param.fqn for param in params[:3]) + (f" and {len(params) - 3} more" * (len(params) > 3))
+        names = [param.fqn for param in params]
+        # The sum of the names tells apart what the first ones do not: transports, and sums of microbatches, compare this.
+        more = f" and {len(names) - 3} more ({zlib.crc32(repr(names).encode()):08x})" if len(names) > 3 else ""
+        self.names = ", ".join(names[:3]) + more
         self._moves = [self.bucket.moves(index, into_full=False) for index in range(len(params))]
         self._parts: dict[int, tuple[Move, ...]] = {}
         self._packed_windows = BufferWindows()

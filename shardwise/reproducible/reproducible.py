@@ -17,6 +17,7 @@ from shardwise.fsdp.engine import engine_of
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import bind_units
 from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.random_state import set_seed
 from shardwise.reproducible.norm import clip_by_rows
 from shardwise.reproducible.optimizers import check_optimizer
@@ -88,9 +89,11 @@ class Reproducible:
         self.axes = group.axes
         if optimizer is not None:
             check_optimizer(optimizer)
+            optimizer.register_step_pre_hook(lambda *_: self._check_complete("optimizer.step()"))
         self.place = BatchPlace(num_microbatches, num_shards, num_replicas, shard, replica)
         self.model, self._seed, self.step = model, seed, 0
         self.observer: StepObserver | None = None
+        self._units = [*dict.fromkeys(unit for unit, _ in found)]
         self._sums: list[GroupSums] = []
         for _, group in found:
             group.sums = GroupSums(self.place, group.is_collective)
@@ -106,13 +109,23 @@ class Reproducible:
 
         The step counts once the loop has ended; a loop that was left early begins the same step again.
 
-        Raises: StateError for a unit whose gradients were not reduced once in every microbatch.
+        Raises:
+            StateError: for a unit whose gradients were not reduced once in every microbatch, and for a buffer or a parameter
+                that was written.
+            UsageError: in a loop over microbatches.
         """
         place = self.place
+        if place.number is not None:
+            raise UsageError(
+                f"Reproducible.microbatches() was called in microbatch {place.number} of a loop over it; end that loop first"
+            )
+        for unit in self._units:
+            for param in (*unit.earlier.held, *unit.earlier.unsynced):
+                raise StateError(waits_for_sync(param.fqn))
         for sums in self._sums:
             sums.clear()
-        buffers = dict(self.model.named_buffers())
-        versions = versions_of([*buffers.values()])
+        buffers, params = dict(self.model.named_buffers()), self._params()
+        versions = versions_of([*buffers.values(), *params.values()])
         if self.observer is not None:
             self.observer.begin()
         try:
@@ -124,16 +137,30 @@ class Reproducible:
             place.number = None
         for sums in self._sums:
             sums.end()
-        for name, before, now in zip(buffers, versions, versions_of([*buffers.values()]), strict=True):
-            if before != now:
-                raise StateError(
-                    f"buffer {name} was written in a microbatch: its values follow from the microbatches of this rank alone, "
-                    "as running statistics of BatchNorm do. Freeze it, or use a module without it (GroupNorm, LayerNorm)"
-                )
+        now = versions_of([*buffers.values(), *params.values()])
+        present = dict(self.model.named_buffers())
+        written = [name for name, its, after in zip((*buffers, *params), versions, now, strict=True) if its != after]
+        written += [name for name, buffer in buffers.items() if present.get(name) is not buffer]
+        if written:
+            raise StateError(
+                f"{written[0]} was written in a microbatch: its values follow from the microbatches of this rank alone, as "
+                "running statistics of BatchNorm do. Freeze such a buffer, or use a module without it (GroupNorm, LayerNorm); "
+                "write parameters, and step optimizers, after the loop over microbatches()"
+            )
         if self.observer is not None:
             self.observer.end()
         self._set_seed(place.num_microbatches)  # what follows draws the same numbers on every rank
         self.step += 1
+
+    def _params(self) -> dict[str, torch.Tensor]:
+        return {param.fqn: param.sharded for unit in self._units for group in unit.groups for param in group.params}
+
+    def _check_complete(self, call: str) -> None:
+        if self.place.number is not None or any(sums.is_partial for sums in self._sums):
+            raise StateError(
+                f"{call} ran in a loop over Reproducible.microbatches(), or after one that was left early: gradients are "
+                "complete when all microbatches of the loop have run"
+            )
 
     def _set_seed(self, number: int) -> None:
         digest = hashlib.blake2b(f"{self._seed} {self.step} {number}".encode(), digest_size=8).digest()
@@ -144,14 +171,15 @@ class Reproducible:
     def sum(self, values: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the sum over all microbatches of ``values``, one number for each microbatch of this rank.  Collective.
 
-        Raises: UsageError for another number of values.
+        Raises: UsageError for another number of values, or other values.
         """
-        own = [value.detach().reshape(()) for value in values]
+        given: list[object] = [*values]
         place = self.place
-        if len(own) != place.per_rank:
+        own = [value.detach().reshape(()) for value in given if isinstance(value, torch.Tensor) and value.numel() == 1]
+        if not len(own) == len(given) == place.per_rank:
             raise UsageError(
-                f"Reproducible.sum got {len(own)} numbers; this rank computes {place.per_rank} microbatches, and sum takes one "
-                "number of each"
+                f"Reproducible.sum got {len(given)} numbers, {len(own)} as tensors with one element; this rank computes "
+                f"{place.per_rank} microbatches, and sum takes such a tensor of each, as loss.detach()"
             )
         mine = torch.stack(own)
         whole = mine.new_zeros(place.num_microbatches)
@@ -167,7 +195,10 @@ class Reproducible:
 
         Like :func:`shardwise.clip_grad_norm_`, in an order that does not depend on the number of ranks: each rank computes the
         norms of its rows, and all ranks sum the rows of all parameters.  Collective.
+
+        Raises: StateError in a loop over microbatches, and after one that was left early.
         """
+        self._check_complete("clip_grad_norm_()")
         params = [param for param in self.model.parameters() if param.grad is not None]
         limit = Limit(max_norm, norm_type, error_if_nonfinite)
         return clip_by_rows(params, limit, self.axes)

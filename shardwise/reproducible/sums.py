@@ -70,6 +70,11 @@ class GroupSums:
         """True in the last microbatch of this rank."""
         return self.place.number == self.place.own[-1]
 
+    @property
+    def is_partial(self) -> bool:
+        """True if microbatches of a loop that has not ended were summed."""
+        return bool(self._next)
+
     def push(self, key: Summed, part: PartialSum) -> None:
         """Take the gradients of the microbatch that runs.  Raises: StateError unless it is the next one of ``key``."""
         number, expected = self.place.number, self._next.get(key, self.place.own[0])

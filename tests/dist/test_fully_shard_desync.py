@@ -137,6 +137,32 @@ def test_ranks_that_would_reduce_different_gradients_meet_before(pool: WorkerPoo
     assert all(expected in message for message in messages), messages
 
 
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[2 + dist.get_rank()](self.layers[1](self.layers[0](x)))
+
+
+def train_other_parameters() -> str:
+    """Each rank uses another layer of a unit, of the same shape, behind the same three parameters."""
+    torch.manual_seed(0)
+    model = fully_shard(Tower())
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_ranks_with_gradients_of_other_parameters_of_a_unit_are_named(pool: WorkerPool) -> None:
+    messages = pool.run(train_other_parameters, num_ranks=2, timeout_s=60.0, group_timeout_s=8.0, fresh=True)
+    assert all(message.startswith("DesyncError") for message in messages), messages
+    assert all("reduces something else" in message for message in messages), messages
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -180,8 +180,99 @@ def test_two_microbatches_in_one_backward_are_refused() -> None:
 def test_buffers_that_follow_from_the_microbatches_of_a_rank_are_refused() -> None:
     model = _shared(nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9)))
     fixed = Reproducible(model, num_microbatches=2)
-    with pytest.raises(StateError, match=r"buffer 1\.\w+ was written in a microbatch"):
+    with pytest.raises(StateError, match=r"1\.\w+ was written in a microbatch"):
         for _ in fixed.microbatches():
+            _backward(model)
+
+
+class Running(nn.Module):
+    """Replaces its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * data.mean()
+        return data * self.weight
+
+
+@on_ranks(2)
+def test_values_that_are_replaced_or_written_in_the_loop_are_refused() -> None:
+    model = _shared(Running())
+    fixed = Reproducible(model, num_microbatches=2)
+    with pytest.raises(StateError, match=r"mean was written in a microbatch"):
+        for _ in fixed.microbatches():
+            _backward(model)
+    torch.manual_seed(0)  # the loop has left another state on each rank
+    model = _shared(nn.Linear(9, 9))
+    fixed = Reproducible(model, num_microbatches=2)
+    with pytest.raises(StateError, match=r"weight was written in a microbatch"):
+        for _ in fixed.microbatches():
+            _backward(model)
+            with torch.no_grad():
+                model.weight.mul_(0.5)
+
+
+@on_ranks(2)
+def test_gradients_of_a_loop_that_has_not_ended_are_not_used() -> None:
+    for kind in (sgd, zero, sharded):
+        torch.manual_seed(0)
+        model = shard_model(Net(), strategy="zero1" if kind is zero else "zero3")
+        optimizer = kind(model, None)
+        fixed = Reproducible(model, optimizer, num_microbatches=4)
+        for leaves in (False, True):
+            with pytest.raises(
+                StateError, match=r"optimizer.step\(\) ran in a loop over .*, or after one that was left early"
+            ):
+                for _ in fixed.microbatches():
+                    _backward(model)
+                    if leaves:
+                        break
+                    optimizer.step()
+                optimizer.step()
+        with pytest.raises(StateError, match=r"clip_grad_norm_\(\) ran in a loop"):
+            fixed.clip_grad_norm_(1.0)
+        for _ in fixed.microbatches():
+            _backward(model)
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_loops_within_loops_and_backwards_before_them_are_refused() -> None:
+    model = _shared()
+    fixed = Reproducible(model, num_microbatches=2)
+    with pytest.raises(UsageError, match="was called in microbatch [01] of a loop over it"):
+        for _ in fixed.microbatches():
+            list(fixed.microbatches())
+    with shardwise.policy(model, sync=False):
+        _backward(model)
+    with pytest.raises(StateError, match="wait for a backward with sync"):
+        list(fixed.microbatches())
+
+
+class Switch(nn.Module):
+    """One of two layers of the same shapes, behind layers that come first in the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+        self.ways = nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)])
+        self.way = 0
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.ways[self.way](self.trunk(data))
+
+
+@on_ranks(2)
+def test_microbatches_that_use_other_parameters_of_a_unit_are_refused() -> None:
+    model = Switch()
+    fully_shard(model)
+    fixed = Reproducible(model, num_microbatches=4)
+    with pytest.raises(StateError, match=r"were reduced in microbatch [13], and not in microbatch [02]"):
+        for number in fixed.microbatches():
+            model.way = number % 2
             _backward(model)
 
 
@@ -219,5 +310,7 @@ def test_a_run_that_was_saved_with_other_microbatches_is_refused() -> None:
     fixed = Reproducible(_shared(), num_microbatches=2)
     with pytest.raises(ConfigError, match="the saved run has 4 microbatches per step and this one 2"):
         fixed.load_state_dict(saved)
-    with pytest.raises(UsageError, match="sum got 2 numbers; this rank computes 1 microbatches"):
+    with pytest.raises(UsageError, match="sum got 2 numbers, .* this rank computes 1 microbatches"):
         fixed.sum([torch.ones(())] * 2)
+    with pytest.raises(UsageError, match="sum got 1 numbers, 0 as tensors with one element"):
+        fixed.sum([1.0])  # type: ignore[list-item]
