@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import elastic_program
+from helpers import elastic_program, elastic_same_bits
 from helpers.commands import COMMAND, Ended
 from helpers.forked_commands import run_forked
 
@@ -152,3 +152,16 @@ def test_options_that_cannot_work_are_refused(
     (tmp_path / "program.py").write_text("")
     assert main(["run", *words, str(tmp_path / "program.py")]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_with_fixed_sums_a_run_that_lost_ranks_ends_with_the_bits_of_one_rank(tmp_path: Path) -> None:
+    left: dict[str, Any] = {}
+    for name, words, kills in (("whole", ["-n", "1"], []), ("hurt", ["-n", "4"], ["2:2", "5:0"])):
+        ended = run_forked(
+            [*RUN, *words, elastic_same_bits.__file__, str(tmp_path / name), *kills], TMPDIR=str(tmp_path)
+        )
+        assert ended.code == 0, ended.err
+        left[name] = torch.load(tmp_path / name)
+    (expected, _), (found, worlds) = left["whole"], left["hurt"]
+    assert worlds[-1] == 2
+    assert {name: torch.equal(found[name], value) for name, value in expected.items()} == dict.fromkeys(expected, True)
