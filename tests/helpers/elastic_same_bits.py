@@ -43,7 +43,7 @@ def build() -> dict[str, Any]:
 
 def main() -> None:
     out, kills = Path(sys.argv[1]), {tuple(map(int, each.split(":"))) for each in sys.argv[2:]}
-    worlds: list[int] = []
+    worlds, loss = list[int](), torch.zeros(())
     for step in shardwise.elastic(build, num_steps=NUM_STEPS, num_microbatches=NUM_MICROBATCHES):
         with step as state:
             worlds.append(dist.get_world_size())
