@@ -24,7 +24,12 @@ def beginning_of(whole: torch.Tensor, shard: torch.Tensor) -> tuple[torch.Tensor
     """Return samples of ``whole``, which is sharded, and of ``shard``; None for values on meta or of a tensor subclass."""
     if type(whole) is not torch.Tensor or whole.is_meta:
         return None
-    return _spaced(whole, _SAMPLE_NUMEL).clone(), _spaced(shard, _SOME_NUMEL).clone()
+    # a copy of one element would keep its stride, and then is not to be read as bytes
+    kept = [
+        each.clone(memory_format=torch.contiguous_format)
+        for each in (_spaced(whole, _SAMPLE_NUMEL), _spaced(shard, _SOME_NUMEL))
+    ]
+    return kept[0], kept[1]
 
 
 def unwritten(begun: tuple[torch.Tensor, torch.Tensor] | None, shard: torch.Tensor) -> bytes | None:

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.optim.sharded_optimizer import make_backend
-from shardwise.optim.slices import OptimizerBackend, PerSlice, UpdateRule, copied, slices_of
+from shardwise.optim.slices import OptimizerBackend, UpdateRule, copied, slices_of
+from shardwise.optim.state_dict import wrap
 
 SHAPES = {"weight": (5, 3), "bias": (3,), "even": (4, 2), "last": (1, 6)}
 OPTIONS = {"lr": 0.1, "weight_decay": 0.01}
@@ -180,13 +181,10 @@ def test_an_added_group_steps_with_options_of_its_own() -> None:
         assert_same(case, plain, kind)
 
 
-def copies(values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return ``values`` as an API hands them on."""
+def as_users_have(case: OwnCase, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return copies of ``values`` as a state dict has them: values per element are tensors of the parameters' kind."""
     return {
-        name: {
-            key: PerSlice(map(copied, value)) if isinstance(value, PerSlice) else copied(value)
-            for key, value in state.items()
-        }
+        name: {key: copied(wrap(case.slices(name)[0], value)) for key, value in state.items()}
         for name, state in values.items()
     }
 
@@ -201,7 +199,7 @@ def test_loaded_state_and_options_go_on_as_the_run_they_are_of() -> None:
         with torch.no_grad():
             for name, param in second.params.items():
                 param.copy_(first.params[name])
-        second.backend.load(copies(first.backend.states()), first.backend.optimizer.param_groups)
+        second.backend.load(as_users_have(first, first.backend.states()), first.backend.optimizer.param_groups)
         for case in (first, second):
             case.set_gradients(3)
             case.backend.step()

@@ -12,7 +12,7 @@ from fuzz.areas import AREAS
 from fuzz.case import Case, Contender, Model, Node, Optim, Segment, Settings, from_json, to_json
 from fuzz.draw import draw
 from fuzz.draw_model import MODULE_HOOKS
-from fuzz.eligible import OURS, is_ours, peer_of, suits
+from fuzz.eligible import OFFLOADED, OURS, is_ours, peer_of, suits
 from fuzz.nodes import places
 from fuzz.optims import OPTIMIZERS
 from fuzz.render import path_of, render
@@ -72,7 +72,9 @@ def test_contenders_can_do_what_they_are_asked(area: str) -> None:
 
 def test_every_api_action_and_change_is_drawn() -> None:
     drawn = [draw(seed, area) for area in AREAS for seed in range(75)]
-    assert {each.name for case in drawn for each in case.contenders if is_ours(each)} == {each.name for each in OURS}
+    assert {each.name for case in drawn for each in case.contenders if is_ours(each)} == {
+        each.name for each in (*OURS, *OFFLOADED)
+    }
     assert {type(action).__name__ for case in drawn for action in case.actions} == set(do.ACTIONS)
     assert {action.how for case in drawn for action in case.actions if isinstance(action, do.Change)} == set(do.CHANGES)
     assert {case.num_ranks for case in drawn} == {1, 2, 3, 4}
