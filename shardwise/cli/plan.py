@@ -138,7 +138,7 @@ def fit_training(config: TrainConfig, ranks: int, device: str, memory_bytes: int
 
     Prints why.  ``folder``: on the disk that would have the state.  Raises: ConfigError if nothing fits.
     """
-    choices: dict[str, Any] = {"disk": True, "recompute": (False, True) if config.model_from is None else (False,)}
+    choices: dict[str, Any] = {"disk": True, "recompute": (True,) if config.recompute else (False, True)}
     if device != "cpu" and config.shard in ENGINE_SHARDS:
         choices["offload"] = (False, True)
     _plan_run(config, ranks, device, {})

@@ -335,10 +335,27 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     nproc = given.get("nproc")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
+    _check_fit(given, config, environment)
     only = "print_config" if given.get("print_config") else "plan" if given.get("plan") else ""
     return TrainRequest(
         config, start, nproc, given.get("device", "auto"), launched_ranks, terms, only, given.get("memory")
     )
+
+
+def _check_fit(given: Mapping[str, Any], config: TrainConfig, environment: Mapping[str, str]) -> None:
+    """Refuse what --memory does not go with.  Raises: ConfigError."""
+    if given.get("memory") is None:
+        return
+    options = {"--plan": given.get("plan"), "--experts": config.model.experts, "--reproducible": config.reproducible}
+    if odd := [name for name, value in options.items() if value]:
+        raise ConfigError(
+            f"--memory does not go with {odd[0]}, whose memory is not planned or not to be changed. Leave one out."
+        )
+    if "RANK" in environment and LAUNCHER_VARIABLE not in environment:  # each rank would measure, and choose, by itself
+        raise ConfigError(
+            "--memory: these ranks were started by another launcher. Run shardwise train --memory once without it, and give "
+            "the --recompute and --optimizer-state that it chose."
+        )
 
 
 def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> RestartPolicy:
@@ -578,7 +595,6 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         if LAUNCHER_VARIABLE not in os.environ:  # else our own launcher has looked
             local = int(os.environ.get("LOCAL_WORLD_SIZE", request.launched_ranks))
             _check_memory(request, device_type, request.launched_ranks, local)
-            request = _fitted(request, device_type, request.launched_ranks)
         return run_rank(request, device_type, os.environ)
     if request.config.model_from is not None:
         from shardwise.recipes.sharding import check_module
@@ -607,8 +623,9 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         return plan_training(request.config, nproc, device_type)
     _check_memory(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
-    request = _fitted(request, device_type, nproc)
-    words = [*words, *_words_of_fit(request)]
+    if request.memory_bytes is not None:
+        request, chosen = _fitted(request, request.memory_bytes, device_type, nproc)
+        words = [*words, *chosen]
     if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:
         raise ConfigError(
             f"--min-nproc is {request.terms.min_nproc}, expected at most the {nproc} rank(s) of the start."
@@ -621,25 +638,19 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     return launch_ranks(folder, request.config, request.terms, nproc, device_type, words)
 
 
-def _fitted(request: TrainRequest, device_type: str, num_ranks: int) -> TrainRequest:
-    """Return ``request`` such that a rank needs no more than --memory, if that was given.  Raises: ConfigError."""
-    if request.memory_bytes is None:
-        return request
+def _fitted(request: TrainRequest, memory_bytes: int, device_type: str, nproc: int) -> tuple[TrainRequest, list[str]]:
+    """Return ``request`` such that a rank needs no more than --memory, and the options that say so to ranks.
+
+    Raises: ConfigError.
+    """
     from shardwise.cli.plan import fit_training
 
     folder = request.start.resume or request.start.out or Path.cwd()
     disk = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
-    return replace(request, config=fit_training(request.config, num_ranks, device_type, request.memory_bytes, disk))
-
-
-def _words_of_fit(request: TrainRequest) -> list[str]:
-    """Return the options that a plan has chosen, for ranks that this process starts."""
-    config = request.config
-    if request.memory_bytes is None:
-        return []
+    config = fit_training(request.config, nproc, device_type, memory_bytes, disk)
     switches = [f"--{'' if getattr(config, name) else 'no-'}{name}" for name in ("recompute", "offload")]
     state = ["--optimizer-state", config.optimizer_state, "--optimizer-share", str(config.optimizer_share)]
-    return [*switches, *state]
+    return replace(request, config=config), [*switches, *state]
 
 
 def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:
