@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,61 +24,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-import torch  # noqa: E402
-from helpers import elastic_program  # noqa: E402
-from helpers.commands import COMMAND  # noqa: E402
-from helpers.forked_commands import run_forked  # noqa: E402
-
-RUN = [*COMMAND[: COMMAND.index("train")], "run"]
-CASES = [
-    (kind, transport) for kind in ("fully_shard", "replicate", "zero") for transport in ("auto", "gloo", "collective")
-]
+from chaos.elastic import run_elastic  # noqa: E402
 
 
-def kill(num_kills: int, seed: int) -> None:
-    """Make runs until ``num_kills`` processes were killed; print a line for each run, and a summary."""
-    noise, killed, runs, passes, steps = random.Random(seed), Counter[str](), 0, 0, 0
+def kill(num_kills: int, seed: int) -> int:
+    """Make runs until ``num_kills`` processes were killed; print a line for each; return 1 if one is wrong."""
+    noise, killed, runs, num_wrong, steps = random.Random(seed), Counter[str](), 0, 0, 0
     while killed.total() < num_kills:
-        num_ranks, is_replaced = noise.choice((2, 3, 4)), noise.random() < 0.6
-        kind, transport = noise.choice(CASES)
-        num_new = noise.randint(4, 16) if is_replaced else 0
-        num_spares = noise.randint(0, min(2, num_new))
-        mortal = range(num_new) if is_replaced else noise.sample(range(num_ranks), num_ranks - 1)
-        num_steps = 80 if is_replaced else 25
-        with tempfile.TemporaryDirectory() as folder:
-            drawn = {"seed": noise.randrange(2**31), "rate": noise.choice((0.03, 0.06, 0.15))}
-            settings: dict[str, Any] = {
-                "kind": kind,
-                "transport": transport,
-                "num_steps": num_steps,
-                "out": f"{folder}/out",
-                "log": folder,
-            }
-            settings["random"] = {**drawn, "immune": sorted(set(range(100)) - set(mortal))}
-            words = ["--elastic", "-n", str(num_ranks), "--spares", str(num_spares)]
-            words += ["--max-restarts", str(num_new - num_spares), elastic_program.__file__, json.dumps(settings)]
-            start = time.monotonic()
-            ended = run_forked([*RUN, *words], TMPDIR=folder)
-            found = torch.load(f"{folder}/out")[0] if ended.code == 0 else {}
-            expected = elastic_program.undisturbed(num_steps)
-            is_right = found.keys() == expected.keys() and all(
-                torch.equal(found[name], expected[name]) for name in found
-            )
-            names = os.listdir(folder)
-            lost = ended.err.count("was ended by SIGKILL")
-            own_passes = max((int(name.split("-")[2]) for name in names if name.startswith("ended-")), default=0)
-            num_dead = sum(name.startswith("started-") for name in names) - sum(
-                name.startswith("left-") for name in names
-            )
-        killed[f"{num_ranks} ranks, {'replaced' if is_replaced else 'not replaced'}"] += num_dead
-        runs, passes, steps = runs + 1, passes + own_passes, steps + num_steps
-        words_of_run = (
-            f"{num_ranks} ranks {kind} {transport} {num_spares} of {num_new} spare: {num_dead} lost, {lost} losses"
-        )
-        print(f"{'right' if is_right else 'WRONG'}: {words_of_run}, {time.monotonic() - start:.1f} s", flush=True)
-        if not is_right:
-            print(json.dumps(settings), *words[:-2], ended.code, ended.err, sep="\n", flush=True)
-    print(f"{killed.total()} kills in {runs} runs of {steps} steps: {dict(killed)}")
+        found = run_elastic(noise)
+        killed[f"{found.num_ranks} ranks, {'replaced' if found.is_replaced else 'not replaced'}"] += found.num_dead
+        runs, num_wrong, steps = runs + 1, num_wrong + (not found.is_right), steps + found.num_steps
+        print(f"{'right' if found.is_right else 'WRONG'}: {found.text}", flush=True)
+        if not found.is_right:
+            print(found.details, flush=True)
+    print(f"{killed.total()} kills in {runs} runs of {steps} steps, {num_wrong} wrong: {dict(killed)}")
+    return int(num_wrong > 0)
 
 
 # ---- Times, in processes that begin as a user's do.
@@ -191,7 +149,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     if arguments.what == "kills":
-        kill(arguments.kills, arguments.seed)
+        sys.exit(kill(arguments.kills, arguments.seed))
     else:
         time_all(arguments.repeats)
 

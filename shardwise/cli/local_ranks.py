@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import torch.distributed as dist
 
 from shardwise.cli import (
     ATTEMPT_VARIABLE,
@@ -102,11 +103,15 @@ def attempt_from(environment: Mapping[str, str]) -> Attempt | None:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often ranks are started again, on how few (``min_nproc`` None: always on as many as before), and ``leave_s``."""
+    """How often ranks are started again, on how few (``min_nproc`` None: always on as many as before), and ``leave_s``.
+
+    ``num_spares``: of ranks that outlive each other; None: they do not.
+    """
 
     max_restarts: int
     min_nproc: int | None
     leave_s: float = LEAVE_S
+    num_spares: int | None = None
 
 
 def launch_ranks(
@@ -141,6 +146,18 @@ def launch_ranks(
             number, cause = number + 1, describe(ended.failure)
             nproc = ranks_for(config, nproc, ended.num_killed, terms.min_nproc)
             print(f"shardwise: restart {number} of {terms.max_restarts}, on {nproc} rank(s)", file=sys.stderr)
+
+
+def launch_elastic(terms: ElasticTerms, words: Sequence[str], leave_s: float) -> int:
+    """Run the command in processes that outlive each other; return the exit code."""
+
+    def prepare(store: dist.TCPStore, place: LaunchContext) -> LaunchContext:
+        place = outliving(terms, store, place)
+        return replace(place, told={**place.told, LAUNCHER_VARIABLE: os.getpid()})
+
+    program = UserProgram("module", (COMMAND[1], *words), prepare=prepare)
+    code = _run(program, terms.num_ranks, 0, leave_s)
+    return EXIT_FAILED if code == EXIT_FINAL else code
 
 
 def why_not(ended: Ended, terms: RestartPolicy, number: int) -> str | None:

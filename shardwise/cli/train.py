@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,14 @@ from shardwise.cli.local_ranks import (
     attempt_from,
     check_leave,
     job_of,
+    launch_elastic,
     launch_ranks,
 )
 from shardwise.collectives.routes import TRANSPORTS
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.process_groups import check_peers
 from shardwise.consistency.store import wait_until
+from shardwise.elastic.members import VARIABLE, ElasticTerms
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError, did_you_mean
 from shardwise.formatting import format_bytes, format_size, plain
 from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
@@ -76,6 +78,7 @@ from shardwise.recipes.run_folder import (
     with_overrides,
 )
 from shardwise.recipes.sharding import STRATEGIES, RunRanks, check_memory
+from shardwise.torch_private import default_store
 
 # ---- SIGTERM and Ctrl-C while a run trains: the first asks it to save and leave, the second ends it at once.
 
@@ -279,6 +282,17 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="restart on the ranks that are left after some were killed, if M are (default: always on as many as before)",
     )
+    group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="go on from memory when ranks are killed, as shardwise run --elastic",
+    )
+    group.add_argument(
+        "--spares",
+        type=int,
+        metavar="N",
+        help="with --elastic: waiting processes (default: 0)",
+    )
     group.add_argument("--leave-s", type=float, metavar="S", help=LEAVE_HELP)
     group.add_argument(
         "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
@@ -362,13 +376,16 @@ def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> Res
     most, least = given.get("max_restarts", 0), given.get("min_nproc")
     if most < 0:
         raise ConfigError(f"--max-restarts is {most}, expected 0 or more.")
-    if least is not None and (least < 1 or not most):
-        raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts.")
+    spares, is_elastic = given.get("spares", 0), given.get("elastic", False)
+    if spares < 0 or (spares and not is_elastic):
+        raise ConfigError(f"--spares is {spares}, expected at least 0, together with --elastic.")
+    if least is not None and (least < 1 or not (most or is_elastic)):
+        raise ConfigError(f"--min-nproc is {least}, expected at least 1, together with --max-restarts or --elastic.")
     if most and "RANK" in environment and LAUNCHER_VARIABLE not in environment:
         raise ConfigError("--max-restarts: these ranks were started by another launcher. Give the option to torchrun.")
     leave_s = given.get("leave_s", LEAVE_S)
     check_leave(leave_s)
-    return RestartPolicy(most, least, leave_s)
+    return RestartPolicy(most, least, leave_s, spares if is_elastic else None)
 
 
 def _restarted(start: Start, environment: Mapping[str, str]) -> Start:
@@ -418,7 +435,7 @@ def _launched_ranks(environment: Mapping[str, str]) -> int | None:
         rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     except (KeyError, ValueError) as error:
         raise ConfigError("RANK and WORLD_SIZE must both be set to whole numbers, as torchrun does.") from error
-    if not 0 <= rank < num_ranks:
+    if not 0 <= rank < num_ranks and VARIABLE not in environment:
         raise ConfigError(f"RANK is {rank}, expected 0 to {num_ranks - 1} (WORLD_SIZE is {num_ranks}).")
     return num_ranks
 
@@ -433,7 +450,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets whe
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
     """Train as one rank; return 0, or 128 plus the signal on which it saved and left; a failure ends this process at once."""
-    from shardwise.recipes.train import train  # needs the packages that run_train has looked for
+    from shardwise.recipes.train import ElasticTrainer, train  # need the packages that run_train has looked for
 
     warnings.filterwarnings("ignore", module=r"torch\.")
     logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
@@ -447,6 +464,11 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
     claim: Callable[[], bool] = lambda: environment.get("RANK", "0") == "0"  # noqa: E731  replaced below
     try:
         device = _choose_own_device(device_type, environment)
+        if VARIABLE in environment:
+            claim = lambda: cast(Any, default_store()).add(_CLAIM, 1) == 1  # noqa: E731
+            number = ElasticTrainer(request.start, request.config, device).train(partial(stop_on_signals, False))
+            dist.destroy_process_group()
+            return 128 + number if number else 0
         place = _meet(request, environment)
         claim = lambda: place.store.add(_CLAIM, 1) == 1  # noqa: E731
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
@@ -631,11 +653,26 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
             f"--min-nproc is {request.terms.min_nproc}, expected at most the {nproc} rank(s) of the start."
         )
     folder = request.start.resume or request.start.out
+    if request.terms.num_spares is not None:
+        return _run_elastic(request, request.terms.num_spares, nproc, words)
     if request.terms.max_restarts:
         folder = request.start.resume or new_folder(request.start.out)
     elif nproc == 1:
         return run_rank(request, device_type, os.environ)
     return launch_ranks(folder, request.config, request.terms, nproc, device_type, words)
+
+
+def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequence[str]) -> int:
+    config, start, terms = request.config, request.start, request.terms
+    options = {"--trace": start.trace_steps, "--record-digests": start.record_digests, "--tp": config.tp > 1}
+    options |= {"--compare-with": start.compare_with, "--shard hsdp": config.shard == "hsdp"}
+    options["--optimizer-state disk"] = config.optimizer_state == "disk"
+    if odd := [name for name, value in options.items() if value]:
+        raise ConfigError(f"--elastic does not go with {odd[0]}, which needs the ranks of the start. Leave one out.")
+    if start.resume is None:
+        words = [*words, "--out", str(new_folder(start.out).absolute())]
+    members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1)
+    return launch_elastic(members, words, terms.leave_s)
 
 
 def _fitted(request: TrainRequest, memory_bytes: int, device_type: str, nproc: int) -> tuple[TrainRequest, list[str]]:

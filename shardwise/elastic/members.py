@@ -7,6 +7,7 @@ interrupts what the rank does if a rank of its generation is lost.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -30,8 +31,10 @@ from shardwise.loop.launch import LaunchContext
 
 VARIABLE = "SHARDWISE_ELASTIC"  # of a rank's environment: the port of the store, and the descriptors of the memory
 _NUM_SETS = 2
-_OVER, _READY, _FORMED = "elastic/over", "elastic/ready/{}", "elastic/formed/{}"
+_OVER, _READY, _FORMED, _STUCK = "elastic/over", "elastic/ready/{}", "elastic/formed/{}", "elastic/stuck/{}"
+_GENERATION = "elastic/generation/{}"
 _AGAIN_S = 0.1  # between two attempts to interrupt the main thread
+_STUCK_S, _STUCK_USE = 15.0, 0.05  # a rank that has used less than this part of its time for so long will not leave
 _CONNECT_S, _BUILD_S = 10.0, 60.0  # for ranks that have come to connect; for groups that build() makes
 _POLLS_S = 2e-4, 5e-3  # first and longest pause between two looks for a key
 
@@ -51,10 +54,6 @@ class Generation:
     is_urgent: bool
     cause: str
     seen_s: float
-
-
-def _key(number: int) -> str:
-    return f"elastic/generation/{number}"
 
 
 # ---- The launcher's side.
@@ -97,6 +96,7 @@ class Membership:
         self._waiting: list[int] = []  # spares, ready or not
         self._lost: set[int] = set()
         self._num_started = terms.num_ranks
+        self._num_stuck = 0  # ended themselves, and are replaced besides what the terms allow
         self._is_short = False
         self._generation = Generation(0, (), False, "", 0.0)
         self._announce(range(terms.num_ranks), False, "the start")
@@ -104,7 +104,7 @@ class Membership:
     @property
     def _num_startable(self) -> int:
         terms = self._terms
-        return terms.num_ranks + terms.num_spares + terms.num_new - self._num_started
+        return terms.num_ranks + terms.num_spares + terms.num_new + self._num_stuck - self._num_started
 
     def outlives(self, process: int, code: int) -> bool:
         """Return True if the others go on without a process that has ended with ``code``; they are told."""
@@ -112,6 +112,7 @@ class Membership:
             return True
         if code >= 0 or self._is_short or self._is_over():
             return False
+        self._num_stuck += self._store.check([_STUCK.format(process)])
         if process in self._waiting:
             self._lost.add(process)
             self._waiting.remove(process)
@@ -157,7 +158,7 @@ class Membership:
     def _announce(self, members: Iterable[int], is_urgent: bool, cause: str) -> None:
         self._generation = Generation(self._generation.number + 1, tuple(members), is_urgent, cause, time.monotonic())
         self._waiting = [each for each in self._waiting if each not in self._generation.members]
-        self._store.set(_key(self._generation.number), json.dumps(asdict(self._generation)))
+        self._store.set(_GENERATION.format(self._generation.number), json.dumps(asdict(self._generation)))
 
 
 # ---- A rank's side.
@@ -194,28 +195,17 @@ class _GenerationStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         return self._ask().check(keys)
 
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._ask().compare_set(key, expected_value, desired_value)
-
     def delete_key(self, key: str) -> bool:
         return self._ask().delete_key(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def num_keys(self) -> int:
-        return self._ask().num_keys()
-
-    def has_extended_api(self) -> bool:
-        return True
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=300)) -> None:
         if not waits.wait_until(lambda: self.check(keys), timeout.total_seconds(), pauses_s=_POLLS_S):
             raise dist.DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, keys: {', '.join(keys)}")
+
+
+def _used_s() -> float:
+    """Return the CPU time that the other threads of this process have used."""
+    return time.process_time() - time.thread_time()
 
 
 def _connect(port: int) -> dist.TCPStore:
@@ -236,7 +226,7 @@ class Process:
         self._store = _connect(told["port"])
         self.generation: Generation | None = None
         self.newest = Generation(0, (), False, "", 0.0)
-        self._is_entering = False
+        self._phase = ""  # "entering" a generation, "leaving" one, or neither
         self._joined: dist.Store | None = None
         self._left = 0  # the number of the last generation that it was a rank of
         self._lost_in = 0  # the newest generation that begins with a loss
@@ -250,7 +240,7 @@ class Process:
 
     def _watch(self, store: dist.TCPStore) -> None:
         while True:
-            key = _key(self.newest.number + 1)
+            key = _GENERATION.format(self.newest.number + 1)
             with suppress(dist.DistStoreError):
                 store.wait([key], timedelta(days=1))
                 fields: dict[str, Any] = json.loads(store.get(key))
@@ -259,17 +249,33 @@ class Process:
                 if newest.is_urgent:
                     self._lost_in = newest.number
                 self.newest = newest
-                self._interrupt()
+                self._interrupt(store)
 
-    def _interrupt(self) -> None:
-        """Make the main thread raise where it waits for other ranks, until it has left its generation."""
+    def _interrupt(self, store: dist.Store) -> None:
+        """Make the main thread raise where it waits for other ranks, until it has left its generation.
+
+        Nothing ends a wait in C++ for a gloo message that was cut in its middle: in torch's DDP, ``dist.all_reduce``, or the
+        end of a group, which waits for threads that do.  A process that is in one uses no CPU time: it ends itself, and is
+        replaced.
+        """
+        begin_s, used_s = time.monotonic(), _used_s()
         while True:
             with self._leaving, suppress(RuntimeError):  # the main thread makes a group meanwhile
-                if not self.is_superseded():
+                if not (self.is_superseded() or self._phase == "leaving"):
                     return
-                if dist.is_initialized():
+                if dist.is_initialized() and self._phase != "leaving":
                     abort_all_connections(range(dist.get_world_size()))
                     torch_private.abort_groups()
+            if _used_s() - used_s > _STUCK_USE * _STUCK_S:
+                begin_s, used_s = time.monotonic(), _used_s()
+            elif time.monotonic() - begin_s > _STUCK_S:
+                print(
+                    f"shardwise: process {self.number} waits for a lost rank where nothing can interrupt it:",
+                    file=sys.stderr,
+                )
+                faulthandler.dump_traceback()
+                store.set(_STUCK.format(self.number), "")
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(_AGAIN_S)
 
     # ---- the main thread ----
@@ -281,7 +287,7 @@ class Process:
 
     def _has_lost(self, number: int) -> bool:
         # Ranks that have left the loop do not enter; those that are about to leave it are not to be interrupted.
-        is_left_alone = self._is_entering and self.newest.number > number and not self.newest.members
+        is_left_alone = self._phase == "entering" and self.newest.number > number and not self.newest.members
         return is_left_alone or self._lost_in > number
 
     def refuse(self, number: int) -> None:
@@ -308,7 +314,7 @@ class Process:
                 break
             waits.wait_until(lambda newest=newest: self.newest is not newest, waits.LOOK_S, pauses_s=_POLLS_S)
         self.generation = Generation(newest.number, used, newest.is_urgent, newest.cause, newest.seen_s)
-        self._is_entering = True
+        self._phase = "entering"
         self.listen()
         self._joined = _GenerationStore(self._store, self, newest.number)  # C++ does not keep its Python part
         store = dist.PrefixStore(f"elastic/{newest.number}", self._joined)
@@ -327,7 +333,7 @@ class Process:
 
     def note_formed(self) -> None:
         """Note that all ranks of the generation have entered it."""
-        self._is_entering = False
+        self._phase = ""
         self._store.set(_FORMED.format(cast(Generation, self.generation).number), "")
 
     def listen(self) -> None:
@@ -338,13 +344,14 @@ class Process:
     def leave(self) -> None:
         """Leave the generation: nothing of its groups stays."""
         with self._leaving:
-            own, self.generation = self.generation, None
+            own, self.generation, self._phase = self.generation, None, "leaving"
         self._left = own.number if own is not None else self._left
         waits.leave()
         if not dist.is_initialized():  # an interrupted start leaves names of groups behind, which a destruction resets
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         torch_private.abort_groups()
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # waits for gloo's threads
+        self._phase = ""
 
     def is_lost(self, error: BaseException, limit_s: float) -> bool:
         """Return True if ``error`` was raised because a rank is lost; wait at most ``limit_s`` for the launcher's word."""

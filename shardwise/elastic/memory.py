@@ -82,8 +82,9 @@ class _MemoryFile:
             self.targets.clear()
             self.mapping = None
             size = align(num_bytes + _PAGE, _PAGE)  # values of another step may be a little longer
-            os.ftruncate(self.fd, max(size, os.fstat(self.fd).st_size))
-            self.mapping = mmap.mmap(self.fd, max(size, os.fstat(self.fd).st_size))
+            os.ftruncate(self.fd, 0)  # no mark is left of fewer ranks, whose parts were larger
+            os.ftruncate(self.fd, size)
+            self.mapping = mmap.mmap(self.fd, size)
         return self.mapping
 
     def describe(self) -> list[Any] | None:
@@ -121,8 +122,8 @@ class SavedState:
         save_id = sum_of(f"step {moment.step}".encode())
         self._manifest = Manifest(save_id, moment.step, moment.num_ranks, (), records, ties, merged(values))
 
-    def load(self, state: Mapping[str, Any], rank: int, size: int) -> int:
-        """Put it into ``state``, whose parts on this rank are of any sharding; return how many bytes were read.
+    def load(self, state: Mapping[str, Any], rank: int, size: int) -> None:
+        """Put it into ``state``, whose parts on this rank are of any sharding.
 
         Collective.  Raises: ConfigError if ``state`` has other tensors than were saved.
         """
@@ -141,7 +142,6 @@ class SavedState:
             _fill(request, memories)
         for apply in applies:
             apply()
-        return sum(request.target.nbytes for request in order.requests)
 
 
 def _fill(request: Request, memories: Sequence[torch.Tensor]) -> None:
@@ -153,11 +153,7 @@ def _fill(request: Request, memories: Sequence[torch.Tensor]) -> None:
 
 
 class StateMemory:
-    """The two sets of files; ``fds``: by set and rank.
-
-    Attributes:
-        num_bytes: of this rank in both sets.
-    """
+    """The two sets of files; ``fds``: by set and rank."""
 
     def __init__(self, fds: Sequence[Sequence[int]]) -> None:
         self._sets = [[_MemoryFile(fd) for fd in each] for each in fds]

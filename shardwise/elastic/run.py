@@ -23,7 +23,7 @@ from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_tex
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.state import BufferCheck, contents_of
 from shardwise.consistency.process_groups import all_have_come, gather_objects, group_of, largest_words
-from shardwise.elastic.members import VARIABLE, Process
+from shardwise.elastic.members import VARIABLE, Generation, Process
 from shardwise.elastic.memory import CommitMark, StateMemory
 from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.observe import note
@@ -93,8 +93,7 @@ class _Commits:
         BufferCheck(contents, "per_rank", rank)
         common = {name: value for name, value in contents.values.items() if not name.startswith("rank/")}
         digest = int(sum_of(json.dumps(common).encode())[:15], 16)
-        own = process.generation
-        number = 0 if own is None else own.number
+        number = cast(Generation, process.generation).number
         facts = [process.newest.number, int(contents.held != self.held), digest, -digest]
         words = torch.tensor(facts, dtype=torch.int64, device="cpu")
         largest_words(words, self.group)

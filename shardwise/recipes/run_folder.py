@@ -346,6 +346,14 @@ def prepare_run(start: Start, config: TrainConfig) -> TrainRun:
     return TrainRun(folder, config, facts, None, None)
 
 
+def prepare_again(start: Start, config: TrainConfig) -> TrainRun:
+    """Do as :func:`prepare_run`, in a folder that may have been prepared; the run does not begin from a checkpoint here."""
+    folder = start.resume or start.out
+    if folder is None or not (folder / CONFIG).exists():
+        return prepare_run(start, config)
+    return TrainRun(folder, config, _text_again(folder, config), None, None)
+
+
 def discard_new(folder: Path) -> None:
     """Remove what was written to a folder that was new or empty, so that the same command can be tried again."""
     for name in ("text", BLACK_BOX):

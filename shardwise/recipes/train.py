@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,11 +25,13 @@ from shardwise import (
     __version__,
     apply_activations,
     describe_units,
+    elastic,
     record,
     trace,
 )
 from shardwise.checkpoint import finish
 from shardwise.consistency.recorder import BLACK_BOX
+from shardwise.elastic.run import Recovery
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
 from shardwise.recipes.data import (
@@ -49,6 +54,7 @@ from shardwise.recipes.run_folder import (
     load_newest,
     lock_run,
     note_restart,
+    prepare_again,
     prepare_run,
     run_from_json,
     run_to_json,
@@ -239,8 +245,12 @@ class _Figures:
         self._began = self._last = time.perf_counter()
 
 
-def train_steps(trainer: Trainer, run_log: RunLog, asked: Asked, watch: StepWatch | None = None) -> Finished | Stopped:
+def train_steps(
+    trainer: Trainer, run_log: RunLog, asked: Asked, watch: StepWatch | None = None
+) -> Iterator[Finished | Stopped | None]:
     """Train to the last step, or until a rank is asked to stop, with validation, checkpoints and figures at intervals.
+
+    Yield after each step: None, after the last one how training has ended.
 
     Raises: DivergedError on every rank if loss, gradients or parameters are not finite; no checkpoint contains them.
     """
@@ -269,6 +279,7 @@ def train_steps(trainer: Trainer, run_log: RunLog, asked: Asked, watch: StepWatc
         figures.add(step)
         is_first = number == start  # its figures are shown at once
         if not (signal or is_first or any(_is_due(done, every, config) for every in intervals)):
+            yield None
             continue
         figures.write()
         if _is_due(done, config.eval_every, config):
@@ -279,11 +290,14 @@ def train_steps(trainer: Trainer, run_log: RunLog, asked: Asked, watch: StepWatc
         if signal or done == config.steps:
             finish_saves(trainer)
         if signal and done < config.steps:
-            return Stopped(done, signal)
+            yield Stopped(done, signal)
+            return
         figures.go_on()
+        if done < config.steps:
+            yield None
     held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
     each = tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
-    return Finished(each, (config.steps - start) * trainer.tokens_per_step / figures.trained_s)
+    yield Finished(each, (config.steps - start) * trainer.tokens_per_step / figures.trained_s)
 
 
 def _diverged(trainer: Trainer, step: int, what: str) -> DivergedError:
@@ -426,23 +440,95 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         if not writes_early:
             stack.enter_context(record(run.folder / BLACK_BOX))
         run = trainer.run  # it knows now which checkpoint was whole
-        if ranks.is_first:
-            write_config(run, ranks.num_ranks, ranks.device.type, trainer.num_parameters, __version__)
-        run_log = _open_run_log(run, stack) if ranks.is_first else RunLog()
-        _say_start(trainer, run_log)
-        if start.restart is not None:
-            _say_restart(start.restart, trainer, run_log)
+        run_log = _begin(trainer, start.restart, stack)
         if start.resume is not None and run.done is None:
             run_log.say("this run has ended before its first checkpoint: it begins again")
         with listening() as asked, _digests(trainer, start):
-            finished = train_steps(trainer, run_log, asked, tracing(trainer, start.trace_steps, run_log))
-        if isinstance(finished, Stopped):
-            run_log.say(f"stopped and saved after step {finished.step}; go on with: {run.resume_command}")
-            return finished.signal
-        sample = _sample(trainer)
+            *_, outcome = train_steps(trainer, run_log, asked, tracing(trainer, start.trace_steps, run_log))
+        return _end(trainer, run_log, outcome, stack)
+
+
+def _begin(trainer: Trainer, restart: Restart | None, opened: ExitStack) -> RunLog:
+    """Write what the folder has of a run before its first step, and say it."""
+    run, ranks = trainer.run, trainer.ranks
     if ranks.is_first:
-        _conclude(trainer, finished, sample)
+        write_config(run, ranks.num_ranks, ranks.device.type, trainer.num_parameters, __version__)
+    run_log = _open_run_log(run, opened) if ranks.is_first else RunLog()
+    _say_start(trainer, run_log)
+    if restart is not None:
+        _say_restart(restart, trainer, run_log)
+    return run_log
+
+
+def _end(trainer: Trainer, run_log: RunLog, outcome: Finished | Stopped | None, opened: ExitStack) -> int:
+    """Say how training has ended; return the number of the signal, or 0."""
+    if isinstance(outcome, Stopped):
+        run_log.say(f"stopped and saved after step {outcome.step}; go on with: {trainer.run.resume_command}")
+        return outcome.signal
+    sample = _sample(trainer)
+    opened.close()
+    if trainer.ranks.is_first and outcome is not None:
+        _conclude(trainer, outcome, sample)
     return 0
+
+
+# ---- ``--elastic``: the same steps on ranks that change.
+
+
+class ElasticTrainer:
+    """What the present ranks of an elastic run have built and opened; figures of steps that are made again are replaced.
+
+    ``start``: names the folder.
+    """
+
+    def __init__(self, start: Start, config: TrainConfig, device: torch.device) -> None:
+        self._start, self._config, self._device = start, config, device
+        self._folder = start.resume or start.out or Path()
+        self._opened = ExitStack()
+        self._trainer: Trainer | None = None
+        self._steps: Iterator[Finished | Stopped | None] | None = None
+        self._run_log = RunLog()
+
+    def train(self, listening: Listening = listen_to_nobody) -> int:
+        """Do as :func:`train`; there is no process group yet."""
+        config, outcome = self._config, None
+        run = elastic(
+            self._build,
+            num_steps=config.steps,
+            num_microbatches=math.gcd(config.reproducible, config.batch // config.accumulate),
+            folder=self._folder / "checkpoints",
+        )
+        with listening() as asked, self._opened:
+            for step in run:
+                with step:
+                    outcome = next(self._steps or self._open(step.number, asked, run.recoveries))
+                    self._run_log.flush()
+                if isinstance(outcome, Stopped):
+                    break
+            assert self._trainer is not None
+            return _end(self._trainer, self._run_log, outcome, self._opened)
+
+    def _build(self) -> dict[str, Any]:
+        self._opened.close()
+        self._trainer, self._steps, self._run_log = None, None, RunLog()
+        with suppress(Exception):  # of a save in which a rank was lost
+            finish(self._folder / "checkpoints")
+        ranks = RunRanks(dist.get_rank(), dist.get_world_size(), self._device)
+        told = ranks.from_first(run_to_json(prepare_again(self._start, self._config)) if ranks.is_first else None)
+        if ranks.is_first:
+            self._opened.enter_context(lock_run(self._folder))
+        trainer = self._trainer = build_trainer(run_from_json(told, self._config), ranks)
+        return entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed)
+
+    def _open(self, number: int, asked: Asked, recoveries: Sequence[Recovery]) -> Iterator[Finished | Stopped | None]:
+        """Begin after ``number`` steps; return the others."""
+        trainer, config = cast(Trainer, self._trainer), self._config
+        done = RunProgress(number, number * config.batch, config.model, trainer.num_parameters) if number else None
+        trainer = self._trainer = replace(trainer, run=replace(trainer.run, done=done))
+        restart = Restart(len(recoveries), recoveries[-1].cause) if recoveries else None
+        self._run_log = _begin(trainer, restart, self._opened)
+        self._steps = train_steps(trainer, self._run_log, asked)
+        return self._steps
 
 
 def _digests(trainer: Trainer, start: Start) -> AbstractContextManager[object]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from chaos.job import Job, Run, run_job
 from chaos.judge import Verdict, judge
@@ -75,6 +78,8 @@ def transacting(job: Job, outcome: Outcome) -> Job:
 
 def draw(rng: random.Random) -> Job:
     """Return a random job with a fault or a divergence."""
+    if rng.random() < 0.1:
+        return elastic(rng.randrange(2**31))
     door = rng.choice(DOORS)
     transport = rng.choice(TRANSPORTS) if door in ENGINE_DOORS else TRANSPORTS[0]
     program = Program(door, transport)
@@ -92,6 +97,19 @@ def draw(rng: random.Random) -> Job:
     if name == "drop":
         place = "all-gather" if "all-gather" in places_of(program, num_ranks) else "reduction"
     return faulty(program, num_ranks, name, place, rank=rng.randrange(num_ranks), store=rng.choice(("file", "tcp")))
+
+
+def elastic(seed: int) -> Job:
+    """Return a job whose ranks are killed one after another and outlive each other."""
+    return Job(Program("elastic", "auto"), 0, name="kills", seed=seed)
+
+
+def _run_elastic(job: Job) -> Result:
+    words = [sys.executable, "-m", "chaos.elastic", str(job.seed)]
+    begin_s = time.monotonic()
+    ended = subprocess.run(words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    faults = (ended.stdout + ended.stderr,) if ended.returncode else ()
+    return Result(job, Run((), ()), Verdict(faults, "recovered", time.monotonic() - begin_s, ended.stdout.strip()))
 
 
 def diverging(program: Program, num_ranks: int, name: str) -> Job:
@@ -176,6 +194,8 @@ class Campaign:
             return Result(job, Run((), ()), Verdict((text,), "named", 0.0, ""))
 
     def _run(self, job: Job) -> Result:
+        if job.program.door == "elastic":
+            return _run_elastic(job)
         run = run_job(job)
         expected = ("",) * job.num_ranks  # of no rank that has numbers
         if any(ending.digest for ending in run.endings):

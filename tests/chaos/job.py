@@ -55,6 +55,7 @@ class Job:
         timeout_s: of the process group.
         limit_s: for all ranks to end, counted from the fault.
         name: of the fault or divergence in the matrix.
+        seed: of what is drawn for a job of the door "elastic", a program of its own.
     """
 
     program: Program
@@ -65,6 +66,7 @@ class Job:
     timeout_s: float = 30.0
     limit_s: float = 15.0
     name: str = "nothing"
+    seed: int = 0
 
     @property
     def struck(self) -> int:
@@ -77,6 +79,8 @@ class Job:
     def text(self) -> str:
         """The job in one line."""
         program, fault = self.program, self.fault
+        if program.door == "elastic":
+            return f"elastic: {self.name}, seed {self.seed}"
         place = f" at {fault.at} of rank {self.struck}" if fault is not None else f" of rank {self.struck}"
         hosts = (
             f" {program.ranks_per_host} per host" * (program.ranks_per_host > 0)

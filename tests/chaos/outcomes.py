@@ -52,7 +52,7 @@ def _seconds(results: Sequence[Result]) -> Iterator[str]:
     yield f"| fault | {' | '.join(doors)} |"
     yield f"| --- |{' ---: |' * len(doors)}"
     transacted = [f"{name}, {outcome}" for name, outcome in TRANSACTED]
-    for name in [*FAULTS, *transacted, *(f"diverge: {each}" for each in DIVERGENCES)]:
+    for name in [*FAULTS, "kills", *transacted, *(f"diverge: {each}" for each in DIVERGENCES)]:
         cells = [_cell([r for r in results if r.job.name == name and r.job.program.door == door]) for door in doors]
         if any(cells):
             yield f"| {name} | {' | '.join(cells)} |"

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from shardwise.collectives.routes import Transport
 
-Door: TypeAlias = Literal["fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix"]
+Door: TypeAlias = Literal["fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix", "elastic"]
 DOORS: tuple[Door, ...] = ("fully_shard", "hsdp", "replicate", "zero1", "zero2", "whole_matrix")
 Outcome: TypeAlias = Literal["retry", "skip"]
 ENGINE_DOORS = ("fully_shard", "hsdp", "replicate", "whole_matrix")  # those with a transport to choose

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from chaos.campaign import Campaign, diverging, faulty, transacting
+from chaos.campaign import Campaign, diverging, elastic, faulty, transacting
 from chaos.job import Job
 from chaos.program import Program
 
@@ -34,6 +34,7 @@ JOBS = [
     diverging(Program("fully_shard", "auto"), 2, "width"),
     diverging(Program("zero2", "auto"), 2, "frozen"),
     diverging(Program("whole_matrix", "auto"), 2, "extra block"),
+    elastic(4),
 ]
 
 

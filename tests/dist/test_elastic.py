@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def test_survivors_make_the_step_again_wherever_a_rank_was_killed(
     more = assert_undisturbed(tmp_path, ended)
     assert more["recoveries"] == ["process 0 was ended by SIGKILL"]
     assert more["worlds"][-1] == 3
+    assert set(more["timeouts_s"]) == {1800.0}
 
 
 @pytest.mark.parametrize("second", ["elastic recovery", "init", "elastic commit"])
@@ -81,6 +83,13 @@ def test_a_spare_takes_the_place_of_a_lost_rank_and_leaves_unused(tmp_path: Path
     assert len(more["recoveries"]) == 1
 
 
+def test_a_spare_that_is_killed_is_not_missed(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", "--spares", "1", slow_ms=100, kills=[[2, 50, -1]], log=str(tmp_path))
+    assert assert_undisturbed(tmp_path, ended)["recoveries"] == []
+    assert (tmp_path / "started-2").exists()
+    assert not (tmp_path / "left-2").exists()
+
+
 def test_a_program_may_leave_the_loop_and_spares_leave_too(tmp_path: Path) -> None:
     ended = elastic(tmp_path, "-n", "2", "--spares", "1", num_steps=100, leaves=elastic_program.NUM_STEPS)
     assert len(assert_undisturbed(tmp_path, ended)["worlds"]) == elastic_program.NUM_STEPS
@@ -88,9 +97,14 @@ def test_a_program_may_leave_the_loop_and_spares_leave_too(tmp_path: Path) -> No
 
 def test_processes_are_started_in_place_of_lost_ones_and_join_after_a_step(tmp_path: Path) -> None:
     words = ("-n", "2", "--max-restarts", "2")
-    more = assert_undisturbed(tmp_path, elastic(tmp_path, *words, slow_ms=300, kills=[[0, "backward", 2]]))
+    ended = elastic(tmp_path, *words, slow_ms=300, kills=[[0, "backward", 2]], ballast=512)
+    more = assert_undisturbed(tmp_path, ended)
     assert more["worlds"][:3] == [2, 2, 1] or more["recoveries"][0] == "1 joined"
     assert more["worlds"][-1] == 2
+    beyond = more["num_bytes"] - 2 * 4 * (512 * 512 + 512)
+    assert 0 <= beyond <= 2 * 2 * 4 * mmap.PAGESIZE, (
+        "twice the state, and the rest of it and descriptions in a few pages"
+    )
 
 
 def test_state_outlives_all_ranks(tmp_path: Path) -> None:
@@ -111,10 +125,33 @@ def test_only_a_number_of_ranks_that_divides_the_microbatches_takes_part(tmp_pat
     assert more["worlds"] == [4, 4, 2, 2, 2, 2, 2, 2]
 
 
+def test_a_rank_that_nothing_can_interrupt_ends_itself_and_is_replaced(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", stuck=[1, 3], kills=[[0, 200, 3]])
+    more = assert_undisturbed(tmp_path, ended)
+    assert "process 1 waits for a lost rank where nothing can interrupt it" in ended.err
+    assert "in train" in ended.err, "where it waits"
+    assert len(more["worlds"]) == 5, "another process makes steps 3 to 7, from the memory of both"
+
+
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
     ended = elastic(tmp_path, "-n", "2", raises=2)
     assert ended.code == 1
     assert "ValueError: no such column" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("mistake", "expected"),
+    [
+        ("not entered", "UsageError: elastic: the step was not entered"),
+        ("list", "ConfigError: elastic: build() returned a list"),
+        ("grows", "ConfigError: elastic: build() made a state that differs from the one before a rank was lost"),
+        ("group", "StateError: elastic: a default process group exists"),
+    ],
+)
+def test_a_program_that_cannot_go_on_is_told_why(mistake: str, expected: str, tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", mistake=mistake, kills=[[0, "forward", 2]])
+    assert ended.code == 1
+    assert expected in ended.err
 
 
 def test_values_that_differ_between_ranks_end_all_ranks(tmp_path: Path) -> None:
@@ -164,4 +201,7 @@ def test_with_fixed_sums_a_run_that_lost_ranks_ends_with_the_bits_of_one_rank(tm
         left[name] = torch.load(tmp_path / name)
     (expected, _), (found, worlds) = left["whole"], left["hurt"]
     assert worlds[-1] == 2
+    digests = [(tmp_path / f"{name}-digests" / "digests.jsonl").read_text() for name in left]
+    assert digests[0] == digests[1]
+    assert len(digests[0].splitlines()) == elastic_same_bits.NUM_STEPS + 1
     assert {name: torch.equal(found[name], value) for name, value in expected.items()} == dict.fromkeys(expected, True)

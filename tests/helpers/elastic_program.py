@@ -23,7 +23,9 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint import save
+from shardwise.elastic import members
 from shardwise.testing import faults
+from shardwise.torch_private import all_groups, timeout_s_of
 
 NUM_STEPS, NUM_MICROBATCHES, WIDTH = 8, 12, 8
 PLACES = (
@@ -102,9 +104,11 @@ def draw(process: int, number: int, random_kills: dict[str, Any]) -> str | float
 def train(settings: dict[str, Any]) -> None:
     """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms.
 
+    ``stuck``: ``[process, step]`` that waits for ever where Python does not run.  ``ballast``: width of a further layer.
     ``random``: kills that are drawn, see :func:`draw`.  ``log``: a folder for what starts and ends.
     """
     process, kind = int(os.environ["RANK"]), settings.get("kind", "fully_shard")
+    mistake = settings.get("mistake")
     if "transport" in settings:
         shardwise.set_default_transport(settings["transport"])
     kills = [[place, step] for number, place, step in settings.get("kills", ()) if number == process]
@@ -127,23 +131,36 @@ def train(settings: dict[str, Any]) -> None:
             made: dict[str, Any] = {"model": model, "optimizer": make_optimizer(model.parameters(), kind)}
             made["scheduler"] = torch.optim.lr_scheduler.ConstantLR(made["optimizer"], 1.0)
             made["user"] = {"seen": 0}
+            if mistake == "list":
+                return []  # pyright: ignore[reportReturnType]
+            if mistake == "grows" and worlds:
+                made["more"] = nn.Linear(2, 2)
+            if "ballast" in settings:
+                made["ballast"] = nn.Linear(settings["ballast"], settings["ballast"])
             return made
 
         set_faults(-1)
         num_passes = 0
+        worlds: list[int] = []
+        if mistake == "group":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         note(settings, f"started-{process}")
         folder = settings.get("checkpoints")
         run = shardwise.elastic(
             build, num_steps=num_steps, num_microbatches=settings.get("V", NUM_MICROBATCHES), folder=folder
         )
-        worlds: list[int] = []
         for step in run:
+            if mistake == "not entered":
+                continue
             with step as state:
                 set_faults(step.number)
                 num_passes += 1
                 if "random" in settings and (place := draw(process, num_passes, settings["random"])) is not None:
                     kills.append([place, step.number])
                     set_faults(step.number)
+                if settings.get("stuck") == [process, step.number]:
+                    members._STUCK_S = 1.0  # pyright: ignore[reportPrivateUsage]
+                    os.read(os.pipe()[0], 1)
                 if settings.get("raises") == step.number and dist.get_rank() == 1:
                     raise ValueError("no such column")
                 if step.number >= 1 and settings.get("slow_ms"):
@@ -170,6 +187,8 @@ def train(settings: dict[str, Any]) -> None:
     found = shardwise.full_state_dict(inner)
     if dist.get_rank() == 0:
         more = {"seen": state["user"]["seen"], "worlds": worlds, "recoveries": [r.cause for r in run.recoveries]}
+        more["num_bytes"] = run.num_bytes
+        more["timeouts_s"] = [timeout_s_of(group) for group in all_groups()]
         more["seconds"] = [dict(r.seconds) for r in run.recoveries]
         more["threads"] = threading.active_count()
         more |= {"momentum": len(state["optimizer"].state_dict()["state"]) if kind != "zero" else 0}

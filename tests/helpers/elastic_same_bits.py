@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,13 @@ def build() -> dict[str, Any]:
 
 def main() -> None:
     out, kills = Path(sys.argv[1]), {tuple(map(int, each.split(":"))) for each in sys.argv[2:]}
-    worlds, loss = list[int](), torch.zeros(())
+    worlds, loss, digests = list[int](), torch.zeros(()), ExitStack()
+    fixed = None
     for step in shardwise.elastic(build, num_steps=NUM_STEPS, num_microbatches=NUM_MICROBATCHES):
         with step as state:
+            if step.state["fixed"] is not fixed:  # other ranks make the steps from here on
+                fixed, digests = step.state["fixed"], ExitStack()
+                digests.enter_context(shardwise.RunDigests(fixed, out.with_name(f"{out.name}-digests")))
             worlds.append(dist.get_world_size())
             losses: list[torch.Tensor] = []
             for number in state["fixed"].microbatches():
@@ -66,6 +71,7 @@ def main() -> None:
             found = {name: param.full_tensor().detach() for name, param in state["model"].named_parameters()}
             if dist.get_rank() == 0:
                 torch.save((found | {"loss": loss}, worlds), out)
+    digests.close()
 
 
 if __name__ == "__main__":

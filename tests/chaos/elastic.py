@@ -1,0 +1,84 @@
+"""Elastic runs whose processes are killed at random: ``python -m chaos.elastic SEED`` makes one; returns 1 if it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from helpers import elastic_program
+from helpers.commands import COMMAND
+from helpers.forked_commands import run_forked
+
+RUN = [*COMMAND[: COMMAND.index("train")], "run", "--elastic"]
+CASES = [
+    (kind, transport) for kind in ("fully_shard", "replicate", "zero") for transport in ("auto", "gloo", "collective")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticOutcome:
+    """How a run ended.
+
+    Attributes:
+        is_right: it ended by itself, with the parameters of one process to the bit.
+        text: the run in one line.  details: its settings and what it has printed.
+        num_ranks, is_replaced: of the start, and whether processes were started in place of lost ones.
+        num_dead: processes that were killed.  num_passes, num_steps: of steps, and steps.
+    """
+
+    is_right: bool
+    text: str
+    details: str
+    num_ranks: int
+    is_replaced: bool
+    num_dead: int
+    num_passes: int
+    num_steps: int
+
+
+def run_elastic(noise: random.Random) -> ElasticOutcome:
+    """Make a run that ``noise`` draws."""
+    num_ranks, is_replaced = noise.choice((2, 3, 4)), noise.random() < 0.6
+    kind, transport = noise.choice(CASES)
+    num_new = noise.randint(4, 16) if is_replaced else 0
+    num_spares = noise.randint(0, min(2, num_new))
+    mortal = range(num_new) if is_replaced else noise.sample(range(num_ranks), num_ranks - 1)
+    num_steps = 80 if is_replaced else 25
+    begin_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = {"seed": noise.randrange(2**31), "rate": noise.choice((0.03, 0.06, 0.15))}
+        settings: dict[str, Any] = {"kind": kind, "transport": transport, "num_steps": num_steps}
+        settings |= {"out": f"{folder}/out", "log": folder}
+        settings["random"] = {**drawn, "immune": sorted(set(range(100)) - set(mortal))}
+        words = ["-n", str(num_ranks), "--spares", str(num_spares), "--max-restarts", str(num_new - num_spares)]
+        code, err = -1, "it has not ended"
+        try:
+            ended = run_forked([*RUN, *words, elastic_program.__file__, json.dumps(settings)], TMPDIR=folder)
+            code, err = ended.code, ended.err
+        except AssertionError as error:
+            err = str(error)
+        found = torch.load(f"{folder}/out")[0] if code == 0 else {}
+        expected = elastic_program.undisturbed(num_steps)
+        is_right = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        names = os.listdir(folder)
+    passes = max((int(name.split("-")[2]) for name in names if name.startswith("ended-")), default=0)
+    num_dead = sum(name.startswith("started-") for name in names) - sum(name.startswith("left-") for name in names)
+    seconds, lost = time.monotonic() - begin_s, err.count("was ended by SIGKILL")
+    text = f"{num_ranks} ranks {kind} {transport} {num_spares} of {num_new} spare: "
+    text += f"{num_dead} lost, {lost} losses, {seconds:.1f} s"
+    text += ", stuck" * err.count("waits for a lost rank where nothing")
+    details = "\n".join([json.dumps(settings), *words, str(code), err])
+    return ElasticOutcome(is_right, text, details, num_ranks, is_replaced, num_dead, passes, num_steps)
+
+
+if __name__ == "__main__":
+    outcome = run_elastic(random.Random(int(sys.argv[1])))
+    print(outcome.text if outcome.is_right else f"{outcome.text}\n{outcome.details}")
+    sys.exit(not outcome.is_right)
