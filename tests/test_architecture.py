@@ -324,7 +324,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 6350,  # with plan 5900, and checks 600
+    "fsdp": 6400,  # with plan 5900, and checks 600
     "collectives": 2700,
     "checkpoint": 2450,  # with transaction 2900
     "recipes": 1900,  # issue 49: --reproducible 50, --elastic 65
@@ -336,7 +336,7 @@ BUDGETS = {
     "(top)": 1600,  # with testing 1500
     "transaction": 500,
     "elastic": 550,  # issue 49, part 2: with the launcher and the recipe at most 800
-    "reproducible": 650,  # issue 49; comparing runs 150
+    "reproducible": 700,  # issue 49; comparing runs 150
     "loop": 650,
     "testing": 400,
     "plan": 350,

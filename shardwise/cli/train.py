@@ -639,7 +639,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         if request.config.reproducible:
             raise ConfigError(
                 f"--plan does not go with --reproducible {request.config.reproducible}: partial sums of gradients are not "
-                "planned. Plan without it, and add log2(microbatches per rank) + 1 times the unsharded gradients."
+                "planned. Plan without it, and add 2 log2(microbatches per rank) + 1 times the unsharded gradients."
             )
         check_ranks(request.config, nproc)
         return plan_training(request.config, nproc, device_type)

@@ -123,6 +123,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.
     result = ParamGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
     result.sub_axes = group.sub_axes
     result.custom = replace(group.custom)
+    result.sums = None if group.sums is None else group.sums.of_copy()
     if group.compression is not None:
         result.compression = Compression(group.compression.policy)
     result.ensure_packed()

@@ -25,7 +25,7 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.reductions import Reductions, check_weights, hold_assigned
 from shardwise.fsdp.unit import FULL, GATHERING, SUB, Ending, Stage, Unit, is_in_backward
 from shardwise.fsdp.user_writes import StepChecks, Written
-from shardwise.fsdp.waiting_gradients import waits_for_sync
+from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Op, listeners, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
 from shardwise.torch_private import innermost_transform
@@ -514,7 +514,8 @@ class Engine:
         reductions = self.reductions
         failed, reductions.failed_hook = reductions.failed_hook, None  # its traceback would keep the model alive
         if reductions.is_followed or failed is not None:
-            run_gradient_hooks(params, failed)
+            with withdrawn([unit.earlier.waiting for unit in self.units] if reductions.summed else []):
+                run_gradient_hooks(params, failed)
 
     def is_due(self, unit: Unit) -> bool:
         """Return True if a backward has to reduce ``unit`` even if it produced none of its gradients."""
@@ -682,7 +683,7 @@ class Engine:
         for unit in self.units:
             for param, mark in unit.earlier.waiting.items():
                 if id(param.sharded) in stepped and param.sharded.grad is mark:
-                    raise StateError(f"an optimizer steps too early: {waits_for_sync(param.fqn)}")
+                    raise StateError(f"an optimizer steps too early: {mark.why}")
 
     @property
     def has_waiting(self) -> bool:

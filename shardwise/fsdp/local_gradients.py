@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,7 +12,7 @@ from shardwise.errors import StateError
 from shardwise.fsdp.mesh import names_of
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.waiting_gradients import WaitingGradient
+from shardwise.fsdp.waiting_gradients import WaitingGradient, is_summed_later, waits_for_sync
 
 Gradients = dict[ShardedParam, torch.Tensor]
 
@@ -177,13 +177,14 @@ class EarlierGradients:
         self.held, self.partial = {}, {}
         self.withdraw()
 
-    def show(self, params: Iterable[ShardedParam] = ()) -> None:
-        """Show in ``.grad`` of shards that gradients wait: those held here, and those of ``params``."""
-        for param in (*self.held, *self.partial, *params):
-            if param.full is param.sharded:
+    def show(self, params: Iterable[ShardedParam] = (), summed: Collection[ShardedParam] = ()) -> None:
+        """Show in ``.grad`` of shards that gradients wait: those held here, and those of ``params`` and ``summed``."""
+        for param in (*summed, *self.held, *self.partial, *params):
+            if param.full is param.sharded and param not in summed:
                 continue  # a plain parameter that stays registered: its ``.grad`` holds what waits, as with DDP
             if param not in self.waiting:
-                self.waiting[param] = WaitingGradient.of(param)
+                why = is_summed_later if param in summed else waits_for_sync
+                self.waiting[param] = WaitingGradient.of(param, why(param.fqn))
             self.waiting[param].show(param)
 
     def withdraw(self) -> set[ShardedParam]:

@@ -24,6 +24,7 @@ from shardwise.fsdp.gradients import (
 from shardwise.fsdp.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.waiting_gradients import is_summed_later
 from shardwise.observe import Op, begin, end, listeners, unit_in_words
 from shardwise.plan.schedule import Buckets, UnitBucket
 
@@ -84,6 +85,7 @@ class Reductions:
         early: the launch of a unit whose backward still runs.
         is_followed: parameters of the last commit have post-accumulate-grad hooks of users.
         failed_hook: the exception of a user's gradient hook in the last commit.
+        summed: parameters whose gradients ``Reproducible`` sums, once they were reduced in its loop over microbatches.
     """
 
     def __init__(self, exec_order: ExecOrderTracker, comm_ctx: CommContext) -> None:
@@ -98,6 +100,7 @@ class Reductions:
         self.early: Launch | None = None
         self.is_followed = False
         self.failed_hook: BaseException | None = None
+        self.summed: set[ShardedParam] = set()
         # Of this backward: numbers of units that it has ended, buckets once one is needed, and what these contain so far, with
         # the stream that computed it (None without streams).
         self._ended: set[int] = set()
@@ -343,6 +346,12 @@ class Reductions:
         """Set the gradients of this backward and of pending ones; return the parameters that received any."""
         self._leave()
         launched, self.deferred = self.deferred, []
+        for launch in launched:
+            for group in launch.unit.groups[:1]:
+                if group.sums is not None and (is_last := group.sums.is_last) is not None:
+                    self.summed |= launch.params
+                    if not is_last:
+                        launch.unused = {*launch.params}  # only whole sums are set, and hooks see them
         params = [
             param
             for launch in launched
@@ -387,15 +396,20 @@ class Reductions:
         # The launch of one unit also reduces parameters of other units that share its bucket.
         deferred = {param for launch in self.deferred for param in launch.params - launch.unused}
         for unit in units:
-            if deferred or unit.earlier.held or unit.earlier.partial:
-                unit.earlier.show(deferred.intersection(unit.params))
+            if deferred or self.summed or unit.earlier.held or unit.earlier.partial:
+                unit.earlier.show(deferred.intersection(unit.params), self.summed.intersection(unit.params))
 
     def withdraw_waiting(self, units: Sequence[Unit]) -> None:
-        """Undo :meth:`show_waiting`, and drop the gradients that user code has cleared since."""
+        """Undo :meth:`show_waiting`, and drop the gradients that user code has cleared since.
+
+        Raises: StateError if ``Reproducible`` sums one of these: other ranks have other microbatches behind them.
+        """
         for unit in (each for each in units if each.earlier.waiting):
             cleared = unit.earlier.withdraw()
             for launch in self.deferred:
                 launch.unused = launch.unused | cleared
+            for param in cleared & self.summed:
+                raise StateError(is_summed_later(param.fqn))
 
     # ---- failure ----
 

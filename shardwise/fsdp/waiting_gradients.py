@@ -27,20 +27,20 @@ class WaitingGradient(torch.Tensor):
     ``zero_grad()`` would have nothing to clear, and an optimizer would skip the parameter in silence.  It has no memory.
 
     Attributes:
-        fqn: the name of the parameter.
+        why: the text of the error for a use of it.
         param: weak reference to the parameter.
         before: the reduced gradient that ``.grad`` was; None if there was none.
     """
 
-    fqn: str
+    why: str
     param: Callable[[], ShardedParam | None]
     before: torch.Tensor | None
 
     @classmethod
-    def of(cls, param: ShardedParam) -> WaitingGradient:
+    def of(cls, param: ShardedParam, why: str) -> WaitingGradient:
         """Return one for ``param``."""
         mark = torch_private.tensor_without_memory(cls, param.sharded, param.dtype)
-        mark.fqn, mark.param, mark.before = param.fqn, weakref.ref(param), None
+        mark.why, mark.param, mark.before = why, weakref.ref(param), None
         return mark
 
     def show(self, param: ShardedParam) -> None:
@@ -85,17 +85,17 @@ class WaitingGradient(torch.Tensor):
         _refuse(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"WaitingGradient({self.fqn}, shape={tuple(self.shape)})"
+        return f"WaitingGradient(shape={tuple(self.shape)}: {self.why})"
 
 
 def _refuse(value: Any) -> NoReturn:
-    raise StateError(waits_for_sync(_name_in(value)))
+    raise StateError(_why_in(value))
 
 
-def _name_in(value: Any) -> str:
+def _why_in(value: Any) -> str:
     if isinstance(value, WaitingGradient):
-        return value.fqn
-    return next((name for each in value if (name := _name_in(each))), "") if isinstance(value, (list, tuple)) else ""
+        return value.why
+    return next((why for each in value if (why := _why_in(each))), "") if isinstance(value, (list, tuple)) else ""
 
 
 def waits_for_sync(fqn: str) -> str:
@@ -105,6 +105,14 @@ def waits_for_sync(fqn: str) -> str:
         "last backward of a step call set_requires_gradient_sync(True) (set_requires_all_reduce(True), "
         "set_is_last_backward(True), or leave policy(sync=False)), also if the last step of an epoch has fewer "
         "microbatches; zero_grad() drops the gradients that wait"
+    )
+
+
+def is_summed_later(fqn: str) -> str:
+    """Return the text of the error for a use of the gradient of ``fqn`` before ``Reproducible`` has summed all of it."""
+    return (
+        f"the gradient of {fqn} was cleared, replaced or used in a loop over Reproducible.microbatches(), or after one that "
+        "was left early: it is complete when all microbatches of the loop have run. Clear, scale, clip, read and step after it"
     )
 
 

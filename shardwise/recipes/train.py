@@ -33,6 +33,7 @@ from shardwise.checkpoint import finish
 from shardwise.consistency.recorder import BLACK_BOX
 from shardwise.elastic.run import Recovery
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.formatting import format_bytes
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
 from shardwise.recipes.data import (
     Windows,
@@ -597,6 +598,11 @@ def _say_start(trainer: Trainer, run_log: RunLog) -> None:
     )
     if trainer.config.shard in ENGINE_SHARDS:
         run_log.say(str(describe_units(trainer.model)))
+    if trainer.fixed is not None:
+        sent, held = map(format_bytes, trainer.fixed.costs().values())
+        run_log.say(
+            f"--reproducible {config.reproducible}: a rank sends {sent} of gradients per step; partial sums hold {held}"
+        )
     for text in trainer.damaged:
         run_log.say(f"DAMAGED: {text}")
     if run.done is not None:

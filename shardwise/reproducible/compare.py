@@ -18,7 +18,7 @@ from shardwise import torch_private
 from shardwise.collectives.owned import sum_bytes, sum_of
 from shardwise.errors import ShardwiseError, StateError, UnsafeFileError
 from shardwise.fsdp.attachment import attachment_of
-from shardwise.reproducible.norm import cut_of, local_part
+from shardwise.reproducible.norm import cut_of
 from shardwise.reproducible.reproducible import Reproducible
 from shardwise.safe_files import open_append, open_input, parse_object, replace_file
 
@@ -118,7 +118,7 @@ class RunDigests:
         if replica or (cut.is_whole and axes.shard_rank):
             return torch.zeros((), dtype=torch.int64, device=axes.device)
         start = 0 if cut.is_whole else cut.rows(axes.shard_rank).start
-        return digest_of_part(local_part(values).detach(), cut.dim, start, cut.size)
+        return digest_of_part(torch_private.local_of(values).detach(), cut.dim, start, cut.size)
 
     def _settle(self, found: Mapping[str, torch.Tensor], step: int) -> None:
         """Add the digests of all ranks; write them, and compare them."""

@@ -33,13 +33,13 @@ def clip_by_rows(params: Sequence[torch.Tensor], limit: Limit, axes: MeshAxes) -
         rows = torch.zeros(cut.size, dtype=torch.float64, device=axes.device)
         if not cut.is_whole or axes.shard_rank == 0:  # of what all ranks have, one gives the norms
             own = cut.rows(axes.shard_rank) if not cut.is_whole else range(cut.size)
-            rows[own.start : own.stop] = _norms_of_rows(local_part(gradient), cut.dim, limit)
+            rows[own.start : own.stop] = _norms_of_rows(torch_private.local_of(gradient), cut.dim, limit)
         found.append(rows)
     whole = torch.cat(found)
     if axes.shard_mesh_dim is not None:
         sum_bytes(whole, axes.mesh.get_group(axes.shard_mesh_dim))
     power = whole.max() if limit.is_max else (whole**limit.norm_type).sum()
-    return limit.hold(power, [*map(local_part, gradients)], [gradient.dtype for gradient in gradients])
+    return limit.hold(power, [*map(torch_private.local_of, gradients)], [gradient.dtype for gradient in gradients])
 
 
 def cut_of(gradient: torch.Tensor) -> ChunkShard:
@@ -58,11 +58,6 @@ def cut_of(gradient: torch.Tensor) -> ChunkShard:
     axis, placement = cuts[0]
     assert isinstance(placement, Shard)
     return ChunkShard(shape, placement.dim, gradient.device_mesh.size(axis))
-
-
-def local_part(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``gradient`` that this rank has."""
-    return torch_private.local_of(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def _norms_of_rows(local: torch.Tensor, dim: int, limit: Limit) -> torch.Tensor:

@@ -13,16 +13,16 @@ from shardwise.collectives.owned import sum_bytes
 from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.clip import Limit
-from shardwise.fsdp.engine import engine_of
+from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import bind_units
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.random_state import set_seed
 from shardwise.reproducible.norm import clip_by_rows
-from shardwise.reproducible.optimizers import check_optimizer
+from shardwise.reproducible.optimizers import EqualSteps
 from shardwise.reproducible.sums import GroupSums
-from shardwise.reproducible.tree import BatchPlace
+from shardwise.reproducible.tree import BatchPlace, most_parts, nodes_of
 from shardwise.torch_private import versions_of
 
 
@@ -41,7 +41,7 @@ class Reproducible:
 
     A step has ``num_microbatches`` microbatches of one shape, of which every rank computes equally many consecutive ones.
     Gradients are *summed* over all of them, so divide the loss by their number.  Random numbers follow the step and the
-    microbatch.  A rank holds up to log2(microbatches per rank) + 1 unsharded gradients until its last microbatch.
+    microbatch.  A rank holds up to 2 log2(microbatches per rank) + 1 unsharded gradients until its last microbatch.
 
     Args:
         model: the root, sharded by ``fully_shard``, ``shard_model`` or ``replicate``.
@@ -88,19 +88,18 @@ class Reproducible:
         ((num_shards, num_replicas, shard, replica), group), *_ = axes.items()
         self.axes = group.axes
         if optimizer is not None:
-            check_optimizer(optimizer)
-            optimizer.register_step_pre_hook(lambda *_: self._check_complete("optimizer.step()"))
+            EqualSteps(optimizer)
         self.place = BatchPlace(num_microbatches, num_shards, num_replicas, shard, replica)
         self.model, self._seed, self.step = model, seed, 0
         self.observer: StepObserver | None = None
+        self._found = found
         self._units = [*dict.fromkeys(unit for unit, _ in found)]
         self._sums: list[GroupSums] = []
         for _, group in found:
             group.sums = GroupSums(self.place, group.is_collective)
             self._sums.append(group.sums)
-        for engine in {engine_of(unit): None for unit, _ in found}:
-            if engine is not None:
-                bind_units(engine)
+        for engine in self._engines():
+            bind_units(engine)
 
     # ---- a step ----
 
@@ -119,6 +118,11 @@ class Reproducible:
             raise UsageError(
                 f"Reproducible.microbatches() was called in microbatch {place.number} of a loop over it; end that loop first"
             )
+        for unit, group in self._found:
+            _refuse(unit, group)
+        for engine in self._engines():
+            engine.reductions.summed.clear()  # of a loop that was left early, whose gradients may have been cleared
+        self._show_gradients()
         for unit in self._units:
             for param in (*unit.earlier.held, *unit.earlier.unsynced):
                 raise StateError(waits_for_sync(param.fqn))
@@ -147,6 +151,7 @@ class Reproducible:
                 "running statistics of BatchNorm do. Freeze such a buffer, or use a module without it (GroupNorm, LayerNorm); "
                 "write parameters, and step optimizers, after the loop over microbatches()"
             )
+        self._show_gradients()
         if self.observer is not None:
             self.observer.end()
         self._set_seed(place.num_microbatches)  # what follows draws the same numbers on every rank
@@ -155,12 +160,15 @@ class Reproducible:
     def _params(self) -> dict[str, torch.Tensor]:
         return {param.fqn: param.sharded for unit in self._units for group in unit.groups for param in group.params}
 
-    def _check_complete(self, call: str) -> None:
-        if self.place.number is not None or any(sums.is_partial for sums in self._sums):
-            raise StateError(
-                f"{call} ran in a loop over Reproducible.microbatches(), or after one that was left early: gradients are "
-                "complete when all microbatches of the loop have run"
-            )
+    def _engines(self) -> list[Engine]:
+        return [*{engine: None for unit in self._units if (engine := engine_of(unit)) is not None}]
+
+    def _show_gradients(self) -> None:
+        """Show the sums in ``.grad``, which the loop has kept from use."""
+        for engine in self._engines():
+            engine.reductions.withdraw_waiting(engine.units)
+            engine.reductions.summed.clear()
+            engine.reductions.show_waiting(engine.units)
 
     def _set_seed(self, number: int) -> None:
         digest = hashlib.blake2b(f"{self._seed} {self.step} {number}".encode(), digest_size=8).digest()
@@ -195,13 +203,29 @@ class Reproducible:
 
         Like :func:`shardwise.clip_grad_norm_`, in an order that does not depend on the number of ranks: each rank computes the
         norms of its rows, and all ranks sum the rows of all parameters.  Collective.
-
-        Raises: StateError in a loop over microbatches, and after one that was left early.
         """
-        self._check_complete("clip_grad_norm_()")
         params = [param for param in self.model.parameters() if param.grad is not None]
         limit = Limit(max_norm, norm_type, error_if_nonfinite)
         return clip_by_rows(params, limit, self.axes)
+
+    def costs(self) -> dict[str, int]:
+        """Return bytes of a step on this rank, but for the padding of buffers: "sent" in sums, and "held" by partial sums.
+
+        An all-reduce sends what a ring does; over shared memory nothing is sent.
+        """
+        place, sent, held = self.place, 0.0, 0
+        replicas, most = (
+            place.num_replicas,
+            1 + max(len(nodes_of(place.own[0], count)) for count in range(place.per_rank)),
+        )
+        of_shards, of_replicas = most_parts(place.of_shards()), most_parts(place.of_replicas())
+        for param, dtype in (
+            (each, group.dtypes.of_reduction(each)) for _, group in self._found for each in group.params
+        ):
+            num_bytes = param.shard.section_numel * dtype.itemsize * param.sharded.requires_grad
+            sent += num_bytes * (of_shards * (place.num_shards - 1) + (of_replicas + 2) * (replicas - 1) / replicas)
+            held += num_bytes * place.num_shards * most
+        return {"sent": round(sent), "held": held}
 
     # ---- checkpoints ----
 

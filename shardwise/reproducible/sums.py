@@ -2,20 +2,21 @@
 
 A rank adds its microbatches locally, unsharded, where the tree allows it.  After its last one it sends the partial sums of
 each shard to the shard's owner, which adds them in the order of the tree: one exchange per unit and step.  In all other
-microbatches units send nothing, and their gradients grow by -0.0, which changes no number.
+microbatches units send nothing and deliver -0.0, which changes no sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from shardwise.collectives.buffer_pool import PooledBuffer
 from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.owned import Expected, exchange, ranks_of_group
-from shardwise.collectives.protocol import Handle, NamedTensor, OnceHandle, Scale, ScatterEnds, SumContents
-from shardwise.collectives.routes import PassTracker
+from shardwise.collectives.protocol import Handle, NamedTensor, Scale, ScatterEnds, SumContents
+from shardwise.collectives.routes import LeftOut, PassTracker
 from shardwise.errors import StateError
 from shardwise.layout import Bucket, ChunkShard, align
 from shardwise.reproducible.tree import BatchPlace, Counter, Node, most_parts
@@ -61,19 +62,18 @@ class GroupSums:
         self._next: dict[Summed, int] = {}
         self.sharded: dict[Summed, list[tuple[Node, torch.Tensor]]] = {}
 
+    def of_copy(self) -> GroupSums:
+        """Return the sums of a copy of the parameters: they are refused until a ``Reproducible`` of its own takes them."""
+        return GroupSums(replace(self.place, number=None), self.is_sharded)
+
     def communicator(self, way: GroupCommunicator, passes: PassTracker) -> GroupCommunicator:
         """Return the communicator that sums over the ranks of ``way``."""
         return TreeCommunicator(self, way, passes)
 
     @property
-    def is_last(self) -> bool:
-        """True in the last microbatch of this rank."""
-        return self.place.number == self.place.own[-1]
-
-    @property
-    def is_partial(self) -> bool:
-        """True if microbatches of a loop that has not ended were summed."""
-        return bool(self._next)
+    def is_last(self) -> bool | None:
+        """True in the last microbatch of this rank; None outside of microbatches."""
+        return None if self.place.number is None else self.place.number == self.place.own[-1]
 
     def push(self, key: Summed, part: PartialSum) -> None:
         """Take the gradients of the microbatch that runs.  Raises: StateError unless it is the next one of ``key``."""
@@ -113,7 +113,7 @@ def _why_not_next(label: str, number: int | None, expected: int) -> str:
     if number is None:
         return (
             f"gradients of {label} were reduced outside of Reproducible.microbatches(); run each backward in the loop over "
-            "them, which says which microbatch it belongs to"
+            "them, which says which microbatch it belongs to. A copy of a model takes a Reproducible of its own"
         )
     if number < expected:
         return (
@@ -217,20 +217,6 @@ def _padded(own: torch.Tensor, ends: _Exchange) -> torch.Tensor:
     return own if own.numel() == numel else torch.nn.functional.pad(own, (0, numel - own.numel()))
 
 
-class _Done(OnceHandle[None]):
-    """A handle of what has ended."""
-
-    holds_input = False
-
-    def is_done(self) -> bool:
-        return True
-
-    def finish(self, ends: None) -> None:
-        pass
-
-    drop = finish
-
-
 class TreeCommunicator(GroupCommunicator):
     """The communicator of a group whose gradients are summed along the tree.
 
@@ -298,7 +284,7 @@ class TreeCommunicator(GroupCommunicator):
         ends.add_slices(arrived, ends.target())
         ends.drop()
         ends.deliver(ends.target())
-        return _Done(None)
+        return LeftOut()
 
     def _part(self, tensor: torch.Tensor) -> PartialSum:
         buffer = self.pool.acquire(tensor.numel() * tensor.dtype.itemsize, tensor.dtype)
@@ -308,7 +294,7 @@ class TreeCommunicator(GroupCommunicator):
         """Let what is enqueued on the stream of this communicator come after the work of this call."""
         if self.stream.is_concurrent:
             self.stream.wait_current()
-        return _Done(None)
+        return LeftOut()  # nothing is in flight
 
 
 # ---- Sums in the order of the tree.

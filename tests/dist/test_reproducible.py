@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import on_ranks
+from helpers.same_bits import NUM, Net, Way, differences, mesh_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import ConfigError, Reproducible, ShardedOptimizer, StateError, UsageError, fully_shard, shard_model
-
-NUM = 12
-
-
-class Net(nn.Module):
-    """Odd widths, so that shards end within vectors; dropout, whose mask must follow the microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(9, 13), nn.Dropout(0.2), nn.Linear(13, 9)) for _ in range(2))
-        )
-        self.head = nn.Linear(9, 5)
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(data).tanh())
-
+from shardwise.reproducible.sums import GroupSums
+from shardwise.testing import WorkerPool
 
 Make = Callable[[nn.Module, Any], torch.optim.Optimizer]
 
@@ -55,14 +43,6 @@ def sharded(model: nn.Module, group: Any) -> torch.optim.Optimizer:
 def muon(model: nn.Module, group: Any) -> torch.optim.Optimizer:
     matrices = {name: param for name, param in model.named_parameters() if param.ndim == 2}
     return ShardedOptimizer(matrices, torch.optim.Muon, lr=0.05)
-
-
-def mesh_of(ranks: int, replicas: int) -> DeviceMesh:
-    """Return a mesh of the first ``ranks`` ranks; without ``replicas`` it has one axis.  Collective over all ranks."""
-    found = torch.arange(ranks)
-    if not replicas:
-        return DeviceMesh("cpu", found)
-    return DeviceMesh("cpu", found.view(replicas, -1), mesh_dim_names=("replicate", "shard"))
 
 
 def train(mesh: DeviceMesh, strategy: str, make: Make, dtype: torch.dtype, steps: int = 2) -> list[Any]:
@@ -124,6 +104,245 @@ def test_whole_matrices_have_the_same_bits() -> None:
 @on_ranks(4)
 def test_replicas_of_shards_have_the_same_bits() -> None:
     assert_same_bits([(1, 1), (2, 2), (4, 2), (3, 3)], "hsdp", adamw, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "way", [Way("hsdp", "sharded fused", "mixed"), Way("hfsdp", "adamw"), Way("zero3", "sgd", "bf16")], ids=" ".join
+)
+def test_a_run_that_is_resumed_at_other_numbers_of_ranks_has_the_same_bits(
+    pool: WorkerPool, way: Way, tmp_path: Path
+) -> None:
+    """All rows: test_reproducible_matrix.py."""
+    is_flat = way.strategy == "zero3"
+    assert differences(pool, way, [(1, 0), (3, 0), (4, 0)] if is_flat else [(1, 1), (3, 3), (4, 2)], tmp_path, 4) == []
+
+
+@on_ranks(2)
+def test_options_that_are_loaded_keep_the_bits() -> None:
+    """A checkpoint restores fused=True, whose kernel rounds the end of a vectorized loop differently."""
+    results: list[Any] = []
+    for ranks in (1, 2):
+        mesh = mesh_of(ranks, 0)
+        if dist.get_rank() >= ranks:
+            continue
+        torch.manual_seed(0)
+        model: Any = shard_model(nn.Linear(65, 31), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        fixed = Reproducible(model, optimizer, num_microbatches=2)
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), lr=0.05, fused=True).state_dict())
+        assert optimizer.param_groups[0]["fused"]
+        for _ in range(8):
+            for _ in fixed.microbatches():
+                model(torch.randn(3, 65)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.weight.full_tensor().tolist())
+    assert results[0] == results[-1]
+
+
+# ---- Gradients are whole after the loop; in it nobody may use them.
+
+USES: dict[str, Callable[[Any, Any], object]] = {
+    "optimizer.zero_grad": lambda model, optimizer: optimizer.zero_grad(),
+    "model.zero_grad": lambda model, optimizer: model.zero_grad(),
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "None": lambda model, optimizer: setattr(model.head.bias, "grad", None),
+    "replaced": lambda model, optimizer: setattr(model.head.bias, "grad", torch.zeros_like(model.head.bias)),
+    "scaled": lambda model, optimizer: model.head.bias.grad.mul_(0.5),
+    "added": lambda model, optimizer: model.head.bias.grad.add_(1.0),
+    "clip_grad_value_": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "logged": lambda model, optimizer: model.head.bias.grad.norm().item(),
+    "accumulated": lambda model, optimizer: torch.zeros_like(model.head.bias).add_(model.head.bias.grad),
+    "unscaled": lambda model, optimizer: _unscale(model, optimizer),
+    "step": lambda model, optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_gradients_that_are_used_in_the_loop_are_named(use: str) -> None:
+    for strategy, num, at_end in (("zero3", 4, False), ("ddp", 4, False), ("zero1", 2, True), ("hsdp", 4, True)):
+        torch.manual_seed(0)
+        mesh = mesh_of(2, 2) if strategy == "hsdp" else None
+        model = shard_model(Net(), strategy=strategy, mesh=mesh)
+        optimizer: Any = (zero if strategy == "zero1" else sgd)(model, None)
+        fixed = Reproducible(model, optimizer, num_microbatches=num)
+        with pytest.raises(
+            StateError, match=r"the gradient of \S+ was .* in a loop over Reproducible.microbatches\(\)"
+        ):
+            for number in fixed.microbatches():
+                _backward(model)
+                if not at_end or number == fixed.place.own[-1]:
+                    USES[use](model, optimizer)
+        optimizer.zero_grad()
+        for _ in fixed.microbatches():
+            _backward(model)
+        optimizer.step()
+
+
+def _clears_on_one_rank() -> str:
+    """Rank 0 clears gradients in its first microbatch; return the message that this rank got."""
+    model = _shared()
+    fixed = Reproducible(model, num_microbatches=4)
+    try:
+        for number in fixed.microbatches():
+            _backward(model)
+            if number == 0:
+                model.zero_grad()
+        fixed.clip_grad_norm_(1.0)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_all_ranks_end_if_one_clears_its_gradients_in_the_loop(pool: WorkerPool) -> None:
+    found = pool.run(_clears_on_one_rank, num_ranks=2, timeout_s=60.0, group_timeout_s=8.0, fresh=True)
+    assert "was cleared, replaced or used in a loop over" in found[0], found
+    assert found[1].startswith(("DesyncError", "TransportError", "StateError")), found
+    assert "rank 0" in found[1], found
+
+
+def _after_loop(ranks: int, use: Callable[[Any, Any], object], strategy: str = "zero3") -> Any:
+    """Return the parameters after two steps over ``ranks`` ranks that use the gradients; None on other ranks."""
+    mesh = mesh_of(ranks, 0)
+    if dist.get_rank() >= ranks:
+        return None
+    torch.manual_seed(0)
+    model: Any = shard_model(Net(), strategy=strategy, mesh=mesh)
+    optimizer = sgd(model, None)
+    fixed = Reproducible(model, optimizer, num_microbatches=4)
+    for _ in range(2):
+        for number in fixed.microbatches():
+            noise = torch.Generator().manual_seed(number)
+            model(torch.randn(3, 9, generator=noise)).square().sum().backward()
+        use(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [full_of(param).tolist() for param in model.parameters()]
+
+
+def _unscale(model: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@on_ranks(2)
+def test_what_is_done_to_gradients_after_the_loop_counts(strategy: str) -> None:
+    uses: list[Callable[[Any, Any], object]] = [
+        lambda model, optimizer: None,
+        lambda model, optimizer: [param.grad.mul_(0.5) for param in model.parameters()],
+        lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+        lambda model, optimizer: [param.grad.add_(param.detach(), alpha=0.1) for param in model.parameters()],
+        lambda model, optimizer: setattr(model.head.weight, "grad", None),
+        _unscale,
+    ]
+    results = [[_after_loop(ranks, use, strategy) for use in uses] for ranks in (1, 2)]
+    assert dist.get_rank() or results[0] == results[1]
+    assert all(each != results[1][0] for each in results[1][1:])
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@on_ranks(2)
+def test_hooks_of_parameters_see_whole_gradients_once_per_step(strategy: str) -> None:
+    model: Any = shard_model(nn.Linear(4, 2, bias=False), strategy=strategy)
+    fixed = Reproducible(model, num_microbatches=8)
+    seen: list[torch.Tensor] = []
+    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(full_of(param.grad)))
+    for _ in fixed.microbatches():
+        model(torch.ones(1, 4)).sum().backward()
+    assert [each.tolist() for each in seen] == [[[8.0] * 4] * 2]
+
+
+@on_ranks(2)
+def test_a_gradient_hook_changes_the_sum() -> None:
+    model: Any = shard_model(nn.Linear(4, 2, bias=False))
+    fixed = Reproducible(model, num_microbatches=8)
+    model.weight.register_hook(lambda grad: grad + 1.0)
+    for _ in fixed.microbatches():
+        model(torch.ones(1, 4)).sum().backward()
+    assert full_of(model.weight.grad).tolist() == [[9.0] * 4] * 2
+
+
+@on_ranks(2)
+def test_gradients_of_two_loops_add_up() -> None:
+    model: Any = shard_model(nn.Linear(4, 2, bias=False))
+    fixed = Reproducible(model, num_microbatches=4)
+    for _ in range(2):
+        for _ in fixed.microbatches():
+            model(torch.ones(1, 4)).sum().backward()
+    assert full_of(model.weight.grad).tolist() == [[8.0] * 4] * 2
+
+
+@on_ranks(2)
+def test_a_deep_copy_takes_a_loop_of_its_own() -> None:
+    model = _shared()
+    fixed = Reproducible(model, num_microbatches=2)
+    copied = copy.deepcopy(model)
+    with pytest.raises(StateError, match=r"outside of Reproducible.microbatches\(\); .* A copy of a model takes"):
+        for _ in fixed.microbatches():
+            _backward(copied)
+    with torch.no_grad():
+        copied(torch.ones(2, 9))
+    for each in (Reproducible(copied, num_microbatches=2), fixed):
+        for _ in each.microbatches():
+            _backward(each.model)
+    pairs = zip(model.parameters(), copied.parameters(), strict=True)
+    assert all(torch.equal(full_of(own.grad), full_of(its.grad)) for own, its in pairs if own.grad is not None)  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+
+
+@on_ranks(2)
+def test_settings_that_are_changed_later_are_refused() -> None:
+    model: Any = _shared()
+    fixed = Reproducible(model, num_microbatches=2)
+    model.set_gradient_divide_factor(2.0)
+    with pytest.raises(ConfigError, match="has set_gradient_divide_factor"):
+        list(fixed.microbatches())
+
+
+# ---- What it costs.
+
+
+@pytest.mark.parametrize(("strategy", "replicas"), [("zero3", 0), ("ddp", 0), ("hsdp", 2), ("zero2", 0)])
+@on_ranks(2, 4)
+def test_bytes_that_are_sent_and_held_are_those_of_costs(strategy: str, replicas: int) -> None:
+    ranks = dist.get_world_size()
+    model: Any = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
+    shard_model(model, strategy=strategy, mesh=mesh_of(ranks, replicas), min_unit_bytes=0)
+    fixed = Reproducible(model, num_microbatches=12)
+    model.set_transport("collective")
+    sent = 0.0
+    plain_exchange, plain_sum, plain_push = dist.all_to_all_single, dist.all_reduce, GroupSums.push
+
+    def exchange(output: Any, given: Any, in_sizes: Any, out_sizes: Any, group: Any, **more: Any) -> Any:
+        nonlocal sent
+        sent += sum(out_sizes) - out_sizes[dist.get_rank(group)]
+        return plain_exchange(output, given, in_sizes, out_sizes, group=group, **more)
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, group: Any = None, **more: Any) -> Any:
+        nonlocal sent
+        size = dist.get_world_size(group)
+        sent += 2 * (size - 1) / size * tensor.numel() * tensor.element_size()
+        return plain_sum(tensor, *args, group=group, **more)
+
+    counts: dict[GroupSums, int] = {}
+
+    def push(sums: GroupSums, key: Any, part: Any) -> None:
+        mine = [each for counter in sums._counters.values() for _, each in counter.parts]  # pyright: ignore[reportPrivateUsage]
+        num_bytes = sum(each.tensor.numel() * each.tensor.element_size() for each in [*mine, part])
+        counts[sums] = max(counts.get(sums, 0), num_bytes)
+        plain_push(sums, key, part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", exchange)
+        patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(GroupSums, "push", push)
+        for _ in fixed.microbatches():
+            model(torch.ones(1, 256)).sum().backward()
+    costs = fixed.costs()
+    assert sent == pytest.approx(costs["sent"], rel=0.01)
+    assert sum(counts.values()) == pytest.approx(costs["held"], rel=0.01)
 
 
 # ---- What cannot have the same bits is refused.
@@ -206,13 +425,13 @@ def test_values_that_are_replaced_or_written_in_the_loop_are_refused() -> None:
         for _ in fixed.microbatches():
             _backward(model)
     torch.manual_seed(0)  # the loop has left another state on each rank
-    model = _shared(nn.Linear(9, 9))
-    fixed = Reproducible(model, num_microbatches=2)
+    linear = _shared(nn.Linear(9, 9))
+    fixed = Reproducible(linear, num_microbatches=2)
     with pytest.raises(StateError, match=r"weight was written in a microbatch"):
         for _ in fixed.microbatches():
-            _backward(model)
+            _backward(linear)
             with torch.no_grad():
-                model.weight.mul_(0.5)
+                linear.get_parameter("weight").mul_(0.5)
 
 
 @on_ranks(2)
@@ -223,16 +442,14 @@ def test_gradients_of_a_loop_that_has_not_ended_are_not_used() -> None:
         optimizer = kind(model, None)
         fixed = Reproducible(model, optimizer, num_microbatches=4)
         for leaves in (False, True):
-            with pytest.raises(
-                StateError, match=r"optimizer.step\(\) ran in a loop over .*, or after one that was left early"
-            ):
+            with pytest.raises(StateError, match=r"an optimizer steps too early: .* in a loop over .*, or after one"):
                 for _ in fixed.microbatches():
                     _backward(model)
                     if leaves:
                         break
                     optimizer.step()
                 optimizer.step()
-        with pytest.raises(StateError, match=r"clip_grad_norm_\(\) ran in a loop"):
+        with pytest.raises(StateError, match=r"the gradient of \S+ was .* in a loop over"):
             fixed.clip_grad_norm_(1.0)
         for _ in fixed.microbatches():
             _backward(model)
@@ -276,11 +493,32 @@ def test_microbatches_that_use_other_parameters_of_a_unit_are_refused() -> None:
             _backward(model)
 
 
+class Relative(torch.optim.Optimizer):
+    """Divides each gradient by its norm, which a rank takes over its shard."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    local, grad = (
+                        each.to_local() if isinstance(each, DTensor) else each for each in (param.detach(), param.grad)
+                    )
+                    local.sub_(group["lr"] * grad / (grad.norm() + 1e-6))
+
+
 @on_ranks(2)
 def test_optimizers_whose_bits_depend_on_shards_are_refused() -> None:
     model = _shared()
-    fused = torch.optim.AdamW(model.parameters(), fused=True)
-    with pytest.raises(ConfigError, match=r"AdamW computes other bits for parameters of torch\.float32 that are cut"):
+    with pytest.raises(
+        ConfigError, match=r"Relative computes other bits for parameters of torch\.float32 that are cut"
+    ):
+        Reproducible(model, Relative(model.parameters()), num_microbatches=2)
+    offload = shardwise.OptimizerOffload()
+    fused = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, fused=True, offload=offload)
+    with pytest.raises(ConfigError, match=r"AdamW computes other bits .* or are updated unit by unit"):
         Reproducible(model, fused, num_microbatches=2)
     Reproducible(model, torch.optim.AdamW(model.parameters()), num_microbatches=2)
 

@@ -48,7 +48,7 @@ FOR_USERS = {
     "Plan": "batch best candidates changes code hardware left_out model num_parameters ranks table to_json why",
     "RandomState": "load_state_dict state_dict",
     "ReplicateModule": f"{_MODULE} no_sync require_backward_grad_sync",
-    "Reproducible": "axes clip_grad_norm_ load_state_dict microbatches model observer place state_dict step sum",
+    "Reproducible": "axes clip_grad_norm_ costs load_state_dict microbatches model observer place state_dict step sum",
     "RunDigests": "begin end",
     "ShardPlacementResult": "mesh_info placement",
     "ShardedOptimizer": f"{_OPTIMIZER} blank_state_dict full_state_dict named_params",
