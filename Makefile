@@ -66,7 +66,7 @@ docs: .stamp-docs
 	@echo "The site: build/site/index.html"
 
 guard: .stamp-dev
-	SHARDWISE_MODES_PER_ORDER=8 $(BIN)/python tests/guard/run.py $(if $(ONLY),--only $(ONLY)) --timeout 1500 \
+	$(BIN)/python tests/guard/run.py $(if $(ONLY),--only $(ONLY)) --timeout 1500 \
 		--deselect tests/dist/test_guarded.py tests/dist tests/inproc
 
 bench: .stamp-dev

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -74,7 +73,7 @@ def check_whole(name: str, value: object, least: int, hint: str = "") -> None:
 
 
 class Extent:
-    """The bytes of its storage that a tensor covers; it keeps neither of them alive.
+    """The range of bytes of its storage that a tensor covers, gaps included; it keeps neither of them alive.
 
     Attributes:
         place: the storage, and the first byte in it.
@@ -84,12 +83,10 @@ class Extent:
     def __init__(self, tensor: torch.Tensor, is_trained: bool) -> None:
         size = tensor.element_size()
         self._storage = StorageWeakRef(tensor.untyped_storage())  # while it lives, no other storage gets this identity
-        self._shape, self._strides = (*tensor.shape, size), (*[size * stride for stride in tensor.stride()], 1)
-        self._begin = int(tensor.storage_offset()) * size
-        self._end = (
-            self._begin + sum((n - 1) * stride for n, stride in zip(self._shape, self._strides, strict=True)) + 1
-        )
-        self.place: tuple[int, int] = self._storage.cdata, self._begin
+        self._form = tuple(tensor.shape), tensor.stride(), size
+        begin = int(tensor.storage_offset()) * size
+        self._end = begin + size + size * sum((n - 1) * stride for n, stride in zip(*self._form[:2], strict=True))
+        self.place: tuple[int, int] = self._storage.cdata, begin
         self.is_trained = is_trained
 
     @classmethod
@@ -100,36 +97,15 @@ class Extent:
 
     def reaches(self, later: Extent) -> bool:
         """Return True if the range of ``later``, which begins no earlier, begins in the range of this one."""
-        return self.place[0] == later.place[0] and later._begin < self._end
+        return self.place[0] == later.place[0] and later.place[1] < self._end
 
     def is_same_view(self, other: Extent) -> bool:
         """Return True if both have the same storage, offset, shape and strides."""
-        return (self.place, self._shape, self._strides) == (other.place, other._shape, other._strides)
-
-    def overlaps(self, other: Extent) -> bool:
-        """Return True if both cover the same byte; ranges of bytes may overlap without that, as columns of a matrix do."""
-        if self._is_dense and other._is_dense:
-            return True
-        sizes = self._shape[-1], other._shape[-1], self._begin, other._begin
-        unit = math.gcd(*sizes, *self._strides[:-1], *other._strides[:-1])
-        first = min(self._begin, other._begin)
-        marks = torch.zeros((max(self._end, other._end) - first) // unit, dtype=torch.bool, device="cpu")
-        self._view_of(marks, first, unit).fill_(True)
-        return bool(other._view_of(marks, first, unit).any())
-
-    @property
-    def _is_dense(self) -> bool:
-        return self._end - self._begin == math.prod(self._shape)
-
-    def _view_of(self, marks: torch.Tensor, first: int, unit: int) -> torch.Tensor:
-        shape = (*self._shape[:-1], self._shape[-1] // unit)
-        return marks.as_strided(
-            shape, (*[each // unit for each in self._strides[:-1]], 1), (self._begin - first) // unit
-        )
+        return (self.place, self._form) == (other.place, other._form)
 
 
 def find_shared(tensors: Sequence[Extent], num_copied: int) -> tuple[int, int] | None:
-    """Return the indices of two tensors that cover the same memory, the lower first; None if there are none.
+    """Return the indices of two tensors whose ranges of memory overlap, the lower first; None if there are none.
 
     One of them is among the first ``num_copied`` and one is trained: others change together, or not at all.
     """
@@ -139,7 +115,7 @@ def find_shared(tensors: Sequence[Extent], num_copied: int) -> tuple[int, int] |
         near = [each for each in near if tensors[each].reaches(memory)]
         for each in near:
             is_trained = memory.is_trained or tensors[each].is_trained
-            if min(each, index) < num_copied and is_trained and memory.overlaps(tensors[each]):
+            if min(each, index) < num_copied and is_trained:
                 return min(each, index), max(each, index)
         near.append(index)
     return None

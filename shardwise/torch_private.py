@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -729,15 +728,15 @@ def accelerator_type() -> str:
 def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) -> Generator[None, None, None]:
     """Call ``watch(op, (args, kwargs), out)`` after every operation of this thread that torch dispatches.
 
-    For operations on DTensors, the operations on their local tensors count; torch's trial runs to learn placements do
-    not.
+    For operations on DTensors, the operations on their local tensors count; those on fake tensors, by which torch learns
+    placements once, count in a fake mode only.
     ``is_seen`` False: :func:`has_dispatch_mode` ignores it, so that tensors take the same code path as without it.
     """
+    from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    parts, is_trying = (DTensor, AsyncCollectiveTensor), [0]
+    parts, is_faked = (DTensor, AsyncCollectiveTensor), detect_fake_mode() is not None
 
     class Watching(TorchDispatchMode):
         _is_seen_by_links = is_seen
@@ -749,52 +748,27 @@ def watching(watch: Callable[[Any, Any, Any], None], *, is_seen: bool = True) ->
             if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
                 return args[0]  # torch creates another one here; for real ones it waits, and returns the same
             out = func(*args, **given)
-            if not is_trying[0]:
+            if is_faked or not any(isinstance(each, FakeTensor) for each in leaves_of((args, out))):
                 watch(func, (args, given), out)
             return out
 
-    propagator: Any = ShardingPropagator
-    try_out: Any = propagator._propagate_tensor_meta_non_cached
-
-    def try_unheard(*given: Any) -> Any:
-        is_trying[0] += 1
-        try:
-            return try_out(*given)
-        finally:
-            is_trying[0] -= 1
-
-    propagator._propagate_tensor_meta_non_cached = try_unheard
-    try:
-        with Watching():
-            yield
-    finally:
-        propagator._propagate_tensor_meta_non_cached = try_out
+    with Watching():
+        yield
 
 
 @contextmanager
 def fake_world(num_ranks: int) -> Generator[None, None, None]:
-    """Make this process rank 0 of ``num_ranks`` in a group that sends nothing; other groups stay as they are."""
-    from torch.distributed import distributed_c10d as c10d
+    """Make this process, which has no process group, rank 0 of ``num_ranks`` in a group that sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    maps = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
-    count = 1 << 40  # group names are numbers, and outlive a world
-    world = SimpleNamespace(default_pg=None, group_count=count, comms=[], pg_config_info=[], **{m: {} for m in maps})
-    rank = dist.get_rank() if dist.is_initialized() else -1
-    kept = {name: getattr(c10d, name) for name in ("_world", "_backend", "_default_pg_init_method")}
     hook = sys.excepthook
-    c10d._world = world  # pyright: ignore[reportAttributeAccessIssue]
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         yield
     finally:
-        for group in world.pg_names:
-            c10d._unregister_process_group(group.group_name)  # pyright: ignore[reportAttributeAccessIssue]
-        for name, value in kept.items():
-            setattr(c10d, name, value)
+        dist.destroy_process_group()
         sys.excepthook = hook
-        if rank >= 0:
-            torch._C._distributed_c10d._set_global_rank(rank)  # pyright: ignore
+        forget_meshes()
 
 
 def is_mutating(op: Any) -> bool:

@@ -273,10 +273,6 @@ ONE_IDEA = {
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
     "fsdp/reductions.py:Reductions": "reductions on their way, from launched to committed or put off",
-    "collectives/host/__init__.py:GroupLink": "one link, and what its users have said of themselves before it is made",
-    "collectives/host/shared_memory.py:HostLink": "addresses of shared words, looked up once",
-    "zero/optimizer.py:ZeroRedundancyOptimizer": "the public names of torch's class",
-    "transaction/transaction.py:Ledger": "the state before one step",
 }
 MOST_ATTRIBUTES = 10
 
@@ -325,15 +321,15 @@ def test_files_and_functions_are_short() -> None:
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
     "fsdp": 6400,  # with plan 5900, and checks 600
-    "collectives": 2700,
+    "collectives": 2500,
     "checkpoint": 2450,  # with transaction 2900
     "recipes": 1900,  # issue 49: --reproducible 50, --elastic 65
-    "consistency": 1950,  # 1800
+    "consistency": 1900,  # 1800
     "planner": 1400,
     "optim": 1750,  # 1700
-    "zero": 1100,
+    "zero": 1050,
     "cli": 1350,  # of which 48 and 49 about 150
-    "(top)": 1600,  # with testing 1500
+    "(top)": 1450,  # with testing 1500
     "transaction": 500,
     "elastic": 550,  # issue 49, part 2: with the launcher and the recipe at most 800
     "reproducible": 700,  # issue 49; comparing runs 150
@@ -442,7 +438,7 @@ def looks_at_callers(node: ast.AST) -> bool:
 
 def replaces_a_part_of_torch(node: ast.AST) -> bool:
     roots = ("torch", "dist", "nn", "optim", "c10d", "DTensor", "DeviceMesh")
-    aliases = ("propagator", "variable", "_random")  # of torch_private.py
+    aliases = ("variable", "_random")  # of torch_private.py
     found = [ast.unparse(target) for target in targets_of(node) if isinstance(target, ast.Attribute)]
     return any(each.split(".")[0] in (*roots, *aliases) for each in found)
 
@@ -471,9 +467,7 @@ TRICKS: dict[Trick, dict[str, str]] = {
     },
     replaces_a_part_of_torch: {
         "clip_mixed_by": "clip_grad_norm_ of torch refuses mixed gradients; shardwise.clip_grad_norm_ takes them",
-        "fake_world": "a plan for any number of ranks beside a group that runs; torch has one world",
         "draw_as_one_process": "DTensor draws right on accelerators alone, for which torch fills the same place",
-        "watching": "the planner must not count the trial runs by which DTensor finds placements",
     },
     swaps_a_class: {
         "mix_in": "the only swap: FSDP2's API, a module that becomes an FSDPModule",

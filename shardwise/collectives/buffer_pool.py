@@ -54,9 +54,7 @@ class _Extent:
     def __array_interface__(self) -> dict[str, Any]:
         return {"data": (self._address, False), "shape": (self._num_bytes,), "typestr": "|u1", "version": 3}
 
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"data": (self._address, False), "shape": (self._num_bytes,), "typestr": "|u1", "version": 3}
+    __cuda_array_interface__ = __array_interface__
 
 
 def _bytes_at(address: int, num_bytes: int, device: torch.device, keep: object) -> torch.Tensor:
@@ -179,13 +177,6 @@ class PooledBuffer:
             )
         pool.free[self.size].append(self)
 
-    def lose(self) -> object:
-        """Never return the storage to the pool, since a peer may still write to it; return the owner of its memory."""
-        if self.pool is not None:
-            pool, self.pool = self.pool, None
-            pool.used_bytes -= self.num_bytes
-        return self
-
 
 class BufferPool:
     """Storages of one device that are reused, so that a warm step allocates nothing.
@@ -196,7 +187,7 @@ class BufferPool:
     Attributes:
         device: the device of the storages.
         used_bytes: bytes in use now.
-        peak_used_bytes: the maximum of ``used_bytes`` since :meth:`reset_peak`.
+        peak_used_bytes: the maximum of ``used_bytes``.
         num_allocations: storages made so far; constant once warm.
         keeps: the pool keeps the memory of released storages.
         free: the idle storages, by size.
@@ -249,10 +240,6 @@ class BufferPool:
         """Return a 1-D tensor of ``numel`` elements and its buffer."""
         buffer = self.acquire(numel * dtype.itemsize, dtype)
         return buffer.flat, buffer
-
-    def reset_peak(self) -> None:
-        """Start a new measurement of ``peak_used_bytes``."""
-        self.peak_used_bytes = self.used_bytes
 
     def trim(self) -> None:
         """Free all idle storages."""

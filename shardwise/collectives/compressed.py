@@ -352,13 +352,6 @@ def sum_at_owners(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-def sum_everywhere(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over ranks of ``row`` (n,), float32, bitwise equal on all ranks.  Collective."""
-    total = row.clone()
-    await_collective(dist.all_reduce(total, group=group, async_op=True), group)
-    return total
-
-
 def own_part(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """Return ``total`` (n,) with zeros outside the ``rank``-th of ``size`` parts; over all ranks they sum to ``total``."""
     part = -(-total.numel() // size)

@@ -7,12 +7,11 @@ Every function issues its calls in an order that depends on its arguments alone.
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,10 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
 from shardwise.consistency.agreement import GroupAgreement
-from shardwise.consistency.process_groups import as_sent, await_collective, group_of, wait_all
+from shardwise.consistency.process_groups import as_sent, await_collective, gather_objects, group_of
 from shardwise.consistency.store import refuse_deadlock
 from shardwise.layout import align
 from shardwise.observe import EVERYBODY, note, span
-from shardwise.torch_private import is_gloo
 
 # ---- One all-to-all of tensors from every rank to every rank: shards to the owners of whole matrices, and back.
 # Collectives are looked up on ``torch.distributed`` when called.
@@ -123,18 +121,6 @@ def exchange(
         found.append(windows)
         start += num_bytes
     return found
-
-
-def exchange_objects(sends: Sequence[Any], ranks: Ranks, device: torch.device) -> list[Any]:
-    """Send the picklable ``sends[r]`` to rank r; return what each rank sent here.  For descriptions, not for data."""
-    if ranks.group is None or ranks.size == 1:
-        return list(sends)
-    payloads = [torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8) for item in sends]
-    sizes = [torch.tensor([payload.numel()], device="cpu") for payload in payloads]
-    counts = exchange([[size] for size in sizes], [[Expected((1,), torch.int64)]] * ranks.size, ranks, device)
-    expected = [[Expected((int(count[0].item()),), torch.uint8)] for count in counts]
-    arrived = exchange([[payload] for payload in payloads], expected, ranks, device)
-    return [pickle.loads(window[0].cpu().numpy().tobytes()) for window in arrived]
 
 
 def sum_bytes(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -269,27 +255,6 @@ def _launch(call: Broadcast, agreement: GroupAgreement, what: str) -> BroadcastH
     return BroadcastHandle(call, buffer, work, agreement, what)
 
 
-def send_tensor(tensor: torch.Tensor, to: int, agreement: GroupAgreement, what: str) -> None:
-    """Send a contiguous tensor to group rank ``to`` (which calls :func:`receive_tensor`) in place, without a copy."""
-    with _explaining(agreement, what):
-        _wait_for_message(dist.isend(as_sent(tensor), group_dst=to, group=agreement.group), agreement)
-
-
-def receive_tensor(tensor: torch.Tensor, source: int, agreement: GroupAgreement, what: str) -> None:
-    """Receive into a contiguous tensor from group rank ``source``."""
-    with _explaining(agreement, what):
-        _wait_for_message(dist.irecv(as_sent(tensor), group_src=source, group=agreement.group), agreement)
-
-
-def _wait_for_message(work: dist.Work | None, agreement: GroupAgreement) -> None:
-    if work is None:
-        return
-    if is_gloo(agreement.group):
-        wait_all([work], agreement.group)
-    else:
-        work.wait()
-
-
 @contextmanager
 def _explaining(agreement: GroupAgreement, what: str) -> Generator[None, None, None]:
     try:
@@ -298,14 +263,20 @@ def _explaining(agreement: GroupAgreement, what: str) -> Generator[None, None, N
         raise agreement.explain(what, error) from error
 
 
-def gather_objects(value: _Object, to: int, agreement: GroupAgreement, what: str) -> list[_Object] | None:
-    """Return every rank's ``value`` (picklable, small) in rank order on group rank ``to``, and None on the others."""
-    if agreement.size == 1:
-        return [value]
-    found = [value] * agreement.size if agreement.rank == to else None
+def gather_objects_of(agreement: GroupAgreement, value: _Object, what: str) -> list[_Object]:
+    """Return every rank's ``value`` (picklable, small) in rank order."""
     with _explaining(agreement, what):
-        dist.gather_object(value, found, group_dst=to, group=agreement.group)
-    return found
+        return gather_objects(value, agreement.group) if agreement.size > 1 else [value]
+
+
+def broadcast_tensor(tensor: torch.Tensor, owner: int, agreement: GroupAgreement, what: str) -> None:
+    """Send a contiguous tensor of group rank ``owner`` to all, in place.
+
+    Raises: DesyncError if another rank failed or did not take part.
+    """
+    with _explaining(agreement, what):
+        work = dist.broadcast(as_sent(tensor), group_src=owner, group=agreement.group, async_op=True)
+        await_collective(work, agreement.group)
 
 
 def broadcast_object(
@@ -335,16 +306,6 @@ def broadcast_object(
 
 def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
     await_collective(dist.broadcast(tensor, src=source, group=group, async_op=True), group)
-
-
-def ranks_that_are(flag: bool, agreement: GroupAgreement, device: torch.device, what: str) -> list[int]:
-    """Return, on every rank, the ranks that passed True; one small all-reduce."""
-    flags = torch.zeros(agreement.size, dtype=torch.int32, device=device)
-    flags[agreement.rank] = int(flag)
-    if agreement.size > 1:
-        with _explaining(agreement, what):
-            await_collective(dist.all_reduce(flags, group=agreement.group, async_op=True), agreement.group)
-    return [rank for rank, value in enumerate(flags.tolist()) if value]
 
 
 def _alternate(calls: Sequence[Broadcast]) -> tuple[Broadcast, ...]:

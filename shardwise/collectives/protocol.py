@@ -227,10 +227,6 @@ class BucketEnds(SectionContents, Protocol):
         """Return, for every tensor of ``layout``, the window of the full parameter that receives ``rank``'s part."""
         ...
 
-    def lose_full(self) -> object:
-        """Stop using the memory of :meth:`full_parts`, which may still be written to; return an object that keeps it alive."""
-        ...
-
 
 class GatherEnds(Protocol):
     """The two ends of an all-gather."""

@@ -28,27 +28,20 @@ from shardwise.layout import Bucket
 # ---- Shards in sections: pack them, and sum them in an order that gives the same bits over every transport.
 
 
-def section_parts(layout: Bucket, section: torch.Tensor, rank: int, first: int = 0) -> list[torch.Tensor]:
-    """Return the windows of ``rank``'s shards in its section, from tensor number ``first`` on.
-
-    ``section``: 1-D; its first element is that of tensor ``first``.
-    """
-    base = section.storage_offset() - (layout.offsets[first] if first < len(layout.offsets) else 0)
+def section_parts(layout: Bucket, section: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    """Return the windows of ``rank``'s shards in its 1-D section."""
+    base = section.storage_offset()
     return [
-        section.as_strided(move.shape, move.packed_stride, base + move.packed_offset)
-        for move in layout.parts(rank)[first:]
+        section.as_strided(move.shape, move.packed_stride, base + move.packed_offset) for move in layout.parts(rank)
     ]
 
 
-def pack_parts(layout: Bucket, parts: Sequence[torch.Tensor], section: torch.Tensor, rank: int, first: int = 0) -> None:
-    """Copy ``parts``, the shards of ``rank``, from number ``first`` on into the windows of :func:`section_parts`."""
-    chosen = parts[first:]
-    if not chosen:
-        return
-    if sum(part.numel() for part in chosen) == section.numel() and all(part.dim() == 1 for part in chosen):
-        torch.cat(list(chosen), out=section)
+def pack_parts(layout: Bucket, parts: Sequence[torch.Tensor], section: torch.Tensor, rank: int) -> None:
+    """Copy ``parts``, the shards of ``rank``, into the windows of :func:`section_parts`."""
+    if parts and sum(part.numel() for part in parts) == section.numel() and all(part.dim() == 1 for part in parts):
+        torch.cat(list(parts), out=section)
     else:
-        torch_private.copy_all(section_parts(layout, section, rank, first), chosen)
+        torch_private.copy_all(section_parts(layout, section, rank), parts)
 
 
 def can_sum_in_parts(scale: Scale, size: int) -> bool:
@@ -196,10 +189,6 @@ class Link(ABC):
     @abstractmethod
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Launch the reduce-scatter; ``wait`` delivers the result."""
-
-    def gather_staging(self, layout: Bucket, itemsize: int) -> tuple[int, bool]:
-        """Return the pooled bytes that the all-gather of a bucket stages, and whether they include its full parameters."""
-        return 0, False
 
     def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
         """Return the pooled bytes that the reduce-scatter of a bucket stages."""

@@ -15,8 +15,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -119,15 +118,25 @@ def _ipv6() -> Iterator[str]:
             yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0]))
 
 
-def _connections() -> Iterable[socket.socket]:
+def own_sockets() -> dict[str, int]:
+    """Return the sockets of this process: inode -> descriptor; nothing where there is no /proc."""
+    found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found = socket.socket(fileno=os.dup(int(name)))
-                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-                    yield found
-                else:
-                    found.close()
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                found[target[len("socket:[") : -1]] = int(name)
+    return found
+
+
+def _connections() -> Iterable[socket.socket]:
+    for descriptor in own_sockets().values():
+        with contextlib.suppress(OSError):
+            found = socket.socket(fileno=os.dup(descriptor))
+            if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+                yield found
+            else:
+                found.close()
 
 
 def _peer(connection: socket.socket) -> str:
@@ -245,29 +254,15 @@ def refuse_forked() -> None:
         )
 
 
-_declared: list[str] = []  # names of the on_host contexts that are open; the last one counts
-
-
-@contextmanager
-def on_host(name: str) -> Generator[None, None, None]:
-    """Treat this process as one of another host, together with others of the same ``name``: several hosts on one machine.
-
-    For tests and benchmarks.  Enter it before the first ``fully_shard``, ``replicate`` or optimizer.
-    """
-    _declared.append(name)
-    try:
-        yield
-    finally:
-        _declared.pop()
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
     """Return a text that is equal for all processes of one boot of one host, and for no others."""
     try:
-        found = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return BOOT_ID.read_text().strip()
     except OSError:
-        found = platform.node()
-    return "/".join([found, *_declared[-1:]])
+        return platform.node()
 
 
 def announce(store: dist.Store, rank: int) -> None:

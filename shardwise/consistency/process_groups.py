@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
+from shardwise.consistency.liveness import own_sockets
 from shardwise.consistency.store import refuse_deadlock
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.formatting import format_ranks
@@ -52,7 +51,7 @@ def check_peers() -> None:
     checked where the kernel's table cannot be read.  Cost: lists the open files; reads the table if there are new sockets.
     Raises: TransportError naming the port and the user.
     """
-    own = set(_own_sockets())
+    own = set(own_sockets())
     if own <= _checked:
         return
     rows = [row for name in ("tcp", "tcp6") for row in _table(name)]
@@ -70,15 +69,6 @@ def check_peers() -> None:
     _checked.update(own)
 
 
-def _own_sockets() -> Iterator[str]:
-    with contextlib.suppress(OSError):  # no /proc
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith("socket:["):
-                    yield target[len("socket:[") : -1]
-
-
 def _table(name: str) -> Iterator[_Row]:
     with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as lines:
         next(lines, None)
@@ -90,15 +80,12 @@ def _table(name: str) -> Iterator[_Row]:
 
 # ---- Waits for gloo transfers that end when a connection breaks, also where gloo's own waits do not.
 # When a connection breaks, gloo fails all messages in its queues. A message that it is just handing to the socket, or
-# of which a part has arrived, is in no queue: a wait for it, or for a collective that uses it, lasts until the timeout
-# of the group. So a long wait checks whether the group's connections still exist. A wait for a collective can be split
-# into short ones. A wait for a message cannot, since one that times out closes all connections: a separate thread waits
-# for the caller.
+# of which a part has arrived, is in no queue: a wait for a collective that uses it lasts until the timeout of the group.
+# So a long wait is split into short ones, and checks between them whether the group's connections still exist.
 
 FIRST = timedelta(seconds=0.5)  # before the first check
 _MOST_S = 2.0  # seconds between two checks
 _SETTLE_S = 0.25  # for messages that arrived before the connection broke
-_SETTLE_AGAIN_S = 0.02
 _MOST_PROBED = 64
 _TAG = 0x5AFE  # of messages that no rank sends
 
@@ -175,70 +162,6 @@ def outlast(work: dist.Work, group: dist.ProcessGroup, check: Callable[[], None]
         pause_s = min(2 * pause_s, _MOST_S)
     refuse_deadlock()
     work.wait()
-
-
-def wait_all(works: list[dist.Work], group: dist.ProcessGroup) -> None:
-    """Wait for messages of ``group`` and remove those that have ended; after an exception the list has the others.
-
-    Raises: RuntimeError, the backend's own, or one that names the ranks whose connection has broken meanwhile.
-    """
-    if not works:
-        return
-    note(EVERYBODY)
-    waiter: _Waiter | None = getattr(_mine, "waiter", None)
-    if waiter is None or waiter.pid != os.getpid():  # a fork has no threads
-        waiter = _Waiter()
-    _mine.waiter = None  # if the wait raises, its thread stays with it
-    waiter.wait(works, group)
-    _mine.waiter = waiter
-
-
-_Task: TypeAlias = "tuple[list[dist.Work], threading.Lock, list[BaseException]]"
-_mine = threading.local()  # the idle waiter of each thread
-
-
-class _Waiter:
-    """A thread that waits for messages."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        threading.Thread(target=_wait, args=(self._tasks,), name="shardwise-messages", daemon=True).start()
-
-    def wait(self, works: list[dist.Work], group: dist.ProcessGroup) -> None:
-        is_over, failed = threading.Lock(), list[BaseException]()
-        is_over.acquire()
-        self._tasks.put((works, is_over, failed))
-        pause_s = _SETTLE_AGAIN_S if group in _closed else FIRST.total_seconds()
-        while not is_over.acquire(timeout=pause_s):
-            was_closed = group in _closed
-            refuse_deadlock()
-            closed = closed_to(group)
-            if closed and not is_over.acquire(timeout=_SETTLE_AGAIN_S if was_closed else _SETTLE_S):
-                raise _broken(closed)
-            if closed:
-                break
-            pause_s = min(2 * pause_s, _MOST_S)
-        if failed:
-            refuse_deadlock()
-            raise failed.pop().with_traceback(None)
-
-    def __del__(self) -> None:
-        self._tasks.put(None)
-
-
-def _wait(tasks: SimpleQueue[_Task | None]) -> None:
-    while (each := tasks.get()) is not None:
-        works, is_over, failed = each
-        try:
-            while works:
-                works[0].wait()  # without a name: a frame that an exception keeps alive would keep the message too
-                del works[0]
-        except BaseException as error:
-            failed.append(error)
-        del each, works, failed
-        is_over.release()
-        del is_over
 
 
 def collectives_begun() -> dict[str, int]:

@@ -6,7 +6,6 @@ process hosts is queried on a separate thread, and callers wait for that thread 
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import threading
@@ -56,16 +55,6 @@ def sample_of(local: torch.Tensor, most: int = SAMPLE_NUMEL) -> torch.Tensor:
     return torch.cat([flat[:: -(-flat.numel() // half)], flat[-half:]])
 
 
-@functools.cache
-def _signs() -> torch.Tensor:
-    noise = torch.Generator("cpu").manual_seed(1)
-    return _random_signs(NUM_PROJECTIONS * _SKETCHED_NUMEL, noise).view(NUM_PROJECTIONS, _SKETCHED_NUMEL)
-
-
-def _random_signs(numel: int, noise: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 2, (numel,), generator=noise, dtype=torch.int8, device="cpu") * 2 - 1
-
-
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """Numbers that show how far apart two tensors are.
@@ -87,19 +76,12 @@ class Sketch:
         square = 0.0
         flat = torch.view_as_real(values) if values.is_complex() else values
         for chunk in flat.detach().reshape(-1).split(_SKETCHED_NUMEL):
-            numbers = chunk.to("cpu", torch.float64)
-            # All chunks share their signs, each chunk multiplied by a random sign: drawing a sign per element would
-            # dominate.
-            turns = _random_signs(NUM_PROJECTIONS, noise).double()
-            total += turns * (_signs()[:, : numbers.numel()].double() @ numbers)
+            numbers, shape = chunk.to("cpu", torch.float64), (NUM_PROJECTIONS, chunk.numel())
+            signs = torch.randint(0, 2, shape, generator=noise, dtype=torch.int8, device="cpu") * 2 - 1
+            total += signs.double() @ numbers
             square += float(numbers.square().sum())
         eps = torch.finfo(flat.dtype).eps if flat.dtype.is_floating_point else 0.0
         return cls(math.sqrt(square), total.tolist(), min(256 * eps, 0.02))
-
-    @property
-    def told(self) -> list[object]:
-        """The arguments that recreate it on another rank, as JSON values."""
-        return [self.norm, list(self.projections), self.tolerance]
 
     def distance(self, other: Sketch) -> float:
         """Return an estimate of the norm of the difference, over the larger norm; nan if unknown."""

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.collectives.compressed import Compression, Meter, own_part, sum_at_owners, sum_everywhere
+from shardwise.collectives.compressed import Compression, Meter, own_part, sum_at_owners
+from shardwise.collectives.owned import sum_of
 from shardwise.errors import StateError
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.flat_buffer import as_gradient
@@ -104,7 +105,8 @@ class CompressionState:
         for param, (name, group, compression) in self._with_feedback():
             rows = _rows(group, compression, param)
             is_summed = group.axes.num_replicas > 1
-            total = sum_everywhere(rows[0], _group_of(group)) if is_summed else sum_at_owners(rows, _group_of(group))
+            of = _group_of(group)
+            total = sum_of(rows[0].clone(), of, is_max=False) if is_summed else sum_at_owners(rows, of)
             _place(group, compression, param, total)
             found[name] = as_gradient(param, total[: param.local.numel()].view(param.local.shape).clone())
         return found

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool, is_own, suballocate_all
 from shardwise.collectives.protocol import BucketEnds
-from shardwise.collectives.routes import Link, link_providers
+from shardwise.collectives.routes import link_providers
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError
 from shardwise.fsdp.full_buffer import FullBuffer, make_full_parameter
@@ -468,9 +468,6 @@ class ShardEnds:
             parts = self._parts[rank] = [full_window(flat, *each) for each in windows]
         return parts
 
-    def lose_full(self) -> object:
-        return self._full.drop(is_lost=True)
-
 
 class Delivery:
     """The sending and receiving side of an all-gather from ``shards`` into ``fulls``, which take memory from ``pool``.
@@ -561,14 +558,6 @@ class Packing:
             # The shard's own strides, since user code may have moved it.
             return make_full_parameter(param.local, 0, param, param.local.stride())
         return make_full_parameter(buffer.hold(pool), offset, param)
-
-    def staging(self, link: Link | None) -> tuple[int, bool]:
-        """Return the bytes that an all-gather by ``link`` allocates, and whether they include the full parameters."""
-        if link is None:
-            return self.shards.packed_bytes, False
-        stagings = [link.gather_staging(each.layout, each.full_dtype.itemsize) for each in self.shards.buckets]
-        in_place = any(is_in_place for _, is_in_place in stagings)
-        return sum(num_bytes for num_bytes, _ in stagings) + (self.full_bytes if in_place else 0), in_place
 
     def aliases_shard(self, param: ShardedParam) -> bool:
         """Return True if the full parameter of ``param`` is its shard."""

@@ -59,18 +59,15 @@ class FullBuffer:
         self.hold(gathered.pool, gathered)
         return True
 
-    def drop(self, is_lost: bool = False) -> object:
-        """Return the memory to its pool; tensors on it must not be read until the next :meth:`hold`.
-
-        ``is_lost``: not to the pool, since a peer may still write to it; return its owner instead.
-        """
+    def drop(self) -> None:
+        """Return the memory to its pool; tensors on it must not be read until the next :meth:`hold`."""
         pooled, self._pooled = self._pooled, None
         if pooled is None:
-            return None
+            return
         self.has_memory = self.aliases_shards
         # The storage of the full parameters is empty again, and refuses reads; the memory is back under the pool's own storage.
         torch_private.swap_storage(self._storage, pooled.storage)
-        return pooled.lose() if is_lost else pooled.release()
+        pooled.release()
 
     @property
     def num_holders(self) -> int:

@@ -232,8 +232,8 @@ class ParamGroup:
         """
         if self.packing is None or not self.is_collective:
             return 0, False
-        num_bytes, in_place = self.packing.staging(self._planned_link(self.packing))
-        return num_bytes, in_place or self._takes_over(self.packing, keeps_memory)
+        num_bytes = self.packing.shards.packed_bytes if self._planned_link(self.packing) is None else 0
+        return num_bytes, self._takes_over(self.packing, keeps_memory)
 
     def _takes_over(self, packing: Packing, keeps_memory: bool) -> bool:
         """Return True if the buffer of a collective becomes the full parameter: one tensor, as it is, in a pooled buffer."""

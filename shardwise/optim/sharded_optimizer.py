@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import astuple
 from typing import Any, cast
 
 import torch
@@ -89,7 +90,7 @@ def compare_gradients(params: Mapping[str, torch.Tensor]) -> Iterator[None]:
     world = dist.group.WORLD
     assert world is not None
     exchange = open_exchange(world, "gradients of plain parameters")
-    exchange.post("gradients", json.dumps([mine[0], mine[1].told]))
+    exchange.post("gradients", json.dumps([mine[0], astuple(mine[1])]))
     other = (exchange.rank + 1) % exchange.size
     for _ in range(_MOST_STEPS):
         text = exchange.collect("gradients", [other], 0.0).get(other)

@@ -20,7 +20,7 @@ from shardwise.collectives import owned
 from shardwise.collectives.owned import Expected, Ranks, ranks_along, ranks_of_group
 from shardwise.consistency.agreement import first_difference
 from shardwise.consistency.failure_report import in_short, naming_lost_peers, publish_failure
-from shardwise.consistency.process_groups import abort_connections
+from shardwise.consistency.process_groups import abort_connections, gather_objects
 from shardwise.errors import DesyncError, StateError
 from shardwise.formatting import format_ranks
 from shardwise.layout import assign_owners
@@ -61,9 +61,10 @@ def exchange(
     return _together(lambda: owned.exchange(sends, expected, ranks, device), ranks)
 
 
-def exchange_objects(sends: Sequence[Any], ranks: Ranks, device: torch.device) -> list[Any]:
-    """Do :func:`shardwise.collectives.owned.exchange_objects`.  Raises: TransportError as :func:`exchange`."""
-    return _together(lambda: owned.exchange_objects(sends, ranks, device), ranks)
+def gather_over(value: Any, ranks: Ranks) -> list[Any]:
+    """Return the picklable ``value`` of every rank.  Raises: TransportError as :func:`exchange`."""
+    group = ranks.group
+    return [value] if group is None or ranks.size == 1 else _together(lambda: gather_objects(value, group), ranks)
 
 
 def _together(act: Callable[[], _T], ranks: Ranks) -> _T:
@@ -170,7 +171,7 @@ def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.dev
                 sends[rank] += parts
                 expected = [Expected(tuple(part.shape), part.dtype) for part in parts]
                 told[rank].append((matrix.name, key, is_sliced, expected, None if is_tensor else rest))
-    arrived = exchange_objects(told, ranks, device)
+    arrived = [each[ranks.rank] for each in gather_over(told, ranks)]
     windows = exchange(sends, [[each for row in rows for each in row[3]] for rows in arrived], ranks, device)
     found: dict[str, dict[str, Any]] = {}
     for rows, tensors in zip(arrived, windows, strict=True):
@@ -181,13 +182,13 @@ def send_states(meeting: Meeting, source: Mapping[int, State], device: torch.dev
     return found
 
 
-def check_same(meeting: Meeting, values: Values, device: torch.device) -> None:
+def check_same(meeting: Meeting, values: Values) -> None:
     """Raise StateError, on all ranks that notice it, if ranks load different entries for the meeting's matrices."""
     mine = {
         m.name: [(key, isinstance(value, DTensor | ShardedTensor)) for key, value in values.get(m.name, {}).items()]
         for m in meeting.matrices
     }
-    for rank, theirs in enumerate(exchange_objects([mine] * meeting.ranks.size, meeting.ranks, device)):
+    for rank, theirs in enumerate(gather_over(mine, meeting.ranks)):
         wrong = [name for name in mine if mine[name] != theirs[name]]
         if wrong:
             raise StateError(
@@ -265,16 +266,6 @@ class WholeMatrixStep:
         self._check([(params, options)])
         leaves = self._join(len(self.optimizer.param_groups), params)
         self.optimizer.add_param_group({**options, "params": leaves})
-
-    @property
-    def owners(self) -> Mapping[str, int]:
-        """The global rank that updates each sharded parameter."""
-        return {
-            matrix.name: meeting.ranks.members[matrix.owner]
-            for meeting in self._meetings.values()
-            for matrix in meeting.matrices
-            if matrix.owner is not None
-        }
 
     # ---- the step ----
 
@@ -440,7 +431,7 @@ class WholeMatrixStep:
         entry, maybe an empty one, for each parameter that has state on any rank.
         """
         for meeting in () if adopt else self._ordered():
-            check_same(meeting, values, self._device)
+            check_same(meeting, values)
         if not adopt:
             values = {m.name: whole_state(m, values[m.name]) for m in self._matrices if m.name in values}
         for matrix in self._matrices:
@@ -492,14 +483,14 @@ class WholeMatrixStep:
             for rank in range(ranks.size)
         ]
         facts = [f"{matrix.name} of shape {tuple(matrix.shape)}, {matrix.dtype}" for matrix in matrices]
-        gathered = exchange_objects([(facts, boxes) for boxes in mine], ranks, self._device)
+        gathered = gather_over((facts, mine), ranks)
         if any(theirs != facts for theirs, _ in gathered):
             found = {ranks.members[index]: theirs for index, (theirs, _) in enumerate(gathered)}
             raise DesyncError(
                 f"ranks give {self._optimizer_class.__name__} different matrices; {first_difference(found)}. Build the same "
                 "model, and give the same parameters in the same groups, on every rank"
             )
-        arrived = [boxes for _, boxes in gathered]
+        arrived = [boxes[ranks.rank] for _, boxes in gathered]
         for index, matrix in enumerate(matrix for matrix in matrices if matrix.owner == ranks.rank):
             matrix.boxes = [boxes[index] for boxes in arrived]
         meeting.matrices += matrices

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -507,8 +508,13 @@ class TensorSplit:
 def split_copy(model: nn.Module, blocks: Sequence[str], split: TensorSplit) -> Generator[nn.Module, None, None]:
     """Yield a copy of ``model`` on the meta device whose ``blocks`` are split, as the first of ``split.ranks`` ranks has it.
 
-    Existing process groups stay as they are.  Raises: ConfigError if the plan does not match the blocks.
+    Raises: ConfigError if the plan does not match the blocks, or if this process has a process group: torch has one world.
     """
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "tensor parallelism is planned in a process group of its own, and this process has one: plan before "
+            "init_process_group(), or in another process (shardwise plan)"
+        )
     twins: dict[int, object] = {}
     for each in (*model.parameters(), *model.buffers()):
         empty = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
@@ -686,13 +692,21 @@ def dry_run(
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
         watch = OpWatch([*map(torch_private.local_of, fakes.values()), *buffers.values(), *tensors])
         steps = _Steps(model, blocks, watch, precision)
-        with _standing_in(model, fakes, buffers), steps.hooked(fakes, recompute):
-            autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
-            with torch_private.watching(watch.after):
-                with autocast:
-                    value = loss(model, *given)
-                value.backward()
-            watch.end()
+
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext():
+                value = loss(model, *given)
+            value.backward()
+
+        with _standing_in(model, fakes, buffers):
+            if split is not None:  # DTensor tries every operation once, to learn its placements: those do not count
+                run()
+                for fake in fakes.values():
+                    fake.grad = None
+            with steps.hooked(fakes, recompute):
+                with torch_private.watching(watch.after):
+                    run()
+                watch.end()
         return Profile(
             model=type(model).__name__,
             params=tuple(_facts(name, param, steps.block_of[id(param)]) for name, param in model.named_parameters()),

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.collectives.host import send_recv
 from shardwise.consistency import store
 from shardwise.consistency.agreement import begin_generation, open_exchange
 from shardwise.consistency.failure_report import cited, naming_lost_peers
@@ -46,16 +45,17 @@ class Saved:
 
     Attributes:
         num_bytes: bytes copied since :meth:`begin`.
+        stepped: ids of the optimizers whose parameters and state are among it.
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes, self.stepped = 0, set[int]()
         self._memory: dict[Hashable, list[torch.Tensor]] = {}
         self._undo: list[Undo] = []
 
     def begin(self) -> None:
         """Forget the state before the last step."""
-        self._undo, self.num_bytes = [], 0
+        self._undo, self.num_bytes, self.stepped = [], 0, set()
 
     def copy(self, what: Hashable, tensors: Iterable[torch.Tensor]) -> None:
         """Copy ``tensors``; of a DTensor, the local tensor.  They are restored in place: every reference sees the old values.
@@ -483,7 +483,6 @@ class Ledger:
         self._attachments = attachments_of(model)
         self._buffers = [torch_private.buffers_of(module) for module in model.modules()]
         self._optimizers = {id(each): optimized(each) for each in optimizers}
-        self._stepped: set[int] = set()
         self.saved = Saved()
         this: weakref.ref[Ledger] = weakref.ref(self)
         for each in optimizers:
@@ -523,7 +522,6 @@ class Ledger:
             save_options(saved, each)
         for each in self._also:
             saved.then(_keep(RandomState() if isinstance(each, str) else each))
-        self._stepped.clear()
         self.number += 1
         self.is_open = True
         agreement, number = self.agreement, self.number
@@ -532,8 +530,8 @@ class Ledger:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Save the parameters and the state of ``optimizer``, which is about to change them."""
-        if self.is_open and id(optimizer) not in self._stepped:
-            self._stepped.add(id(optimizer))
+        if self.is_open and id(optimizer) not in self.saved.stepped:
+            self.saved.stepped.add(id(optimizer))
             save_step(self.saved, self._optimizers[id(optimizer)])
 
     def close(self) -> None:
@@ -547,7 +545,6 @@ class Ledger:
         if self.agreement is not None:
             for group in groups_within(self.agreement.members):
                 reconnect_group(group)
-                send_recv.drop(group)
             begin_generation(self.agreement.members)
 
     def _living_ddps(self) -> list[DistributedDataParallel]:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_object as _broadcast_object
-from shardwise.collectives.owned import launch_broadcasts, ranks_that_are, receive_tensor, send_tensor
+from shardwise.collectives.owned import broadcast_tensor, gather_objects_of, launch_broadcasts
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
 from shardwise.consistency.store import Sketch, digest_of, sample_of
@@ -133,7 +133,7 @@ def _compare(
         return is_known, {}
     every = [json.loads(text) for text in agreement.gather(f"comparing each of {what}", json.dumps(digests))]
     unlike = [index for index, column in enumerate(zip(*every, strict=True)) if len(set(column)) > 1]
-    sketches = {index: Sketch.of(tensor).told for index in unlike if (tensor := tensors[index]) is not None}
+    sketches = {index: astuple(Sketch.of(tensor)) for index in unlike if (tensor := tensors[index]) is not None}
     told = [json.loads(text) for text in agreement.gather(f"comparing some of {what}", json.dumps(sketches))]
     those = [rank for rank, summary in enumerate(summaries) if summary]
     rows = [{rank: Sketch(*found) if (found := told[rank].get(str(i))) else None for rank in those} for i in unlike]
@@ -205,51 +205,30 @@ def send_joined_gradients(
     Returns: the received gradients; None on active ranks, which have their own.  DDP leaves a joined rank with the
     gradients of its last input; steps on those, as torch's class makes them, would make its partition drift.
     """
-    active = ranks_that_are(is_active, agreement, rank_partition.params[0].device, what)
+    params = rank_partition.params
+    told = gather_objects_of(agreement, [param.grad is not None for param in params] if is_active else None, what)
+    active = {rank: has_gradient for rank, has_gradient in enumerate(told) if has_gradient is not None}
     if not active:
         return None
-    received: dict[OwnedSlice, torch.Tensor] | None = None
-    for rank in range(agreement.size):
-        if rank in active:
-            continue
-        if agreement.rank == active[0]:
-            _send(rank_partition, rank, agreement, what)
-        elif agreement.rank == rank:
-            received = _receive(rank_partition, active[0], agreement, what)
-    return received
-
-
-def _send(rank_partition: RankPartition, to: int, agreement: GroupAgreement, what: str) -> None:
-    theirs = [owned_slice for owned_slice in rank_partition.slices if owned_slice.owner == to]
-    if not theirs:
-        return
-    gradients = [rank_partition.params[owned_slice.tensor].grad for owned_slice in theirs]
-    is_present = [gradient is not None for gradient in gradients]
-    send_tensor(
-        torch.tensor(is_present, dtype=torch.uint8, device=rank_partition.params[0].device), to, agreement, what
-    )
-    for owned_slice, gradient in zip(theirs, gradients, strict=True):
-        if gradient is not None:
-            param = rank_partition.params[owned_slice.tensor]
-            elements = elements_of(owned_slice, param, gradient).to(param.grad_dtype or param.dtype)
-            send_tensor(elements.contiguous(), to, agreement, what)
-
-
-def _receive(
-    rank_partition: RankPartition, source: int, agreement: GroupAgreement, what: str
-) -> dict[OwnedSlice, torch.Tensor]:
+    source, has_gradient = next(iter(active.items()))
     received: dict[OwnedSlice, torch.Tensor] = {}
-    if not rank_partition.local_slices:
-        return received
-    mask = torch.zeros(len(rank_partition.local_slices), dtype=torch.uint8, device=rank_partition.params[0].device)
-    receive_tensor(mask, source, agreement, what)
-    for local, is_present in zip(rank_partition.local_slices, mask.tolist(), strict=True):
-        if is_present:
+    own = {local.owned_slice: local for local in rank_partition.local_slices}
+    for at in rank_partition.slices:
+        if at.owner in active or not has_gradient[at.tensor]:
+            continue
+        param = params[at.tensor]
+        dtype = param.grad_dtype or param.dtype
+        if agreement.rank == source:
+            assert param.grad is not None
+            target = elements_of(at, param, param.grad).to(dtype).contiguous()
+        elif not is_active and at in own:
             # Fused optimizers pair parameter and gradient elements in memory order, so equal shapes are not enough.
-            gradient = torch.empty_like(local.tensor, dtype=local.param.grad_dtype, requires_grad=False)
-            receive_tensor(flat_view(gradient), source, agreement, what)
-            received[local.owned_slice] = gradient
-    return received
+            received[at] = torch.empty_like(own[at].tensor, dtype=dtype, requires_grad=False)
+            target = flat_view(received[at])
+        else:
+            target = torch.empty(at.numel, dtype=dtype, device=param.device)
+        broadcast_tensor(target, source, agreement, what)
+    return None if is_active else received
 
 
 logger = logging.getLogger(__name__)
@@ -490,11 +469,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         Joinable.__init__(self)
         self.initialized = False
-        self._agreement = open_agreement(process_group, "ZeroRedundancyOptimizer")
-        self.process_group = self._agreement.group
-        self.rank, self.world_size = self._agreement.rank, self._agreement.size
+        agreement = open_agreement(process_group, "ZeroRedundancyOptimizer")
+        self.process_group, self.rank, self.world_size = agreement.group, agreement.rank, agreement.size
         self.parameters_as_bucket_view, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
-        self.partition: Partition = partition
         self._mixed_dtypes = mixed_dtypes
         self._groups: list[dict[str, Any]] = []
         note("init", "ZeroRedundancyOptimizer")
@@ -508,10 +485,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             rank_partition = make_rank_partition(self._groups, partition, self.world_size, self.rank)
             local = make_local_optimizer(rank_partition, self._groups, lambda groups: plain(groups, **defaults))
             self.defaults = local.optim.defaults  # schedulers read the optimizer's options there
-            self._backend = ZeroBackend(local, self._agreement)
+            self._backend = ZeroBackend(local, agreement)
             return [f"partition={partition!r}, {optimizer_class.__name__}", *describe_params(self._groups)]
 
-        agree_on(self._agreement, "ZeroRedundancyOptimizer(...)", build)
+        agree_on(agreement, "ZeroRedundancyOptimizer(...)", build)
         watch_device(self._groups[0]["params"][0].device)
         self.initialized = True
 
@@ -530,7 +507,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check_dense([*self._backend.rank_partition.params, *flatten_groups(checked)], self._mixed_dtypes)
             return describe_params([*self._groups, *[item for item in checked if isinstance(item, dict)]])
 
-        agree_on(self._agreement, "add_param_group", check)
+        agree_on(self._backend.agreement, "add_param_group", check)
         super().add_param_group(param_group)
         self._backend.adopt_last_group()
 
@@ -607,7 +584,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that takes part in steps on ranks without inputs; ``kwargs`` are not used.
 
-        From here to the end of the ``Join`` every step costs one more small all-reduce: active ranks send reduced
+        From here to the end of the ``Join`` every step costs one more small exchange: active ranks send reduced
         gradients to the ranks that have joined, which could not update their partition otherwise.
         """
         backend = self._backend
@@ -625,6 +602,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """The process group."""
         return self.process_group
+
+    @property
+    def partition(self) -> Partition:
+        """How tensors are divided: "whole" or "even"."""
+        return self._backend.rank_partition.partition
 
     @property
     def optim(self) -> Optimizer:

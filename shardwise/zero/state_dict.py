@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardwise.collectives.owned import gather_objects, receive_tensor, send_tensor
+from shardwise.collectives.owned import broadcast_tensor, gather_objects_of
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.layout import OwnedSlice, boxes
@@ -25,10 +25,9 @@ from shardwise.optim.sums import states_after_zeros, why_other_class
 from shardwise.zero.partition import (
     LocalOptimizer,
     LocalSlice,
-    Partition,
-    RankPartition,
     elements_of,
     flat_view,
+    is_dense,
     memory_order,
 )
 
@@ -45,59 +44,49 @@ class Consolidated:
     state: dict[int, StateOfParam] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A state tensor that is sent separately: what the receiver must allocate."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    on_cpu: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SliceState:
-    """State of one slice: per name the description of a tensor that follows, or the value itself (scalars, objects)."""
-
-    owned_slice: OwnedSlice
-    values: dict[str, Any]
-
-
 def consolidate(local: LocalOptimizer, agreement: GroupAgreement, to: int) -> Consolidated:
-    """Stream all state to group rank ``to``.  Collective; every rank sends in the order of its slices.
+    """Send all state to group rank ``to``.  Collective, in the order of the slices on every rank.
 
-    Tensors are sent and received in place: the extra memory is the state itself on ``to``, and nothing on senders (one
-    copy of a tensor that has gaps in memory).
+    Tensors are sent and received in place by broadcasts: further ranks need memory for the largest one.
     """
-    what = f"consolidate_state_dict(to={to})"
-    rank_partition = local.rank_partition
-    mine = sorted(rank_partition.local_slices, key=lambda own: (own.owned_slice.tensor, own.owned_slice.start))
-    described = [
-        SliceState(own.owned_slice, _describe(own.owned_slice, local.state_of(own), rank_partition.partition))
-        for own in mine
-    ]
-    gathered = gather_objects(described, to, agreement, what)
-    if gathered is None:
-        for own in mine:
-            for value in local.state_of(own).values():
-                if _is_streamed(value, own.owned_slice, rank_partition.partition):
-                    send_tensor(_flat(value), to, agreement, what)
-        return Consolidated(to, None)
-    states = {own.owned_slice: local.state_of(own) for own in mine}
+    what, rank_partition = f"consolidate_state_dict(to={to})", local.rank_partition
+    is_even = rank_partition.partition == "even"
+    mine = {own.owned_slice: _dense_values(local.state_of(own)) for own in rank_partition.local_slices}
+    described = {at: {n: _described(v, at, is_even) for n, v in values.items()} for at, values in mine.items()}
+    for each in gather_objects_of(agreement, described, what):
+        described |= each
     whole: dict[int, StateOfParam] = {}
-    merged = [item for items in gathered for item in items if item.values]
-    for item in sorted(merged, key=lambda item: (item.owned_slice.tensor, item.owned_slice.start)):
-        values = whole.setdefault(item.owned_slice.tensor, {})
-        for name, value in item.values.items():
-            if not isinstance(value, Described):
+    for at in rank_partition.slices:
+        param = rank_partition.params[at.tensor]
+        for name, value in described[at].items():
+            values = whole.setdefault(at.tensor, {})
+            if not (isinstance(value, torch.Tensor) and value.is_meta):
                 values.setdefault(name, value)
                 continue
-            target = _target(values, name, value, item.owned_slice, rank_partition)
-            if item.owned_slice in states:
-                target.copy_(_flat(states[item.owned_slice][name]))
+            own = flat_view(mine[at][name].detach()) if at in mine else None
+            if agreement.rank == to:
+                if name not in values:
+                    values[name] = torch.empty_like(param if is_even else value, dtype=value.dtype, device=param.device)
+                target = flat_view(values[name])[at.start : at.stop] if is_even else flat_view(values[name])
+                if own is not None:
+                    target.copy_(own)
             else:
-                receive_tensor(target, item.owned_slice.owner, agreement, what)
-    return Consolidated(to, whole)
+                target = torch.empty(value.numel(), dtype=value.dtype, device=param.device) if own is None else own
+            if at.owner != to:
+                broadcast_tensor(target, at.owner, agreement, what)
+            del target  # before there is memory for the next one
+    return Consolidated(to, whole if agreement.rank == to else None)
+
+
+def _dense_values(state: Mapping[str, Any]) -> StateOfParam:
+    return {k: v.contiguous() if type(v) is torch.Tensor and not is_dense(v) else v for k, v in state.items()}
+
+
+def _described(value: Any, at: OwnedSlice, is_even: bool) -> Any:
+    """Return a meta tensor like a tensor that is sent by itself, or a copy of anything else."""
+    if type(value) is torch.Tensor and value.dim() and (not is_even or tuple(value.shape) == (at.numel,)):
+        return torch.empty_like(value, device="meta")
+    return copied(value.cpu() if type(value) is torch.Tensor else value)
 
 
 def whole_state_dict(state: Mapping[int, StateOfParam], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -159,34 +148,6 @@ def _check_class(
             raise ConfigError(f"param group {number} of the loaded state dict: {reason}")
 
 
-def _is_streamed(value: object, owned_slice: OwnedSlice, kind: Partition) -> TypeGuard[torch.Tensor]:
-    if type(value) is not torch.Tensor or value.dim() == 0:  # tensor subclasses are sent as objects
-        return False
-    return kind == "whole" or tuple(value.shape) == (owned_slice.numel,)
-
-
-def _describe(owned_slice: OwnedSlice, state: Mapping[str, Any], kind: Partition) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        if _is_streamed(value, owned_slice, kind):
-            strides = value.stride() if _flat(value).data_ptr() == value.data_ptr() else _dense_strides(value.shape)
-            found[name] = Described(tuple(value.shape), strides, value.dtype, value.device.type == "cpu")
-        else:
-            found[name] = copied(value.cpu() if type(value) is torch.Tensor else value)
-    return found
-
-
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    try:
-        return flat_view(value.detach())
-    except LayoutError:
-        return value.detach().contiguous().view(-1)
-
-
-def _dense_strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
 def _partition_of(local: LocalSlice, name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -198,19 +159,6 @@ def _partition_of(local: LocalSlice, name: str, value: Any) -> Any:
             f"{tuple(local.param.shape)}: partition='even' needs element-wise state; use partition='whole'"
         )
     return elements_of(local.owned_slice, local.param, value.detach()).clone()
-
-
-def _target(
-    values: StateOfParam, name: str, value: Described, owned_slice: OwnedSlice, rank_partition: RankPartition
-) -> torch.Tensor:
-    param = rank_partition.params[owned_slice.tensor]
-    device = torch.device("cpu") if value.on_cpu else param.device
-    if rank_partition.partition == "whole":
-        values[name] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-        return flat_view(values[name])
-    if name not in values:
-        values[name] = torch.empty_like(param, dtype=value.dtype, device=device, requires_grad=False)
-    return flat_view(values[name])[owned_slice.start : owned_slice.stop]
 
 
 class StateSlice(torch.Tensor):

@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from helpers.posts import on_host
 
 from chaos.program import DIVERGENCES, Program
 from chaos.rank_program import train
 from shardwise import record, set_wait_report
 from shardwise.consistency.failure_report import leave_job
-from shardwise.consistency.liveness import on_host
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN, diagnose, in_words, read_record
 from shardwise.errors import ShardwiseError
 from shardwise.one_host import PREFIX, stay_on_loopback

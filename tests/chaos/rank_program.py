@@ -28,9 +28,7 @@ from shardwise import (
     set_default_transport,
     transaction,
 )
-from shardwise import layout as bucket
 from shardwise.checkpoint import finish, load, save
-from shardwise.collectives.host import send_recv
 from shardwise.torch_private import timeout_s_of
 
 _SAVED_AFTER, _LOADED_AFTER = 1, 2  # before the step in which faults strike: what they change stays
@@ -76,8 +74,6 @@ class Parts:
 def build(program: Program) -> Parts:
     """Build model and optimizer.  Collective behind most doors."""
     set_default_transport(program.transport)
-    if program.transport == "gloo":  # whatever is sent is sent as large parameters are: in messages of its own
-        send_recv.LEAST_BYTES_ON_HOST, send_recv.MIN_LARGE_SHARE, bucket.LARGE_NUMEL = 0, 0.0, 12
     torch.manual_seed(0)
     net = Net(program)
     door = program.door

@@ -8,21 +8,32 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ends import Ends, make_link
-from helpers.inside import parts_from
+from helpers.ends import Gradients
 from helpers.ranks import on_ranks
 
-from shardwise.collectives.host.send_recv import PeerLink
+from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.c10d import HostWork
+from shardwise.collectives.host import ExchangeLink
+from shardwise.collectives.protocol import Scale
 from shardwise.consistency.process_groups import abort_connections, await_collective, closed_to, reconnect_group
 
 LARGE = 1 << 23  # elements; much more than sockets hold
 # What gloo says itself, where it does; not that time is up.
 BROKEN = "the connection to rank 1 was closed in the middle of a transfer|Connection closed by peer|reset by peer"
 Group = dist.ProcessGroup
+
+
+class At(NamedTuple):
+    """Where an end is."""
+
+    rank: int
+    size: int
+    pool: BufferPool
 
 
 @contextmanager
@@ -58,41 +69,29 @@ def begin_first(begin: Callable[[], object]) -> object:
     return begun
 
 
-def send(link: PeerLink) -> list[dist.Work]:
-    return [link.send(torch.ones(LARGE), 1 - link.rank, 7) for _ in range(2)]
-
-
-def receive(link: PeerLink) -> list[dist.Work]:
-    return [link.recv(torch.ones(LARGE), 1 - link.rank, 7) for _ in range(2)]
+def reduction_over(group: Group) -> tuple[Gradients, ExchangeLink, BufferPool]:
+    pool = BufferPool(torch.device("cpu"))
+    link = ExchangeLink(group, pool)
+    return Gradients(At(group.rank(), group.size(), pool), 1.0, (((2, LARGE), 0),)), link, pool
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("sends", [True, False], ids=["sends", "receives"])
-def test_a_message_that_is_half_done_is_not_waited_for(sends: bool) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "cancel"])
+def test_a_reduction_that_is_half_done_ends_and_its_memory_is_never_lent_again(waits: bool) -> None:
     with patient_group() as group:
-        link = make_link(group)
-        mine, theirs = (send, receive) if sends else (receive, send)
+        ends, link, pool = reduction_over(group)
         if dist.get_rank() == 0:
-            works = begin_first(lambda: mine(link))
-            with pytest.raises(RuntimeError, match=BROKEN):
-                link.wait_all(works)  # type: ignore[arg-type]
-            assert works, "what has not ended is still in the list"
-            assert closed_to(group) == [1]
+            handle = begin_first(lambda: link.reduce_scatter(ends, Scale()))
+            assert isinstance(handle, HostWork)
+            if waits:
+                with pytest.raises(RuntimeError, match=BROKEN):
+                    handle.wait()
+                assert closed_to(group) == [1]
+            else:
+                handle.cancel()
+            assert not any(pool.free.values()), "memory that gloo may still write to went back to the pool"
         else:
-            break_off_in_the_middle(group, lambda: theirs(link))
-
-
-@on_ranks(2)
-def test_an_all_gather_that_is_half_done_can_be_cancelled() -> None:
-    with patient_group() as group, parts_from(0):
-        link = make_link(group)
-        shapes = (((2, LARGE), 0),)
-        if dist.get_rank() == 0:
-            ends = Ends(link, 1.0, shapes)
-            begin_first(lambda: link.all_gather(ends)).cancel()  # type: ignore[attr-defined]
-            assert ends.lost, "memory that gloo may still know of is not lent again"
-        else:
-            break_off_in_the_middle(group, lambda: link.all_gather(Ends(link, 1.0, shapes)))
+            break_off_in_the_middle(group, lambda: link.reduce_scatter(ends, Scale()))
 
 
 @on_ranks(2)
@@ -113,17 +112,14 @@ def test_a_broadcast_that_is_half_done_is_not_waited_for() -> None:
 @on_ranks(2)
 def test_a_rank_that_is_late_is_waited_for() -> None:
     with patient_group() as group:
-        link = make_link(group)
         total = torch.ones(3)
-        if dist.get_rank() == 0:
-            for _ in range(2):
-                link.wait_all(receive(link))
-            await_collective(dist.all_reduce(total, group=group, async_op=True), group)
-        else:
-            for _ in range(2):
+        for _ in range(2):
+            ends, link, _ = reduction_over(group)
+            if dist.get_rank() == 1:
                 time.sleep(0.7)  # longer than a first look
-                link.wait_all(send(link))
-            await_collective(dist.all_reduce(total, group=group, async_op=True), group)
+            link.reduce_scatter(ends, Scale()).wait()
+            assert ends.is_right()
+        await_collective(dist.all_reduce(total, group=group, async_op=True), group)
         assert total.tolist() == [2.0] * 3
         assert closed_to(group) == []
 

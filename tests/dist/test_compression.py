@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import full, local
+from helpers.inside import start_peak
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
@@ -353,7 +354,7 @@ def test_coded_sums_take_the_memory_of_one_unit() -> None:
         attachment = attachment_of(model)
         engine = attachment and engine_of(attachment.unit)
         assert engine is not None
-        engine.comm_ctx.pool.reset_peak()
+        start_peak(engine)
         backward(model, 1)
         return engine.comm_ctx.pool.peak_used_bytes
 

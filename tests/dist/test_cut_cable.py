@@ -16,9 +16,11 @@ LIMIT_S = 10.0
 _RANK = """
 import os, sys, time
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 import torch, torch.distributed as dist
 import shardwise
-from shardwise.consistency.liveness import on_host
+from shardwise.consistency import liveness
 
 rank, size, door, transport = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 host = rank * 2 // size
@@ -28,7 +30,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout
 shardwise.set_default_transport(transport)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
-with on_host(f"host {host}"):
+with mock.patch.object(liveness, "BOOT_ID", SimpleNamespace(read_text=lambda: f"host {host}")):
     if door in ("fully_shard", "whole_matrix"):
         for module in (model[0], model[2], model):
             shardwise.fully_shard(module)

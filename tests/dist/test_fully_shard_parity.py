@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import EXACT, REORDERED, assert_same
-from helpers.inside import engine_of, over, parts_from
+from helpers.inside import link_name_of, over, parts_from
 from helpers.models import MODELS, batch_for, build, units_of
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded
@@ -26,13 +26,12 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-LINKS: dict[Transport, str | None] = {"auto": "shared memory", "gloo": "send/recv", "collective": None}
+LINKS: dict[Transport, str | None] = {"auto": "shared memory", "gloo": "all-to-all", "collective": None}
 TRANSPORTS_AND_RANKS = [("auto", 2), ("gloo", 2), pytest.param("auto", 4, marks=pytest.mark.exhaustive)]
 
 
 def assert_used(model: nn.Module, transport: Transport) -> None:
-    link = engine_of(model).comm_ctx.pass_tracker.known_links.get(dist.group.WORLD.group_name)
-    assert (link.name if link is not None else None) == LINKS[transport]
+    assert link_name_of(model) == LINKS[transport]
 
 
 def against_one_process(model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 3) -> None:

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.inside import Recorder, engine_of
+from helpers.inside import Recorder, engine_of, start_peak
 from helpers.models import Block, batch_for
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded, loss_of, share
@@ -37,7 +37,7 @@ def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
             plan = engine.exec_order.plan
             assert plan is not None
             recorder = Recorder(engine)
-            engine.comm_ctx.pool.reset_peak()
+            start_peak(engine)
             before = engine.comm_ctx.pool.num_allocations
             loss_of(model, name=name).backward()
             assert tuple(recorder.calls) == plan.calls, (name, reshard)
@@ -45,8 +45,8 @@ def test_trace_and_memory_equal_the_plan(transport: Transport) -> None:
             assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls)
             assert engine.comm_ctx.pool.num_allocations == before, "a warm step allocated"
             assert engine.comm_ctx.pool.used_bytes == 0
-            expected = {"auto": "shared memory", "gloo": "send/recv", "collective": "collectives"}[transport]
-            assert {unit.route for unit in engine.units if unit.route} <= {expected, "collectives"}
+            expected = "shared memory" if transport == "auto" else "collectives"
+            assert {unit.route for unit in engine.units if unit.route} == {expected}
     set_default_transport("auto")
 
 
@@ -66,7 +66,7 @@ def test_gathers_ahead_by_bytes_go_as_planned_and_hold_no_more() -> None:
             assert plan.ahead_bytes == describe_units(model).ahead_bytes
             assert ("gathered ahead within" in str(describe_units(model))) == (num_bytes is not None)
             recorder = Recorder(engine)
-            engine.comm_ctx.pool.reset_peak()
+            start_peak(engine)
             loss = loss_of(model, name="plain")
             loss.backward()
             results.append(loss.detach())
@@ -94,7 +94,7 @@ def test_forward_holds_two_units_with_prefetch(transport: Transport, num_units: 
         model(batch).sum().backward()
     with torch.no_grad():
         model(batch)
-        engine_of(model).comm_ctx.pool.reset_peak()
+        start_peak(engine_of(model))
         model(batch)
     assert engine_of(model).comm_ctx.pool.peak_used_bytes == num_units * 64 * 64 * 4
 

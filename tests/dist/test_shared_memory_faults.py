@@ -216,7 +216,7 @@ def train_wide(num_steps: int) -> tuple[int, bool, int]:
         model(torch.ones(2, 2048)).sum().backward()
     assert all(param.grad.to_local().isfinite().all() for param in model.parameters())
     is_mapped = SEGMENT in Path("/proc/self/maps").read_text()
-    return link_of(model).segments[dist.get_rank()].num_bytes, is_mapped, used_bytes("/dev/shm") - used
+    return link_of(model).sections.host.segments[dist.get_rank()].num_bytes, is_mapped, used_bytes("/dev/shm") - used
 
 
 def used_bytes(mount: str) -> int:
@@ -325,20 +325,20 @@ def run_forked_child(ends_early: bool) -> None:
     link = link_of(model)
     before = whole(model)
     fds = sorted(os.listdir("/proc/self/fd"))
-    words = [list(segment.words) for segment in link.segments]
+    words = [list(segment.words) for segment in link.sections.host.segments]
     dist.barrier()
 
     def overwrite() -> None:
         for param in model.parameters():
             param.detach().to_local().zero_()
-        for segment in link.segments:
+        for segment in link.sections.host.segments:
             for index in range(len(segment.words)):
                 segment.words[index] = 1 << 60
         engine_of(model).forget_step()  # leaves the spans, as a failure would
 
     in_child(overwrite, ends_early)
     dist.barrier()
-    assert [list(segment.words) for segment in link.segments] == words
+    assert [list(segment.words) for segment in link.sections.host.segments] == words
     assert sorted(os.listdir("/proc/self/fd")) == fds
     for now, then in zip(whole(model), before, strict=True):
         assert torch.equal(now, then)
@@ -407,7 +407,7 @@ def run_without_access() -> None:
     with parts_from(8):
         for number in range(3):
             step(model, optimizer, number)
-    assert link_of(model).name == "send/recv"
+    assert link_of(model).name == "all-to-all"
     assert segments_of(os.getpid()) == of_shards, "memory that nobody uses is kept"
     assert_close(whole(model), reference(3, size))
     assert len(log.lines) == (rank == 0), log.lines
@@ -416,6 +416,6 @@ def run_without_access() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_messages_where_one_rank_cannot_open_the_memory(num_ranks: int) -> None:
+def test_all_to_alls_where_one_rank_cannot_open_the_memory(num_ranks: int) -> None:
     with Job(run_without_access, num_ranks=num_ranks) as job:
         job.values()

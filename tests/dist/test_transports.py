@@ -1,4 +1,4 @@
-"""Shared memory, messages and collectives give the same training: to the bit between the first two, for every model."""
+"""Shared memory, all-to-alls and collectives give the same training: to the bit between the first two, for every model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import full, local
-from helpers.inside import engine_of, parts_from
+from helpers.inside import engine_of, link_name_of, parts_from
 from helpers.models import MODELS, batch_for, units_of
 from helpers.ranks import on_ranks
 from helpers.sharded import build_sharded
@@ -73,10 +73,11 @@ def run_all_transports(large_numel: int, halves: bool) -> None:
         with parts_from(large_numel):
             seen = {t: train(model, name, 2, flat=reshard) for t, model in models.items()}
             assert routes_of(models["auto"]) == {"shared memory"}
-            assert routes_of(models["gloo"]) == {"send/recv"}
+            assert routes_of(models["gloo"]) == {"collectives"}
+            assert link_name_of(models["gloo"]) == "all-to-all"
             assert routes_of(models["collective"]) == {"collectives"}
         for index, (shared, sent, collected) in enumerate(zip(*seen.values(), strict=True)):
-            assert torch.equal(shared, sent), f"{name}: shared memory and messages differ at {index}"
+            assert torch.equal(shared, sent), f"{name}: shared memory and all-to-alls differ at {index}"
             if dist.get_world_size() == 2:  # with two ranks there is but one order of sums
                 assert torch.equal(shared, collected), f"{name}: shared memory and collectives differ at {index}"
             else:

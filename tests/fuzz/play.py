@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardwise
-import shardwise.collectives.host.send_recv
 import shardwise.fsdp.gradients
 import shardwise.layout
 from fuzz.case import Contender
@@ -105,8 +104,6 @@ def _run(play: Play, contender: Contender, number: int, folder: str, device: str
 def _parts_from(large_numel: int) -> Generator[None, None, None]:
     """Let tensors of ``large_numel`` elements or more take the ways of large ones; 0 changes nothing."""
     places: tuple[tuple[Any, str, Any], ...] = (
-        (shardwise.collectives.host.send_recv, "LEAST_BYTES_ON_HOST", 0),
-        (shardwise.collectives.host.send_recv, "MIN_LARGE_SHARE", 0.0),
         (shardwise.layout, "LARGE_NUMEL", large_numel),
         (shardwise.fsdp.gradients, "LARGE_BYTES", 16 * large_numel),
         (shardwise.fsdp.gradients, "FULL_BYTES_ON_HOST", 64 * large_numel),

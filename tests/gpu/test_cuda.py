@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.inside import engine_of
+from helpers.inside import engine_of, start_peak
 from helpers.models import Block
 from helpers.ranks import on_ranks
 from torch import nn
@@ -142,7 +142,7 @@ def test_peak_is_the_plan_s() -> None:
         model(x).sum().backward()
     engine = engine_of(model)
     assert engine.exec_order.plan is not None
-    engine.comm_ctx.pool.reset_peak()
+    start_peak(engine)
     model(x).sum().backward()
     assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(engine.exec_order.plan.calls)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.host.local_peers import take_shareable
-from shardwise.collectives.host.send_recv import PeerLink
 from shardwise.collectives.routes import section_parts
 from shardwise.fsdp.flat_buffer import full_window
 from shardwise.fsdp.full_buffer import FullBuffer
@@ -60,7 +59,6 @@ class Ends:
     full_dtype: torch.dtype = torch.float32
     number: int | None = None
     shares: bool = False
-    lost: list[object] = field(default_factory=list)
     num_delivered: int = 0
     take_over: None = None
 
@@ -83,10 +81,6 @@ class Ends:
         full = self.buffer.hold(self.at.pool)
         moves = zip(self.layout.parts(rank), self.layout.full_offsets, strict=True)
         return [full_window(full, move, base) for move, base in moves]
-
-    def lose_full(self) -> object:
-        self.lost.append(self.buffer.drop(is_lost=True))
-        return self.lost[-1]
 
     def buckets(self) -> Sequence[Ends]:
         return (self,)
@@ -163,7 +157,3 @@ class Gradients:
             if not torch.equal(self.section[start : start + expected.numel()], expected):
                 return False
         return True
-
-
-def make_link(group: torch.distributed.ProcessGroup) -> PeerLink:
-    return PeerLink(group, BufferPool(torch.device("cpu")))

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardwise.collectives.host.send_recv
 import shardwise.fsdp.gradients
 import shardwise.layout
 from shardwise import observe, set_default_transport
@@ -32,12 +31,23 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
+def link_name_of(model: nn.Module) -> str | None:
+    """Return the name of the link of all ranks that ``model`` uses; None: the backend's collectives."""
+    world = dist.group.WORLD
+    assert world is not None
+    link = engine_of(model).comm_ctx.pass_tracker.known_links.get(world.group_name)
+    return None if link is None else link.name
+
+
+def start_peak(engine: Engine) -> None:
+    """Measure the peak of the pool from now on."""
+    engine.comm_ctx.pool.peak_used_bytes = engine.comm_ctx.pool.used_bytes
+
+
 @contextmanager
 def parts_from(large_numel: int) -> Iterator[None]:
-    """Let tensors of ``large_numel`` elements or more take the ways of large ones, and units of any make use messages."""
+    """Let tensors of ``large_numel`` elements or more take the ways of large ones."""
     with (
-        mock.patch.object(shardwise.collectives.host.send_recv, "LEAST_BYTES_ON_HOST", 0),
-        mock.patch.object(shardwise.collectives.host.send_recv, "MIN_LARGE_SHARE", 0.0),
         mock.patch.object(shardwise.layout, "LARGE_NUMEL", large_numel),
         mock.patch.object(shardwise.fsdp.gradients, "LARGE_BYTES", 4 * large_numel),
     ):

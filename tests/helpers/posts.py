@@ -6,13 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TypeVar
 from unittest import mock
 
 import torch.distributed as dist
 
+from shardwise.consistency import liveness
 from shardwise.consistency.agreement import StoreExchange
-from shardwise.consistency.liveness import announce, on_host
+from shardwise.consistency.liveness import announce
 from shardwise.consistency.store import JobStore
 
 MEMBERS = (4, 5, 9)  # global ranks, so that a place is never mistaken for one
@@ -35,6 +38,11 @@ def announce_as(store: dist.Store, rank: int, pid: int) -> None:
     """Leave the note of global rank ``rank`` as if its process had the number ``pid``."""
     with mock.patch("os.getpid", return_value=pid):
         announce(store, rank)
+
+
+def on_host(name: str) -> AbstractContextManager[object]:
+    """Return a context in which this process is one of the host ``name``: several hosts on one machine."""
+    return mock.patch.object(liveness, "BOOT_ID", SimpleNamespace(read_text=lambda: name))
 
 
 def announce_elsewhere(store: dist.Store, rank: int) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from helpers.inside import engine_of
+from helpers.inside import engine_of, start_peak
 from helpers.models import MODELS, batch_for, units_of
 from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate, shard_model
 from shardwise.plan.schedule import peak_bytes
@@ -266,7 +266,7 @@ def run(program: Program, rank: int = 1, world: int = 8, keeps_works: bool = Fal
                 engine = engine_of(model) if seed else None
                 plan = engine.exec_order.plan if engine is not None else None
                 if engine is not None:
-                    engine.comm_ctx.pool.reset_peak()
+                    start_peak(engine)
                 program.step(model, loss)
                 if engine is not None:
                     planned = None if plan is None else peak_bytes(plan.calls)

@@ -15,6 +15,7 @@ from helpers.fake_communicator import FakeCommunicator
 from helpers.inside import parts_from
 from shardwise.collectives.buffer_pool import BufferPool
 from shardwise.collectives.c10d import GroupCommunicator, all_gather_single, reduce_scatter_single
+from shardwise.collectives.host import ExchangeLink
 from shardwise.collectives.host.local_peers import (
     HEADER_BYTES,
     ArenaPlace,
@@ -24,7 +25,6 @@ from shardwise.collectives.host.local_peers import (
     collect_from,
     meet,
 )
-from shardwise.collectives.host.send_recv import PeerLink
 from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, sums_bytes
 from shardwise.collectives.protocol import Communicator
 from shardwise.collectives.routes import Link, PassTracker
@@ -113,8 +113,8 @@ def _custom(way: Way) -> Link | None:
     return None
 
 
-def _messages(way: Way) -> Link | None:
-    return PeerLink(way.group, way.pool)
+def _exchange(way: Way) -> Link | None:
+    return ExchangeLink(way.group, way.pool)
 
 
 def _shared_memory(way: Way) -> Link | None:
@@ -139,7 +139,7 @@ def _shared_memory(way: Way) -> Link | None:
         number = len(said) - 1
         text = json.dumps([[*row, offset] for row, offset in zip(rows, offsets, strict=True)])
         outcome.exchange.post(f"sections/{number}", text)
-        link.publish_sections(number)
+        link.sections.publish(number)
 
     way.publish_sections = publish_sections
     return link
@@ -149,10 +149,10 @@ WAYS = {
     "fake": _fake,
     "packed": _packed,
     "custom": _custom,
-    "messages": _messages,
+    "all-to-all": _exchange,
     "shared memory": _shared_memory,
 }
-LINKS = ("messages", "shared memory")
+LINKS = ("all-to-all", "shared memory")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.inside import Recorder, engine_of
+from helpers.inside import Recorder, engine_of, start_peak
 from helpers.models import Block
 from helpers.sharded import build_sharded
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -39,7 +39,7 @@ def test_every_rank_plans_the_same_and_does_it(name: str) -> None:
             plan = engine.exec_order.plan
             assert plan is not None
             recorder = Recorder(engine)
-            engine.comm_ctx.pool.reset_peak()
+            start_peak(engine)
             model(batch).sum().backward()
             assert tuple(recorder.calls) == plan.calls
             assert engine.comm_ctx.pool.peak_used_bytes == peak_bytes(plan.calls)

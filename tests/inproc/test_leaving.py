@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, announce_elsewhere
+from helpers.posts import announce_as, announce_elsewhere, on_host
 
 from shardwise.consistency import failure_report
 from shardwise.consistency.failure_report import ASKS, leave_job, put, watch_end
-from shardwise.consistency.liveness import is_gone, mark_left, on_host
+from shardwise.consistency.liveness import is_gone, mark_left
 from shardwise.observe import explain_end
 
 

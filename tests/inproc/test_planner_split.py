@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -38,7 +39,7 @@ def profile(ranks: int, **how: Any) -> Any:
     )
 
 
-@pytest.fixture
+@contextmanager
 def four_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
@@ -98,24 +99,26 @@ def test_ways_are_compared_by_what_a_step_is_worth() -> None:
     assert values == sorted(values)
 
 
-@pytest.mark.usefixtures("four_ranks")
-def test_the_code_of_a_split_runs_beside_a_plan_that_leaves_process_groups_alone() -> None:
-    group = dist.group.WORLD
+def test_the_code_of_a_split_runs() -> None:
     for strategy in ("zero3", "ddp"):
         choices = Choices(strategies=(strategy,), precision="fp32", tensor=(2,), tensor_plan=HALVES)
         found = shardwise.plan(blocks, (torch.empty(4, WIDTH),), 4, hardware="cpu", choices=choices)
-        assert dist.group.WORLD is group
-        assert dist.get_world_size() == 4
         first, mesh, call = [line for line in found.code().splitlines() if "checkpoint" not in line]
         assert "parallelize_module" in first
         names: dict[str, Any] = {**vars(shardwise), **vars(device_mesh), "model": blocks()}
-        exec(mesh, names)
-        for block in names["model"]:
-            parallelize_module(block, names["mesh"]["tp"], HALVES)
-        exec(call, names)
-        names["model"](torch.zeros(4, WIDTH)).sum().backward()
-        sizes = [names["model"].get_parameter("1.up.weight").device_mesh.size(axis) for axis in (0, 1)]
+        with four_ranks():
+            exec(mesh, names)
+            for block in names["model"]:
+                parallelize_module(block, names["mesh"]["tp"], HALVES)
+            exec(call, names)
+            names["model"](torch.zeros(4, WIDTH)).sum().backward()
+            sizes = [names["model"].get_parameter("1.up.weight").device_mesh.size(axis) for axis in (0, 1)]
         assert sizes == [2, 2]
+
+
+def test_a_split_is_not_planned_beside_a_process_group() -> None:
+    with four_ranks(), pytest.raises(ConfigError, match="is planned in a process group of its own"):
+        profile(2)
 
 
 def test_a_split_that_cannot_be_is_refused() -> None:

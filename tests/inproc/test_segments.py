@@ -113,7 +113,7 @@ def test_processes_of_other_hosts_and_containers_are_not_looked_for(
 
 def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(gone_pid: int) -> None:
     links = make_links(pids=[os.getpid(), os.getpid(), gone_pid])
-    links[1].segments[1].words[0] = 1  # rank 1 has left a span by an exception
+    links[1].sections.host.segments[1].words[0] = 1  # rank 1 has left a span by an exception
     with pytest.raises(
         TransportError,
         match="rank 2 is gone .*; rank 0 was at the start of a forward",
@@ -123,7 +123,7 @@ def test_a_link_names_the_rank_that_is_gone_not_the_one_that_left_because_of_it(
 
 def test_a_link_names_a_rank_that_left_alone() -> None:
     links = make_links(3)
-    links[1].segments[1].words[0] = 1
+    links[1].sections.host.segments[1].words[0] = 1
     with pytest.raises(TransportError, match="rank 1 raised an exception while"):
         links[0].open("forward", False)
 

@@ -689,9 +689,11 @@ def test_watching_hears_of_the_local_parts_of_dtensors_and_of_nothing_that_torch
         with private.fake_mode():
             weight = DTensor.from_local(torch.empty(2, 8), mesh, [Shard(0)], run_check=False)
             x = DTensor.from_local(torch.empty(6, 8), mesh, [Replicate()], run_check=False)
-            with private.watching(lambda op, given, out: heard.append(f"{op} {[*getattr(out, 'shape', ())]}")):
-                parts = torch.mm(x, weight.t())
-                assert parts.redistribute(mesh, [Replicate()]).shape == (6, 8)
+            for _ in range(2):
+                heard.clear()  # torch tries an operation once, and the first time counts that, too
+                with private.watching(lambda op, given, out: heard.append(f"{op} {[*getattr(out, 'shape', ())]}")):
+                    parts = torch.mm(x, weight.t())
+                    assert parts.redistribute(mesh, [Replicate()]).shape == (6, 8)
     products = [each for each in heard if "aten.mm" in each]
     assert products == ["aten.mm.default [6, 2]"]
     assert [each for each in heard if "all_gather" in each] == [
@@ -699,7 +701,7 @@ def test_watching_hears_of_the_local_parts_of_dtensors_and_of_nothing_that_torch
     ]
 
 
-def test_a_fake_world_leaves_process_groups_as_they_were() -> None:
+def test_a_fake_world_leaves_no_process_group() -> None:
     assert not dist.is_initialized()
     with private.fake_world(1 << 14):
         assert dist.get_world_size() == 1 << 14

@@ -1,4 +1,4 @@
-"""Transports that only CPU ranks use: shared memory on one host, else sends and receives."""
+"""Transports that only CPU ranks use: shared memory on one host, else an all-to-all in place of gloo's reduce-scatter."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwise import torch_private
 from shardwise.collectives.buffer_pool import BufferPool
+from shardwise.collectives.c10d import HostWork, all_to_all_rows
 from shardwise.collectives.host.local_peers import (
     HEADER_BYTES,
     ArenaPlace,
@@ -25,18 +26,73 @@ from shardwise.collectives.host.local_peers import (
     meet,
     take_shareable,
 )
-from shardwise.collectives.host.send_recv import MAX_RANKS, PeerLink
 from shardwise.collectives.host.shared_memory import HostLink, outbox_bytes, slot_bytes, sum_slot_bytes, sums_bytes
+from shardwise.collectives.protocol import GatherEnds, Handle, Scale, ScatterEnds
 from shardwise.collectives.routes import (
     Link,
     LinkedBucket,
     LinkProvider,
     LinkUsers,
+    PassKind,
     Transport,
+    can_sum_in_parts,
     link_providers,
+    sum_sections,
 )
 from shardwise.consistency.agreement import StoreExchange
 from shardwise.errors import TransportError
+from shardwise.layout import Bucket
+
+# ---- gloo's reduce-scatter is an all-reduce: it sends twice the bytes, and sums in an order of its own.
+
+
+class ExchangeLink(Link):
+    """Reduce-scatters by an all-to-all, and a sum in rank order, with the bits of shared memory; gloo gathers.
+
+    Args:
+        group: a gloo group.
+        pool: memory for staging.
+    """
+
+    name = "all-to-all"
+
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
+        self._group, self._pool, self._size = group, pool, group.size()
+
+    def open(self, kind: PassKind, wants_collectives: bool) -> bool:
+        words = torch.tensor([wants_collectives], dtype=torch.int32, device="cpu")
+        # The backend itself, since tools count the collectives of torch.distributed.
+        work = torch_private.backend_of(self._group, words.device).allreduce([words], dist.ReduceOp.MAX)
+        HostWork(work, lambda _: None, words, None, self._group).wait()
+        return not words.item()
+
+    def takes_gather(self, ends: GatherEnds) -> bool:
+        return False
+
+    def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
+        return ends.section_numel > 0 and can_sum_in_parts(scale, self._size)
+
+    def scatter_staging(self, layout: Bucket, itemsize: int) -> int:
+        return 2 * self._size * layout.section_numel * itemsize
+
+    def all_gather(self, ends: GatherEnds) -> Handle:
+        raise NotImplementedError  # takes_gather() takes none
+
+    def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
+        numel, size = ends.section_numel * self._size, self._size
+        flat, buffer = self._pool.acquire_tensor(2 * numel, ends.dtype)
+        sent, received = flat[:numel], flat[numel:]
+        ends.fill(sent)
+        into, out_of = (half.view(torch.uint8).view(size, -1) for half in (received, sent))
+
+        def end(received: torch.Tensor) -> None:
+            out = ends.target()
+            sum_sections(ends.layout, received.view(size, -1).unbind(), scale, self._group.rank(), out)
+            ends.deliver(out)
+
+        work = all_to_all_rows(into, out_of, self._group, async_op=True)
+        return HostWork(work, end, received, buffer, self._group)
+
 
 # ---- The link of one group: which transport its ranks choose, and where this rank's shards lie in shared memory.
 
@@ -90,7 +146,6 @@ class GroupLink:
         self._timeout_s = timeout_s
         self._sizes: _AgreedSizes | None = None
         self._link: Link | None = None
-        self._host_link: HostLink | None = None  # the link, if it shares memory
         self._exchange: StoreExchange | None = None
         self._published: list[ArenaPlace] = []
         self._num_published = 0
@@ -100,7 +155,7 @@ class GroupLink:
 
         Collective when it makes one.  Raises: DesyncError if a rank does not arrive or has shards of other sizes.
         """
-        if self._sizes is not None and self._host_link is None:
+        if self._sizes is not None and not isinstance(self._link, HostLink):
             return self._link
         users = LinkUsers(*([group for ref in refs if (group := ref()) is not None] for refs in self._users))
         buckets = [bucket for group in users.gathers for bucket in group.main_buckets if bucket.travels]
@@ -110,8 +165,8 @@ class GroupLink:
                 self._sizes = sizes
                 self._link = self._make(sizes)
                 self._published = []
-        if self._host_link is not None:
-            self._publish_sections(buckets, self._host_link)
+        if isinstance(self._link, HostLink):
+            self._publish_sections(buckets, self._link)
         return self._link
 
     def _publish_sections(self, buckets: Sequence[LinkedBucket], link: HostLink) -> None:
@@ -133,7 +188,7 @@ class GroupLink:
             self._num_published += 1
             rows = [(*astuple(place.segment.address), place.offset) for place in places]
             self._exchange.post(f"sections/{self._num_published}", json.dumps(rows))
-            link.publish_sections(self._num_published)
+            link.sections.publish(self._num_published)
 
     def _places_of(self, rank: int, number: int) -> Sequence[ArenaPlace]:
         assert self._exchange is not None
@@ -155,13 +210,9 @@ class GroupLink:
 
     def _make(self, sizes: _AgreedSizes) -> Link | None:
         meeting = meet(self._process_group, self._transport, sizes.num_bytes, sizes.digest())
-        self._host_link = None
         if meeting.segments:
-            self._host_link = self._make_shared(sizes, meeting)
-            return self._host_link
-        if meeting.transport == "collective" or self._process_group.size() > MAX_RANKS:
-            return None
-        return PeerLink(self._process_group, self._pool, meeting.are_on_one_host)
+            return self._make_shared(sizes, meeting)
+        return None if meeting.transport == "collective" else ExchangeLink(self._process_group, self._pool)
 
     def _make_shared(self, sizes: _AgreedSizes, meeting: Outcome) -> HostLink:
         self._exchange = meeting.exchange

@@ -261,14 +261,12 @@ class Outcome:
     Attributes:
         exchange: where they may post more for each other.
         segments, pids: of the ranks, in order; empty if they share no memory.
-        are_on_one_host: all ranks are on one host, whether they share memory or not.
     """
 
     transport: Transport
     exchange: StoreExchange
     segments: tuple[Segment, ...] = ()
     pids: tuple[int, ...] = ()
-    are_on_one_host: bool = False
 
 
 def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest: str) -> Outcome:
@@ -295,14 +293,14 @@ def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest:
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
     on_one_host = len({fields[2] for fields in found}) == 1
     if transport != "auto":
-        return Outcome(transport, exchange, are_on_one_host=on_one_host)
+        return Outcome(transport, exchange)
     segments, problem = _open_all(found, exchange, own, on_one_host)
     problems = [*filter(None, _complete(exchange, exchange.gather("opened", problem), range(exchange.size)))]
     if problems:
         if rank == 0:
             _log.warning("ranks %s do not share memory (%s); they use the network", ranks, problems[0])
-        return Outcome(transport, exchange, are_on_one_host=on_one_host)
-    return Outcome(transport, exchange, segments, tuple(fields[4][0] for fields in found), on_one_host)
+        return Outcome(transport, exchange)
+    return Outcome(transport, exchange, segments, tuple(fields[4][0] for fields in found))
 
 
 def _create(num_bytes: int) -> tuple[Segment | None, str]:

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -331,6 +332,139 @@ def outbox_bytes(slot: int) -> int:
     return NUM_SLOTS * slot
 
 
+class _Sections:
+    """Where the sections of all ranks lie, as each has published it, and the windows of the shards in them.
+
+    Attributes:
+        host: the ranks.
+    """
+
+    def __init__(self, host: HostGroup, local_peers: LocalPeers) -> None:
+        self.host, self._local_peers = host, local_peers
+        self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
+        self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def publish(self, number: int) -> None:
+        """Publish that this rank has posted, for the ``number``-th time, where its sections lie."""
+        self._local_peers.publish(_SECTIONS, number)
+        self._places.pop(self.host.rank, None)
+
+    def find(self) -> None:
+        """Look where the sections of all ranks lie now."""
+        for rank in range(len(self.host.segments)):
+            number = self._local_peers.latest(rank, _SECTIONS)
+            known = self._places.get(rank)
+            if known is None or known[0] != number:
+                self._places[rank] = number, self.host.places_of(rank, number)
+                self._parts = {key: parts for key, parts in self._parts.items() if key[1] != rank}
+
+    def parts_of(self, bucket: BucketEnds, rank: int) -> list[torch.Tensor]:
+        """Return the shards of ``rank``."""
+        assert bucket.number is not None
+        key = (bucket.number, rank)
+        parts = self._parts.get(key)
+        if parts is None:
+            where = self._places[rank][1][bucket.number]
+            section = where.segment.tensor(where.offset, bucket.layout.section_numel, bucket.dtype)
+            parts = self._parts[key] = section_parts(bucket.layout, section, rank)
+        return parts
+
+
+class _Outbox:
+    """The reductions of a pass: each rank copies its gradients to its outbox, from where their owners add them.
+
+    Args:
+        start: byte offset of the outbox in every segment.  slot_bytes: bytes of one of its slots.
+        view: see :class:`Sums`.
+    """
+
+    def __init__(self, local_peers: LocalPeers, rank: int, start: int, slot_bytes: int, view: View) -> None:
+        self._local_peers, self._rank, self._num_ranks = local_peers, rank, len(local_peers.others) + 1
+        self._start, self._slot_bytes, self._view = start, slot_bytes, view
+        self._num_launched = 0
+        self._scatters: deque[_HostScatter] = deque()
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._num_launched = 0
+
+    def abort(self) -> None:
+        """Leave the pass after a failure."""
+        self._scatters.clear()
+
+    def takes(self, ends: ScatterEnds, scale: Scale) -> bool:
+        """Return True if this reduction fits into a slot; the same on every rank."""
+        num_bytes = slot_bytes(ends.section_numel * ends.dtype.itemsize, self._num_ranks)
+        return num_bytes <= self._slot_bytes and can_sum_in_parts(scale, self._num_ranks)
+
+    def launch(self, ends: ScatterEnds, scale: Scale) -> Handle:
+        """Copy the gradients to the next slot."""
+        # Both sides of the slot must be free: it may still hold this rank's own parts.
+        while self._scatters and self._scatters[0].index <= self._num_launched - NUM_SLOTS:
+            self._scatters[0].wait()
+        index, local_peers = self._num_launched, self._local_peers
+        self._num_launched += 1
+        if index >= NUM_SLOTS:
+            local_peers.wait_for_all(_CONSUMED, local_peers.stamp(index - NUM_SLOTS), f"gradients of {ends.label}")
+        scatter = _HostScatter(self, ends, scale, index, self._fill(ends, index))
+        local_peers.publish(_LABELS + index % NUM_SLOTS, _digest(ends))
+        local_peers.publish(_POSTED, local_peers.stamp(index))
+        self._scatters.append(scatter)
+        return scatter
+
+    def forget(self, scatter: _HostScatter) -> None:
+        """Remove ``scatter``, which is delivered or cancelled."""
+        if scatter in self._scatters:
+            self._scatters.remove(scatter)
+
+    def _fill(self, ends: ScatterEnds, index: int) -> torch.Tensor:
+        """Copy the gradients to the outbox and release them; return this rank's own section."""
+        layout, numel, rank = ends.layout, ends.section_numel, self._rank
+        if not layout.num_large:  # one copy of the whole is cheaper than many of small parts
+            ends.fill(self._view(rank, self._slot_start(index), self._num_ranks * numel, ends.dtype))
+            return self._outgoing(rank, rank, index, ends)
+        for other in self._local_peers.others:
+            pack_parts(layout, ends.full_parts(other), self._outgoing(rank, other, index, ends), other)
+        own = ends.target()
+        pack_parts(layout, ends.full_parts(rank), own, rank)
+        ends.drop()
+        return own
+
+    def is_posted(self, index: int) -> bool:
+        """True if every rank's parts of reduction ``index`` can be read."""
+        return self._local_peers.have_reached(_POSTED, self._local_peers.stamp(index))
+
+    def sum_posted(self, ends: ScatterEnds, index: int, own: torch.Tensor, scale: Scale) -> torch.Tensor:
+        """Wait for every rank's parts of reduction ``index``; return their sum for this rank, and free the slot.
+
+        Raises: TransportError if a rank reduces something else.
+        """
+        local_peers, mine = self._local_peers, self._rank
+        local_peers.wait_for_all(_POSTED, local_peers.stamp(index), f"gradients of {ends.label}")
+        expected = _digest(ends)
+        for rank in local_peers.others:
+            if local_peers.latest(rank, _LABELS + index % NUM_SLOTS) != expected:
+                raise TransportError(
+                    f"rank {local_peers.name_of(mine)} reduces gradients of {ends.label} ({ends.section_numel} elements of "
+                    f"{ends.dtype} per rank) as number {index} of this backward, rank {local_peers.name_of(rank)} reduces "
+                    "something else. Every rank must run the same units in the same order and get gradients for the same "
+                    "parameters."
+                )
+        sections = [own if r == mine else self._outgoing(r, mine, index, ends) for r in range(self._num_ranks)]
+        out = ends.target()  # if the own section was not left in the outbox, it is this target
+        sum_sections(ends.layout, sections, scale, mine, out)
+        local_peers.publish(_CONSUMED, local_peers.stamp(index))
+        return out
+
+    def _outgoing(self, sender: int, receiver: int, index: int, ends: ScatterEnds) -> torch.Tensor:
+        numel = ends.section_numel
+        start = self._slot_start(index) + receiver * numel * ends.dtype.itemsize
+        return self._view(sender, start, numel, ends.dtype)
+
+    def _slot_start(self, index: int) -> int:
+        return self._start + index % NUM_SLOTS * self._slot_bytes
+
+
 class HostLink(Link):
     """The link of a group whose ranks are all processes of one host.
 
@@ -341,9 +475,9 @@ class HostLink(Link):
         sum_slot_bytes: bytes of a slot for in-place sums, after the outbox; 0 if there are none.
 
     Attributes:
-        local_peers: the ranks of the group.  rank: this one.
+        local_peers: the ranks of the group.  sections: where their shards lie.
         gathers: those launched in this pass and not waited for yet.
-        sums: in-place sums.
+        outbox: reductions.  sums: in-place sums.
     """
 
     name = "shared memory"
@@ -353,44 +487,27 @@ class HostLink(Link):
     def __init__(
         self, host: HostGroup, outbox: int, slot_bytes: int, timeout_s: float, sum_slot_bytes: int = 0
     ) -> None:
-        self.local_peers = LocalPeers(host, timeout_s)
-        self.segments, self._places_of = host.segments, host.places_of
-        self.rank, self._num_ranks = host.rank, len(host.segments)
-        self._places: dict[int, tuple[int, Sequence[ArenaPlace]]] = {}
-        self._outbox = outbox
-        self._slot_bytes = slot_bytes
-        self._num_gathers = self._num_reductions = 0
+        local_peers = self.local_peers = LocalPeers(host, timeout_s)
+        self.sections = _Sections(host, local_peers)
+        self._num_gathers = 0
         self.gathers: list[_HostGather] = []
-        self._scatters: deque[_HostScatter] = deque()
-        self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        tensor_at: View = functools.cache(lambda place, *at: host.segments[place].tensor(*at))
+        self.outbox = _Outbox(local_peers, host.rank, outbox, slot_bytes, tensor_at)
         behind = outbox + outbox_bytes(slot_bytes)
-        self.sums = self._sums = Sums(self.local_peers, self.rank, behind, sum_slot_bytes, self._view)
+        self.sums = self._sums = Sums(local_peers, host.rank, behind, sum_slot_bytes, tensor_at)
 
     # ---- passes ----
 
     def open(self, kind: PassKind, wants_collectives: bool) -> bool:
         try:
             is_agreed = self.local_peers.open(kind, wants_collectives)
-            self._num_gathers = self._num_reductions = 0
-            self._find_sections()
+            self._num_gathers = 0
+            self.outbox.begin()
+            self.sections.find()
         except BaseException:
             self.abort()
             raise
         return is_agreed
-
-    def publish_sections(self, number: int) -> None:
-        """Publish that this rank has posted, for the ``number``-th time, where its sections lie."""
-        self.local_peers.publish(_SECTIONS, number)
-        self._places.pop(self.rank, None)
-
-    def _find_sections(self) -> None:
-        for rank in range(self._num_ranks):
-            number = self.local_peers.latest(rank, _SECTIONS)
-            known = self._places.get(rank)
-            if known is None or known[0] != number:
-                self._places[rank] = number, self._places_of(rank, number)
-                self._parts = {key: parts for key, parts in self._parts.items() if key[1] != rank}
 
     def close(self) -> None:
         for gather in list(self.gathers):
@@ -418,11 +535,11 @@ class HostLink(Link):
         for gather in self.gathers:
             gather.forget()
         self.gathers.clear()
-        self._scatters.clear()
+        self.outbox.abort()
         self._sums.forget()
         self.local_peers.abort()
 
-    # ---- all-gathers ----
+    # ---- collectives ----
 
     def takes_gather(self, ends: GatherEnds) -> bool:
         buckets = ends.buckets()
@@ -437,102 +554,15 @@ class HostLink(Link):
     def read_sections(self, ends: GatherEnds) -> None:
         """Copy the sections of all ranks to the full parameters."""
         for bucket in ends.buckets():
-            for rank in range(self._num_ranks):
-                torch_private.copy_all(bucket.full_parts(rank), self._section_parts(bucket, rank))
+            for rank in range(len(self.local_peers.others) + 1):
+                torch_private.copy_all(bucket.full_parts(rank), self.sections.parts_of(bucket, rank))
         self.local_peers.publish(_READ, self.local_peers.stamp(self._num_gathers - len(self.gathers) - 1))
 
-    def _section_parts(self, bucket: BucketEnds, rank: int) -> list[torch.Tensor]:
-        assert bucket.number is not None
-        key = (bucket.number, rank)
-        parts = self._parts.get(key)
-        if parts is None:
-            where = self._places[rank][1][bucket.number]
-            section = where.segment.tensor(where.offset, bucket.layout.section_numel, bucket.dtype)
-            parts = self._parts[key] = section_parts(bucket.layout, section, rank)
-        return parts
-
-    # ---- reductions ----
-
     def takes_scatter(self, ends: ScatterEnds, scale: Scale) -> bool:
-        num_bytes = ends.section_numel * ends.dtype.itemsize
-        return slot_bytes(num_bytes, self._num_ranks) <= self._slot_bytes and can_sum_in_parts(scale, self._num_ranks)
+        return self.outbox.takes(ends, scale)
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
-        # Both sides of the slot must be free: it may still hold this rank's own parts.
-        while self._scatters and self._scatters[0].index <= self._num_reductions - NUM_SLOTS:
-            self._scatters[0].wait()
-        index = self._num_reductions
-        self._num_reductions += 1
-        if index >= NUM_SLOTS:
-            self.local_peers.wait_for_all(
-                _CONSUMED, self.local_peers.stamp(index - NUM_SLOTS), f"gradients of {ends.label}"
-            )
-        scatter = _HostScatter(self, ends, scale, index, self._fill_outbox(ends, index))
-        self.local_peers.publish(_LABELS + index % NUM_SLOTS, _digest(ends))
-        self.local_peers.publish(_POSTED, self.local_peers.stamp(index))
-        self._scatters.append(scatter)
-        return scatter
-
-    def forget_scatter(self, scatter: _HostScatter) -> None:
-        """Remove ``scatter``, which is delivered or cancelled."""
-        if scatter in self._scatters:
-            self._scatters.remove(scatter)
-
-    def _fill_outbox(self, ends: ScatterEnds, index: int) -> torch.Tensor:
-        """Copy the gradients to the outbox and release them; return this rank's own section."""
-        layout, numel = ends.layout, ends.section_numel
-        if not layout.num_large:  # one copy of the whole is cheaper than many of small parts
-            ends.fill(self._view(self.rank, self._slot_start(index), self._num_ranks * numel, ends.dtype))
-            return self._outgoing(self.rank, self.rank, index, ends)
-        for rank in self.local_peers.others:
-            pack_parts(layout, ends.full_parts(rank), self._outgoing(self.rank, rank, index, ends), rank)
-        own = ends.target()
-        pack_parts(layout, ends.full_parts(self.rank), own, self.rank)
-        ends.drop()
-        return own
-
-    def is_posted(self, index: int) -> bool:
-        """True if every rank's parts of reduction ``index`` can be read."""
-        return self.local_peers.have_reached(_POSTED, self.local_peers.stamp(index))
-
-    def sum_posted(self, ends: ScatterEnds, index: int, own: torch.Tensor, scale: Scale) -> torch.Tensor:
-        """Wait for every rank's parts of reduction ``index``; return their sum for this rank, and free the slot.
-
-        Raises: TransportError if a rank reduces something else.
-        """
-        self.local_peers.wait_for_all(_POSTED, self.local_peers.stamp(index), f"gradients of {ends.label}")
-        expected = _digest(ends)
-        for rank in self.local_peers.others:
-            if self.local_peers.latest(rank, _LABELS + index % NUM_SLOTS) != expected:
-                raise TransportError(
-                    f"rank {self.local_peers.name_of(self.rank)} reduces gradients of {ends.label} ({ends.section_numel} "
-                    f"elements of {ends.dtype} per rank) as number {index} of this backward, rank "
-                    f"{self.local_peers.name_of(rank)} reduces something else. Every rank must run the same units in the same "
-                    "order and get gradients for the same parameters."
-                )
-        sections = [
-            own if rank == self.rank else self._outgoing(rank, self.rank, index, ends)
-            for rank in range(self._num_ranks)
-        ]
-        out = ends.target()  # if the own section was not left in the outbox, it is this target
-        sum_sections(ends.layout, sections, scale, self.rank, out)
-        self.local_peers.publish(_CONSUMED, self.local_peers.stamp(index))
-        return out
-
-    def _outgoing(self, sender: int, receiver: int, index: int, ends: ScatterEnds) -> torch.Tensor:
-        numel = ends.section_numel
-        start = self._slot_start(index) + receiver * numel * ends.dtype.itemsize
-        return self._view(sender, start, numel, ends.dtype)
-
-    def _slot_start(self, index: int) -> int:
-        return self._outbox + index % NUM_SLOTS * self._slot_bytes
-
-    def _view(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        key = (rank, start, numel, dtype)
-        view = self._views.get(key)
-        if view is None:
-            view = self._views[key] = self.segments[rank].tensor(start, numel, dtype)
-        return view
+        return self.outbox.launch(ends, scale)
 
 
 class _HostGather(OnceHandle[GatherEnds]):
@@ -566,22 +596,22 @@ class _HostScatter(OnceHandle[ScatterEnds]):
     late.
     """
 
-    __slots__ = ("_link", "_own", "_scale", "index")
+    __slots__ = ("_outbox", "_own", "_scale", "index")
     holds_input = False
 
-    def __init__(self, link: HostLink, ends: ScatterEnds, scale: Scale, index: int, own: torch.Tensor) -> None:
+    def __init__(self, outbox: _Outbox, ends: ScatterEnds, scale: Scale, index: int, own: torch.Tensor) -> None:
         super().__init__(ends)
-        self._link, self._scale, self.index, self._own = link, scale, index, own
+        self._outbox, self._scale, self.index, self._own = outbox, scale, index, own
 
     def is_done(self) -> bool:
-        return self._ends is None or self._link.is_posted(self.index)
+        return self._ends is None or self._outbox.is_posted(self.index)
 
     def finish(self, ends: ScatterEnds) -> None:
-        self._link.forget_scatter(self)
-        ends.deliver(self._link.sum_posted(ends, self.index, self._own, self._scale))
+        self._outbox.forget(self)
+        ends.deliver(self._outbox.sum_posted(ends, self.index, self._own, self._scale))
 
     def drop(self, ends: ScatterEnds) -> None:
-        self._link.forget_scatter(self)
+        self._outbox.forget(self)
 
 
 def _digest(ends: ScatterEnds) -> int:
