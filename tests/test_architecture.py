@@ -326,7 +326,7 @@ BUDGETS = {
     "recipes": 1900,  # issue 49: --reproducible 50, --elastic 65
     "consistency": 1900,  # 1800
     "planner": 1400,
-    "optim": 1750,  # 1700
+    "optim": 1700,
     "zero": 1050,
     "cli": 1350,  # of which 48 and 49 about 150
     "(top)": 1450,  # with testing 1500

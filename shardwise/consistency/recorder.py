@@ -128,11 +128,6 @@ class Event:
     place: str
     what: str
 
-    @property
-    def text(self) -> str:
-        """The event in words."""
-        return f"{self.place} ({self.what})" if self.what else self.place
-
 
 @dataclass(frozen=True, slots=True)
 class Reason:

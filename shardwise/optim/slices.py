@@ -98,10 +98,7 @@ def is_known(optimizer_class: type[Optimizer]) -> bool:
 
 def reason_for_refusal(optimizer_class: type[Optimizer]) -> str | None:
     """Return why ``optimizer_class`` can never be right over shards; None if it can, or if it is unknown."""
-    for refused, reason in _REFUSED:
-        if issubclass(optimizer_class, refused):
-            return reason
-    return None
+    return next((reason for refused, reason in _REFUSED if issubclass(optimizer_class, refused)), None)
 
 
 def step_cost(optimizer_class: type[Optimizer], shape: tuple[int, ...]) -> int:

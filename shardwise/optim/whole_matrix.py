@@ -95,7 +95,6 @@ class Matrix:
     """
 
     name: str
-    group_index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     slices: list[ParamSlice]
@@ -121,12 +120,6 @@ class Meeting:
     def mine(self) -> list[Matrix]:
         """The matrices that this rank owns."""
         return self.owned_by(self.ranks.rank)
-
-
-def make_matrix(group_index: int, slices: list[ParamSlice]) -> Matrix:
-    """Return the matrix of a parameter's slices, without an owner."""
-    param = slices[0].param
-    return Matrix(slices[0].name, group_index, tuple(param.shape), param.dtype, slices)
 
 
 def without_memory(matrix: Matrix, device: torch.device | None = None) -> torch.Tensor:
@@ -246,7 +239,7 @@ class WholeMatrixStep:
         self._meetings: dict[tuple[int, ...], Meeting] = {}
         self._known_ranks: dict[tuple[DeviceMesh, tuple[int, ...]], Ranks] = {}
         self._matrices: list[Matrix] = []
-        leaves = [self._join(index, params) for index, (params, _) in enumerate(groups)]
+        leaves = [self._join(params) for params, _ in groups]
         self.optimizer = make(
             [{**options, "params": params} for params, (_, options) in zip(leaves, groups, strict=True)]
         )
@@ -264,7 +257,7 @@ class WholeMatrixStep:
     def add_group(self, params: Params, options: Mapping[str, Any]) -> None:
         """Add a param group; owners of earlier matrices stay.  Collective over the ranks of its matrices."""
         self._check([(params, options)])
-        leaves = self._join(len(self.optimizer.param_groups), params)
+        leaves = self._join(params)
         self.optimizer.add_param_group({**options, "params": leaves})
 
     # ---- the step ----
@@ -341,7 +334,7 @@ class WholeMatrixStep:
         arrived = exchange(sends, expected, ranks, self._device)
         flags_of = torch.stack([items[0].cpu() for items in arrived])
         status = _FINE
-        wholes = {id(m): (self._empty(m), self._empty(m)) for m in meeting.mine}
+        wholes = {id(m): torch.empty((2, *m.shape), dtype=m.dtype, device=self._device) for m in meeting.mine}
         for rank, items in enumerate(arrived):
             windows = iter(items[1:])
             for matrix, box in all_boxes(meeting.mine, rank):
@@ -440,8 +433,9 @@ class WholeMatrixStep:
 
     # ---- owners ----
 
-    def _join(self, group_index: int, params: Params) -> list[torch.Tensor]:
-        made = [make_matrix(group_index, list(slices)) for slices in params]
+    def _join(self, params: Params) -> list[torch.Tensor]:
+        places = [(slices[0].param, list(slices)) for slices in params]
+        made = [Matrix(slices[0].name, tuple(param.shape), param.dtype, slices) for param, slices in places]
         fresh: dict[tuple[int, ...], list[Matrix]] = {}
         for matrix in made:
             param = matrix.slices[0].param
@@ -500,9 +494,6 @@ class WholeMatrixStep:
 
     def _with_leaf(self) -> list[Matrix]:
         return [matrix for matrix in self._matrices if matrix.leaf is not None]
-
-    def _empty(self, matrix: Matrix) -> torch.Tensor:
-        return torch.empty(matrix.shape, dtype=matrix.dtype, device=self._device)
 
 
 def _flag(matrix: Matrix, gradients: Sequence[torch.Tensor | None]) -> int:

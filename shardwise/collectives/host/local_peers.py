@@ -291,10 +291,9 @@ def meet(group: dist.ProcessGroup, transport: Transport, num_bytes: int, digest:
                 "fully_shard to the same modules on every rank"
             )
     transport = max((fields[0] for fields in found), key=TRANSPORTS.index)
-    on_one_host = len({fields[2] for fields in found}) == 1
     if transport != "auto":
         return Outcome(transport, exchange)
-    segments, problem = _open_all(found, exchange, own, on_one_host)
+    segments, problem = _open_all(found, exchange, own)
     problems = [*filter(None, _complete(exchange, exchange.gather("opened", problem), range(exchange.size)))]
     if problems:
         if rank == 0:
@@ -314,10 +313,10 @@ def _create(num_bytes: int) -> tuple[Segment | None, str]:
 
 
 def _open_all(
-    found: Sequence[Sequence[Any]], exchange: StoreExchange, own: Segment | None, on_one_host: bool
+    found: Sequence[Sequence[Any]], exchange: StoreExchange, own: Segment | None
 ) -> tuple[tuple[Segment, ...], str]:
     problem = next((fields[3] for fields in found if fields[3]), "")
-    if not problem and not on_one_host:
+    if not problem and len({fields[2] for fields in found}) > 1:
         problem = "they are on different hosts"
     if not problem and len({fields[4][0] for fields in found}) < len(found):
         problem = "some are threads of one process"
