@@ -52,6 +52,7 @@ from shardwise.loop.launch import notebook_launch
 from shardwise.loop.meter import StepMeter
 from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.optimizer import OffloadReport, OptimizerOffload, offload_report
+from shardwise.offload.tiers import DiskOffloadPolicy
 from shardwise.one_host import find_version as _find_version
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
@@ -81,6 +82,7 @@ __all__ = [
     "DamagedCheckpointError",
     "DataParallelMeshDims",
     "DesyncError",
+    "DiskOffloadPolicy",
     "FSDPMeshInfo",
     "FSDPModule",
     "GradientReductionHandle",

@@ -258,12 +258,13 @@ class LinkProvider:
 
     Attributes:
         can_link: ``can_link(group, devices)`` returns True if ``group`` may have a link for tensors on ``devices``.
-        take_shareable: ``take_shareable(num_bytes)`` returns zeros that peers can read and their location, or None.
+        take_shareable: ``take_shareable(num_bytes, folder)`` returns zeros that peers can read and their location, or None;
+            they are in a file of ``folder`` unless that is "".
         make: ``make(group, users, transport, pool, timeout_s)`` returns the source of the group's links.
     """
 
     can_link: Callable[[dist.ProcessGroup, Collection[torch.device]], bool]
-    take_shareable: Callable[[int], tuple[torch.Tensor, object] | None]
+    take_shareable: Callable[[int, str], tuple[torch.Tensor, object] | None]
     make: Callable[[dist.ProcessGroup, LinkUsers, Transport, BufferPool, float], LinkSource]
 
 

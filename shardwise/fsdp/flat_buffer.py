@@ -232,9 +232,10 @@ class ParamStorage:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, object | None]:
         """Return ``numel`` zeros for shards, and their location for other processes of this host, None if it is private."""
-        if self.is_shared and numel and device.type == "cpu":  # meta has no memory to share
+        folder = getattr(self.offload, "folder", "")  # of DiskOffloadPolicy, which a higher layer defines
+        if (self.is_shared or folder) and numel and device.type == "cpu":  # meta has no memory to share
             for provider in link_providers:
-                found = provider.take_shareable(numel * dtype.itemsize)
+                found = provider.take_shareable(numel * dtype.itemsize, folder)
                 if found is not None:
                     return found[0].view(dtype), found[1]
         if self.is_offloaded and device.type == "cpu":
@@ -613,7 +614,10 @@ class ReduceLayout:
         for section in self._kept:
             if section.flat.dtype is dtype and section.flat.device == place.storage_device and section.take():
                 return section
-        if place.is_offloaded:
+        if getattr(place.offload, "folder", ""):
+            numel = self.bucket.section_numel
+            flat = place.allocate(numel + self.num_spare, dtype, place.storage_device)[0].narrow(0, 0, numel)
+        elif place.is_offloaded:
             flat = place.on.host_memory(self.bucket.section_numel, dtype, place.pins)
         else:
             flat = self.empty(dtype, place.device)

@@ -224,6 +224,9 @@ class Reduction:
                 self._stored = self._as_gradients()
             if early_readers:
                 self.show(store.mark())
+        elif early_readers and self._is_final:
+            with nullcontext() if stream is None else stream.run():
+                self.show()
 
     def _launch_next(self) -> None:
         """Add partial sums of earlier backwards, then launch the all-reduce over replicas or run the user's hook."""
@@ -333,8 +336,9 @@ class Reduction:
 
     def _as_gradients(self) -> list[torch.Tensor]:
         """Return the result as users see it: in the dtype of ``.grad``, on the device of the shards."""
-        if self._is_final:  # reduced in the memory of the gradient
-            self._result = self._reduce_layout.section_in(self.target())
+        if self._is_final:
+            if self._result is None:  # reduced in the memory of the gradient
+                self._result = self._reduce_layout.section_in(self.target())
             return self._result.gradients
         place = self.group.place
         dtypes = {param.dtype for param in self.params}
@@ -353,9 +357,14 @@ class Reduction:
     # ---- queries ----
 
     def show(self, ready: Any = None) -> None:
-        """Give the result to the readers, once; call it after :meth:`finish`, or with an event that is as late."""
+        """Give the result to the readers, once; ``ready``: an event after which its memory has the values.
+
+        Without an event call it after :meth:`finish`, or on a stream that comes after all stages.
+        """
         if not (self._is_shown or self.is_partial):
             self._is_shown = True
+            if ready is None and self._comm.streams.are_concurrent:
+                ready = self.group.place.on.current_stream().record_event()
             if self._stored is None:
                 self._stored = self._as_gradients()
             for reader in list(early_readers):

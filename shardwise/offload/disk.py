@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import tempfile
@@ -20,6 +21,7 @@ from shardwise import torch_private
 from shardwise.checkpoint.format import BLOCK_BYTES, sum_of
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.consistency.failure_report import publish_failure
+from shardwise.consistency.liveness import host_id
 from shardwise.errors import ConfigError, StateError
 from shardwise.formatting import format_bytes
 from shardwise.offload.tiers import State
@@ -51,6 +53,7 @@ class StateFile:
     """A file of blocks with checksums, which are in memory, since the file ends with this process.
 
     Attributes:
+        fd: its descriptor.
         is_direct: the kernel moves bytes between disk and buffers without a copy of its own (``O_DIRECT``).
     """
 
@@ -58,18 +61,18 @@ class StateFile:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.is_direct, self._end = folder, True, 0
         try:
-            self._fd = _open_without_name(folder, os.O_DIRECT)
-            os.pwrite(self._fd, mmap.mmap(-1, _ALIGNMENT), 0)
+            self.fd = _open_without_name(folder, os.O_DIRECT)
+            os.pwrite(self.fd, mmap.mmap(-1, _ALIGNMENT), 0)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            self._fd, self.is_direct = _open_without_name(folder, 0), False
-        self.close = weakref.finalize(self, os.close, self._fd)
+            self.fd, self.is_direct = _open_without_name(folder, 0), False
+        weakref.finalize(self, os.close, self.fd)
 
     def reserve(self, num_bytes: int) -> int:
         """Return the offset of a new range of the file, which has its space on the disk.  Raises: OSError."""
         begin = self._end
-        os.posix_fallocate(self._fd, begin, num_bytes)
+        os.posix_fallocate(self.fd, begin, num_bytes)
         self._end += num_bytes
         return begin
 
@@ -81,7 +84,7 @@ class StateFile:
             sums.append(sum_of(block))
             done = 0
             while done < len(block):
-                done += os.pwrite(self._fd, block[done:], begin + start + done)
+                done += os.pwrite(self.fd, block[done:], begin + start + done)
         return sums
 
     def read(self, begin: int, data: memoryview, sums: list[str]) -> None:
@@ -91,7 +94,7 @@ class StateFile:
             block = data[start : start + BLOCK_BYTES]
             done = 0
             while done < len(block):
-                num_bytes = os.preadv(self._fd, [block[done:]], begin + start + done)
+                num_bytes = os.preadv(self.fd, [block[done:]], begin + start + done)
                 if not num_bytes:
                     break
                 done += num_bytes
@@ -192,11 +195,23 @@ class DiskTier:
         self._error: StateError | None = None
         self._reader, self._writer = (ThreadPoolExecutor(1, f"shardwise-disk-{name}") for name in ("read", "write"))
 
-    def prefetch(self, unit: int) -> None:
-        """Begin to read the state of ``unit``."""
-        place = self._places.get(unit)
-        if self._ahead is None and place is not None and place.slots[place.current].held:
-            self._ahead = unit, self._reader.submit(self._read, place.slots[place.current])
+    def expect(self, num_bytes: int) -> None:
+        """Check that each file system has space for the states of its ranks, of ``num_bytes`` on this one.  Collective.
+
+        Raises: ConfigError on all ranks.
+        """
+        folder, system = str(self._file.folder), os.fstatvfs(self._file.fd)
+        disk = f"{os.fstat(self._file.fd).st_dev} of {host_id()}"
+        mine = disk, system.f_bavail * system.f_frsize, 2 * num_bytes, folder
+        found = [json.loads(text) for text in open_store_gather(None, "space of states").call(json.dumps(mine))]
+        for disk, free, _, folder in found:
+            ranks = [rank for rank, each in enumerate(found) if each[0] == disk]
+            needed = sum(found[rank][2] for rank in ranks)
+            if needed > free:
+                raise ConfigError(
+                    f"OptimizerOffload: optimizer state of ranks {ranks} needs {format_bytes(needed, 1024)} in {folder}, where "
+                    f"{format_bytes(free, 1024)} are free. Free some, or name a folder of another disk"
+                )
 
     def load(self, unit: int, held: State, keeps: bool) -> State:
         """Return the state of ``unit`` in memory; ``held`` itself if that has memory, as after the first update."""
@@ -211,14 +226,14 @@ class DiskTier:
             return held
         if self._ahead is None or self._ahead[0] != unit:
             self._drop_ahead()
-            self.prefetch(unit)
+            self._prefetch(unit)
         assert self._ahead is not None
         buffer = self._result(self._ahead[1])
         self._ahead = None
         views = buffer.views(held, place.slots[place.current].starts)
         self._in_use = unit, buffer, views
         if self._next.get(unit, unit) != unit:  # what is read now of this unit is not what its update stores
-            self.prefetch(self._next[unit])
+            self._prefetch(self._next[unit])
         return views
 
     def store(self, unit: int, state: State) -> State:
@@ -257,13 +272,13 @@ class DiskTier:
         place.current = place.committed
         return place.slots[place.current].held
 
-    def close(self) -> None:
-        """Wait for what is being read and written, and give the space back."""
-        for thread in (self._reader, self._writer):
-            thread.shutdown()
-        self._file.close()
-
     # ---- buffers ----
+
+    def _prefetch(self, unit: int) -> None:
+        """Begin to read the state of ``unit``."""
+        place = self._places.get(unit)
+        if self._ahead is None and place is not None and place.slots[place.current].held:
+            self._ahead = unit, self._reader.submit(self._read, place.slots[place.current])
 
     def _buffer_of(self, unit: int, state: State) -> Buffer | None:
         """Return the buffer that ``state`` was loaded into, if all of it is still there."""

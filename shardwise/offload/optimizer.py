@@ -17,6 +17,7 @@ from shardwise.fsdp.attachment import all_units
 from shardwise.fsdp.gradients import early_readers
 from shardwise.fsdp.param import ShardedParam
 from shardwise.offload.disk import DiskTier
+from shardwise.offload.staging import Load, Staging
 from shardwise.offload.tiers import HostTier, Tier
 from shardwise.offload.units import Guess, UpdateUnit, drop
 from shardwise.one_host import usable_cores
@@ -29,10 +30,12 @@ from shardwise.optim.slices import (
     Options,
     Params,
     ParamSlice,
+    PerSlice,
     Values,
     gradient_of,
     local_of,
     loss_of,
+    whole,
 )
 from shardwise.optim.state_dict import copy_options, options_of
 
@@ -52,11 +55,13 @@ class OptimizerOffload:
     Args:
         fraction: offload at least this part of the bytes of the parameters, in whole units, those first whose backward is
             first; the rest is updated in ``step()``, where it is.  Parameters of no unit are never offloaded.
-        undo: False to update in ``step()`` only: needs no copies of parameters and state, and overlaps with nothing.
+        undo: False to update in ``step()`` only: needs no copies of state (and on CPU ranks none of parameters), and overlaps
+            with nothing.
         num_threads: of the updates; None: the cores of this host divided by its ranks.
         folder: keep the state on a disk, in a file without a name that ends with the process; None: in memory.
 
-    Parameters must be in host memory: on accelerators shard with ``CPUOffloadPolicy()``.
+    On accelerators parameters and gradients stay on the device, with a copy of the parameters in page-locked memory; those
+    sharded with ``CPUOffloadPolicy()`` are on the host, too.
 
     Example:
         >>> optimizer = shardwise.ShardedOptimizer(  # doctest: +SKIP
@@ -116,7 +121,7 @@ class OffloadedStep:
         self._index_of: dict[
             int, tuple[UpdateUnit, int]
         ] = {}  # by id of the parameter: its unit, and index of its slice
-        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._staging: dict[tuple[torch.device, bool], Staging] = {}
         # A thread has its own number of threads, which also becomes the default of threads that start later: the second
         # call restores the default.
         num_threads = policy.num_threads or cores_of_a_rank()
@@ -130,38 +135,37 @@ class OffloadedStep:
 
     def _add(self, groups: Mapping[int, tuple[Params, Mapping[str, Any]]]) -> None:
         """Add units for the parameters of ``groups``, which are by index."""
-        number_of = {id(param.sharded): number for number, unit in enumerate(all_units()) for param in unit.params}
+        found = [(number, group) for number, unit in enumerate(all_units()) for group in unit.groups]
+        number_of = {id(param.sharded): number for number, group in found for param in group.params}
+        places = {number: group.place for number, group in found}
         members: dict[int, dict[int, list[Sequence[ParamSlice]]]] = {}  # by number of the FSDP unit; -1: of none
         num_bytes: dict[int, int] = {}
         for index, (params, _) in groups.items():
             for param in params:
                 local, number = local_of(param[0]), number_of.get(id(param[0].param), -1)
-                if number >= 0 and local.device.type not in ("cpu", "meta"):
-                    raise ConfigError(
-                        f"offload=: {param[0].name} is on {local.device}, expected the host. Shard the model with "
-                        "offload_policy=CPUOffloadPolicy()"
-                    )
                 members.setdefault(number, {}).setdefault(index, []).append(param)
                 num_bytes[number] = num_bytes.get(number, 0) + local.numel() * local.element_size()
         rest = members.pop(-1, {})
         left = self._policy.fraction * sum(num_bytes[number] for number in members)
-        options = {index: found for index, (_, found) in groups.items()}
+        options, needed = {index: found for index, (_, found) in groups.items()}, 0
         for number in reversed(members):
             if left <= 0:
                 for index, params in members[number].items():
                     rest.setdefault(index, []).extend(params)
                 continue
             left -= num_bytes[number]
-            unit = UpdateUnit(
-                len(self.units), self._tier, members[number], options, self._plain, makes_copies=self._policy.undo
-            )
+            for index, params in members[number].items() if self._policy.folder is not None else ():
+                needed += _state_bytes(self._plain, params, options[index])
+            place = places[number]
+            staging = self._staging.setdefault((place.device, place.is_offloaded), Staging(place))
+            used = staging if self._policy.undo or staging.is_concurrent else None
+            unit = UpdateUnit(len(self.units), self._tier, members[number], options, self._plain, used)
             self.units.append(unit)
             self._index_of.update({id(each.param): (unit, index) for index, each in enumerate(unit.slices)})
         if rest:
-            self.resident.append(UpdateUnit(-1, HostTier(), rest, options, self._plain, makes_copies=False))
-        most = max([unit.copies.num_bytes for unit in self.units if unit.copies is not None], default=0)
-        if most > self._staging.numel():
-            self._staging = torch.empty(most, dtype=torch.uint8, device="cpu")
+            self.resident.append(UpdateUnit(-1, HostTier(), rest, options, self._plain, None))
+        if isinstance(self._tier, DiskTier):
+            self._tier.expect(needed)
 
     # ---- updates ----
 
@@ -195,8 +199,10 @@ class OffloadedStep:
                     return  # the host would have to wait for the sum, or user code has set another gradient
                 local = before + local
             gradients.append(local)
-        unit.guess = Guess(unit.options(self._options()), gradients, ready)
-        self._worker.submit(_without_graph, unit.make, unit.guess, self._staging)
+        unit.guess = Guess(unit.options(self._options()), Load(gradients, ready))
+        assert unit.copies is not None
+        unit.copies.staging.expect(unit.copies, unit.guess.load)
+        self._worker.submit(_without_graph, unit.make, unit.guess)
 
     def _drop(self, unit: UpdateUnit) -> None:
         if unit.guess is not None:
@@ -207,16 +213,21 @@ class OffloadedStep:
         """Run ``closure``, then update all parameters from their current gradients, or keep what was updated early."""
         loss = loss_of(closure)
         groups, jobs = self.optimizer.param_groups, list[Future[None]]()
+        now = {staging: staging.begin() for staging in self._staging.values()}
         for unit in self.units:
             found = [gradient_of(each) for each in unit.slices]
-            gradients = [None if each is None else each.detach() for each in found]
-            jobs.append(
-                self._worker.submit(_without_graph, unit.finish, gradients, unit.options(groups), self._staging)
-            )
+            load = Load([None if each is None else each.detach() for each in found])
+            if unit.copies is not None:
+                load.ready = now[unit.copies.staging]
+                if unit.guess is None:
+                    unit.copies.staging.expect(unit.copies, load)
+            jobs.append(self._worker.submit(_without_graph, unit.finish, load, unit.options(groups)))
         for unit in self.resident:
             copy_options([groups[index] for index in unit.groups], unit.step.optimizer.param_groups)
             unit.step.step()
         errors = [job.exception() for job in jobs]
+        for staging in now:
+            staging.end()
         for unit in self.units:
             unit.guess, arrivals = None, unit.arrivals
             arrivals.num_expected, arrivals.num_backwards = max(1, arrivals.num_backwards), 0
@@ -286,6 +297,19 @@ def _reader_of(backend: weakref.ref[OffloadedStep]) -> Callable[..., None]:
             found.read(params, gradients, ready)
 
     return read
+
+
+def _state_bytes(plain: ElementwiseStep, params: Params, options: Mapping[str, Any]) -> int:
+    """Return the bytes of the state of ``params``, by a step of another optimizer on two elements of each dtype."""
+    found = [local_of(each) for param in params for each in param]
+    tensors = [torch.zeros(2, dtype=dtype, device="cpu") for dtype in {local.dtype for local in found}]
+    slices = [[ParamSlice(str(each.dtype), each, 0, whole(each.shape))] for each in tensors]
+    states = plain.over([(slices, options)]).states(blank=True) if slices else {}
+    sizes = {
+        name: sum(value[0].element_size() for value in state.values() if isinstance(value, PerSlice))
+        for name, state in states.items()
+    }
+    return sum(local.numel() * sizes.get(str(local.dtype), 0) for local in found)
 
 
 def cores_of_a_rank() -> int:

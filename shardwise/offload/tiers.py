@@ -1,13 +1,16 @@
-"""Where the optimizer state of units lives between updates: a protocol, and the tier in host memory."""
+"""Where optimizer state of units lives between updates, and parameters and gradients between uses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from shardwise import torch_private
+from shardwise.arguments import explains_fields
+from shardwise.fsdp.precision import CPUOffloadPolicy
 
 State = Sequence[torch.Tensor]
 """A unit's optimizer state with a number per element, always in the same order; empty before its first update."""
@@ -20,10 +23,6 @@ class Tier(Protocol):
     :meth:`restore`, on the thread of the user, while no update runs.  Between two updates the optimizer holds what
     :meth:`store` or :meth:`restore` returned, which need not have memory (tensors on the device ``meta``).
     """
-
-    def prefetch(self, unit: int) -> None:
-        """Begin to read the state of ``unit``, which is updated soon."""
-        ...
 
     def load(self, unit: int, held: State, keeps: bool) -> State:
         """Return the state of ``unit`` in host memory, where it may be changed; ``held``: what the optimizer holds.
@@ -44,10 +43,6 @@ class Tier(Protocol):
         """Drop the state stored since the last commit; return what the optimizer holds.  Empty if there was none then."""
         ...
 
-    def close(self) -> None:
-        """Release everything."""
-        ...
-
 
 class HostTier:
     """State in host memory: an update changes it in place, after a copy if it may have to be undone."""
@@ -56,9 +51,6 @@ class HostTier:
         # by unit: the state in use, and the copies, whose memory later updates reuse
         self._state: dict[int, State] = {}
         self._copies: dict[int, list[torch.Tensor]] = {}
-
-    def prefetch(self, unit: int) -> None:
-        """Do nothing: the state is in memory."""
 
     def load(self, unit: int, held: State, keeps: bool) -> State:
         """Return ``held``, of which ``keeps`` makes a copy."""
@@ -82,6 +74,17 @@ class HostTier:
         torch_private.copy_all(list(self._state[unit]), self._copies[unit])
         return self._state[unit]
 
-    def close(self) -> None:
-        """Drop the copies."""
-        self._state, self._copies = {}, {}
+
+@explains_fields
+@dataclass(frozen=True)
+class DiskOffloadPolicy(CPUOffloadPolicy):
+    """Keep sharded parameters and gradients in files that are mapped into memory: the kernel writes and reads pages of them.
+
+    The files have no names, and their space is taken when they are made.  Other ranks of the host map them, too.
+
+    Attributes:
+        folder: of a local disk.
+    """
+
+    pin_memory: bool = False
+    folder: str = field(kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +12,13 @@ import torch
 
 from shardwise import torch_private
 from shardwise.observe import span
+from shardwise.offload.staging import Copies, Digests, Gradients, Load, Staging, digests_of
 from shardwise.offload.tiers import State, Tier
 from shardwise.optim.elementwise import ElementwiseStep, is_per_element
-from shardwise.optim.slices import Options, Params, ParamSlice, PerSlice, Values, local_of, whole
+from shardwise.optim.slices import Options, Params, ParamSlice, PerSlice, Values, whole
 from shardwise.optim.state_dict import copy_options, options_of, unwrap
 
-Gradients = Sequence[torch.Tensor | None]
-
-# ---- What an update depends on, compared without second copies.
+# ---- What an update depends on.
 
 
 def _are_equal(left: Any, right: Any) -> bool:
@@ -31,53 +31,20 @@ def _are_equal(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-_NUM_COLUMNS = 1021  # a prime: rows of a matrix that trade places change the columns of their words
-
-
-def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums over the bits of ``tensor``, one per column; they show a change unless it cancels in every column.
-
-    A sum over all words would not show a change of all signs if as many elements are positive as are negative.
-
-    Example:
-        >>> torch.equal(digest_of(torch.ones(5000)), digest_of(-torch.ones(5000)))
-        False
-    """
-    found = tensor.detach()
-    if not found.is_contiguous() or found.storage_offset() * found.element_size() % 8:
-        found = found.clone(memory_format=torch.contiguous_format)
-    data = found.view(-1).view(torch.uint8)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    num_rows = words.numel() // _NUM_COLUMNS
-    rows = words[: num_rows * _NUM_COLUMNS].view(num_rows, _NUM_COLUMNS)
-    return torch.cat([rows.sum(0), words[rows.numel() :], data[words.numel() * 8 :].long()])
-
-
-def digests_of(tensors: Gradients) -> list[torch.Tensor | None]:
-    """Return the digest of each tensor that is there.
-
-    Version counters would cost less, but torch counts no write of ``torch._foreach`` functions to DTensors, which its
-    ``clip_grad_norm_`` uses.
-    """
-    return [None if each is None else digest_of(each) for each in tensors]
-
-
 @dataclass(slots=True, eq=False)
 class Guess:
     """An update made before ``step()``, which keeps it if everything that it depends on is still the same.
 
     Attributes:
         options: of each param group of the unit.
-        gradients: as they will be in ``.grad`` if the user changes nothing.
-        ready: an event after which their memory has the values; None: it has them.
+        load: its gradients.
         digests: of the gradients, and of the parameters.
         undo: restores the state and the options; None if the update raised.
     """
 
     options: Options
-    gradients: Gradients
-    ready: Any = None
-    digests: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
+    load: Load
+    digests: Digests | None = None
     undo: Callable[[], None] | None = None
 
 
@@ -99,60 +66,14 @@ class Arrivals:
     num_redone: int = 0
 
 
-_GAP_BYTES = 64
-
-
-class Copies:
-    """Copies of parameters in one allocation of host memory, and views of gradients that lie in another one alike."""
-
-    def __init__(self, slices: Sequence[ParamSlice]) -> None:
-        found = [local_of(each) for each in slices]
-        # Copies are neighbours where the parameters are: fused kernels round the last elements of a run in another way.  The
-        # widest elements come first, so that all are aligned.
-        order = sorted(range(len(found)), key=lambda index: (-found[index].element_size(), found[index].data_ptr()))
-        self._ranges: list[tuple[int, int]] = [(0, 0)] * len(found)
-        start = follows = 0
-        for index in order:
-            size = found[index].numel() * found[index].element_size()
-            if size and found[index].data_ptr() != follows:
-                start = (start // _GAP_BYTES + 2) * _GAP_BYTES
-            follows = found[index].data_ptr() + size
-            self._ranges[index], start = (start, start + size), start + size
-        self.num_bytes = start
-        self.tensors = [torch.empty_like(local, device="meta").detach() for local in found]
-        self.tensors = self._views(torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu"))
-        self._staged: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
-
-    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            memory[start:stop].view(each.dtype).view(each.shape)
-            for each, (start, stop) in zip(self.tensors, self._ranges, strict=True)
-        ]
-
-    def stage(self, gradients: Gradients, staging: torch.Tensor) -> None:
-        """Copy ``gradients`` into ``staging``; they become the gradients of the copies."""
-        if self._staged[0] is not staging:
-            self._staged = staging, self._views(staging)
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for each, view, gradient in zip(self.tensors, self._staged[1], gradients, strict=True):
-            if gradient is None or gradient.dtype != each.dtype:
-                each.grad = gradient  # a wrong dtype raises, as it does in the plain optimizer
-                continue
-            each.grad = view
-            targets.append(view)
-            sources.append(gradient)
-        torch_private.copy_all(targets, sources)
-
-
 # ---- One unit.
 
 
 class UpdateUnit:
     """The parameters of one FSDP unit in an optimizer of their own, so that a step of the user is one step of it.
 
-    With ``copies`` the optimizer runs over them, and ``step()`` copies them into the parameters: until then no reader sees an
-    update, and to drop one costs its state only.  Without, it updates the parameters in place, in ``step()``.
+    With ``staging`` the optimizer runs over copies in host memory, which ``step()`` copies into the parameters: until then no
+    reader sees an update, and to drop one costs its state only.  Without, it updates the parameters in place, in ``step()``.
 
     Attributes:
         number: in ``tier``, where the state lives.  groups: indices of its param groups.  slices: of its parameters.
@@ -166,11 +87,11 @@ class UpdateUnit:
         groups: Mapping[int, Params],
         options: Mapping[int, Mapping[str, Any]],
         plain: ElementwiseStep,
-        makes_copies: bool,
+        staging: Staging | None,
     ) -> None:
         self.number, self.tier, self.groups = number, tier, sorted(groups)
         self.slices = [each for group in self.groups for param in groups[group] for each in param]
-        self.copies = Copies(self.slices) if makes_copies else None
+        self.copies = None if staging is None else Copies(self.slices, staging)
         wanted = [(groups[group], options[group]) for group in self.groups]
         if self.copies is not None:
             pairs = zip(self.slices, self.copies.tensors, strict=True)
@@ -188,43 +109,35 @@ class UpdateUnit:
 
     # ---- on the thread of the updates ----
 
-    def make(self, guess: Guess, staging: torch.Tensor) -> None:
+    def make(self, guess: Guess) -> None:
         """Update early."""
-        assert self.copies is not None
-        with span("offload", "update", self.slices[0].name):
-            if guess.ready is not None:
-                guess.ready.synchronize()
-            self.copies.stage(guess.gradients, staging)
-            guess.digests = digests_of([*[each.grad for each in self.copies.tensors], *self._take_params()])
+        copies = self.copies
+        assert copies is not None
+        with span("offload", "update", self.slices[0].name), copies.staging.staged(copies, guess.load):
+            guess.digests = digests_of([*[each.grad for each in copies.tensors], *copies.tensors])
             guess.undo = self._update(guess.options, keeps=True)
 
-    def finish(self, gradients: Gradients, options: Options, staging: torch.Tensor) -> None:
-        """Keep the guess if it is right, or update from ``gradients``; then copy the result into the parameters."""
-        guess, copies, arrivals, params = self.guess, self.copies, self.arrivals, self._params()
-        is_right = guess is not None and guess.undo is not None and _are_equal(options, guess.options)
-        if guess is None or not is_right or not _are_equal(digests_of([*gradients, *params]), guess.digests):
+    def finish(self, load: Load, options: Options) -> None:
+        """Keep the guess if it is right, or update from ``load``; then copy the result into the parameters."""
+        guess, copies, arrivals = self.guess, self.copies, self.arrivals
+        if not self._is_right(load.gradients, options):
             with span("offload", "update" if guess is None else "redo", self.slices[0].name):
                 drop(guess)
-                if copies is not None:
-                    copies.stage(gradients, staging)
-                    self._take_params()
-                self._update(options, keeps=False)
+                with nullcontext() if copies is None else copies.staging.staged(copies, load):
+                    self._update(options, keeps=False)
             arrivals.num_redone += guess is not None
         else:
             arrivals.num_kept += 1
         arrivals.num_steps += 1
         self.tier.commit(self.number)
         if copies is not None:
-            torch_private.copy_all(params, copies.tensors)
+            copies.staging.send(copies)
 
-    def _params(self) -> list[torch.Tensor]:
-        return [local_of(each) for each in self.slices]
-
-    def _take_params(self) -> list[torch.Tensor]:
-        """Copy the parameters; return the copies."""
-        assert self.copies is not None
-        torch_private.copy_all(self.copies.tensors, self._params())
-        return self.copies.tensors
+    def _is_right(self, gradients: Gradients, options: Options) -> bool:
+        guess, copies = self.guess, self.copies
+        if guess is None or guess.undo is None or copies is None or not _are_equal(options, guess.options):
+            return False
+        return _are_equal(copies.staging.digests([*gradients, *copies.params()]), guess.digests)
 
     def _update(self, options: Options, keeps: bool) -> Callable[[], None] | None:
         """Step the optimizer; return a function that undoes this if it ``keeps`` what that needs."""

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,17 @@ from helpers.ranks import on_ranks
 from torch import nn
 
 import shardwise
-from shardwise import ConfigError, OptimizerOffload, RejectedStep, ShardedOptimizer, fully_shard, transaction
+from shardwise import (
+    ConfigError,
+    DiskOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptimizerOffload,
+    RejectedStep,
+    ShardedOptimizer,
+    fully_shard,
+    transaction,
+)
 from shardwise.checkpoint import load, save
 from shardwise.errors import DesyncError, StateError, TransportError
 
@@ -148,6 +159,28 @@ def test_a_folder_that_one_rank_cannot_write_to_is_named_on_all_ranks() -> None:
             optimizer_for(model, "AdamW", str(mine) if dist.get_rank() == 1 else folder)
 
 
+@on_ranks(2)
+def test_a_file_system_with_less_space_than_the_states_of_its_ranks_need_is_named_on_all_ranks() -> None:
+    with shared_folder() as folder:
+        model = sharded("plain")
+        numel = sum(param.to_local().numel() for param in model.parameters())  # pyright: ignore
+        numels: list[int] = [0, 0]
+        dist.all_gather_object(numels, numel)
+        for kind, num_bytes in (("AdamW", 16), ("SGD", 8)):  # of two places per unit
+            needed = num_bytes * sum(numels)
+            for free in (needed - 1, needed):
+                # Rank 0 finds enough for its own state: only together they need more.
+                found = mock.Mock(f_bavail=free if dist.get_rank() else needed, f_frsize=1)
+                expected = pytest.raises(
+                    ConfigError, match=r"optimizer state of ranks \[0, 1\] needs .* in .*, where .* are free"
+                )
+                with (
+                    mock.patch.object(os, "fstatvfs", return_value=found),
+                    expected if free < needed else nullcontext(),
+                ):
+                    optimizer_for(model, kind, folder)
+
+
 def trains_until_rank_one_fails(folder: str, kind: str) -> None:
     model = nn.Linear(700, 700)
     fully_shard(model)
@@ -209,3 +242,62 @@ def test_a_killed_run_leaves_no_file_and_no_space_behind(tmp_path: Path) -> None
         run.wait()
         run.stdout.close()
         assert not list(tmp_path.iterdir())
+
+
+# ---- Parameters and gradients in files that are mapped.
+
+
+@on_ranks(1, 2, 4)
+def test_parameters_and_gradients_on_disk_have_the_bits_of_those_in_memory() -> None:
+    with shared_folder() as folder:
+        for name, precision in (("mixed", MixedPrecisionPolicy()), ("tied", MixedPrecisionPolicy(torch.bfloat16))):
+            runs: list[Any] = []
+            for policy in (OffloadPolicy(), DiskOffloadPolicy(folder=folder)):
+                model = build(name)
+                for module in (*units_of(name, model), model):
+                    fully_shard(module, mp_policy=precision, offload_policy=policy)
+                is_mapped = isinstance(policy, DiskOffloadPolicy)
+                optimizer = optimizer_for(model, "AdamW", folder if is_mapped else None)
+                runs.append((train(name, model, optimizer, range(12)), state_of(model, optimizer)))
+                mapped = mapped_into(folder)
+                for param in model.parameters():
+                    local = param.to_local()  # pyright: ignore
+                    assert not local.numel() or is_mapped == any(local.data_ptr() in each for each in mapped)
+            assert runs[0][0] == runs[1][0]
+            assert_equal(runs[0][1], runs[1][1])
+        assert not os.listdir(folder)
+
+
+def mapped_into(folder: str) -> list[range]:
+    """Return the addresses of memory that is mapped from files in ``folder``."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+    return [range(*(int(each, 16) for each in line[0].split("-"))) for line in lines]
+
+
+@on_ranks(2)
+def test_gradients_on_disk_are_in_files_too_and_leave_them_when_they_are_dropped() -> None:
+    with shared_folder() as folder:
+        model = fully_shard(nn.Linear(1500, 1500), offload_policy=DiskOffloadPolicy(folder=folder))
+        for _ in range(70):  # of 4.5 MB each: more than one file
+            model(torch.ones(1, 1500)).sum().backward()
+            gradient = model.weight.grad.to_local()  # pyright: ignore
+            assert any(gradient.data_ptr() in each for each in mapped_into(folder))
+            del gradient
+            model.zero_grad()
+        assert len(files_on_disk(folder)) <= 4  # of both ranks, parameters and the newest gradients
+
+
+def full_of_rank_one(folder: str) -> None:
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, resource.RLIM_INFINITY))
+    model = fully_shard(nn.Linear(700, 700), offload_policy=DiskOffloadPolicy(folder=folder))
+    model(torch.ones(2, 700))
+
+
+def test_a_disk_that_is_full_for_one_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
+    with Job(full_of_rank_one, str(tmp_path), num_ranks=2) as job:
+        errors = [job.outcome(rank, limit_s=60).error for rank in range(2)]
+    for error, kinds in zip(errors, ((TransportError, DesyncError), (StateError,)), strict=True):
+        assert error is not None
+        assert error[0] in kinds
+        assert re.search(r"DiskOffloadPolicy: no space in the folder .*: .*File too large", error[1])

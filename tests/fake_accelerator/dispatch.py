@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fake_accelerator.allocations import Access, Allocations, Block, Extent, Kind, owner_lane
-from fake_accelerator.timeline import HOST, Timeline
+from fake_accelerator.timeline import Timeline
 from shardwise import torch_private
 from shardwise.errors import StateError
 
@@ -94,6 +94,8 @@ class OperationRecorder(torch_private.DispatchMode):
         inputs = [*_tensors((args, list(kwargs.values())))]
         if name in _SILENT:
             result = func(*args, **kwargs)
+            if name == "lift_fresh" and self._is_on_host:
+                inputs = []  # torch.tensor() has made it, where memory may have been that nobody heard to be gone
             self._adopt_new(name, inputs, result)
             return result
         _check_memory(name, inputs)
@@ -128,13 +130,13 @@ class OperationRecorder(torch_private.DispatchMode):
         lane = self._timeline.current[-1]
         if "device" in kinds and len(kinds) > 1 and not is_copy:
             self._allocations.refuse("wrong memory", f"{name} on a lane takes memory of the host too")
-        return HOST if kinds and "device" not in kinds else lane
+        return self._timeline.thread if kinds and "device" not in kinds else lane
 
     def _adopt_new(self, name: str, inputs: list[torch.Tensor], result: Any) -> list[torch.Tensor]:
         """Take the memory that an operation has made into the hands of the allocator; return the tensors on it."""
         known = {tensor.untyped_storage()._cdata for tensor in inputs}  # pyright: ignore
         kinds = self._kinds(inputs)
-        kind: Kind = "device" if not kinds or "device" in kinds else "pageable"
+        kind: Kind = "device" if "device" in kinds or not (kinds or self._is_on_host) else "pageable"
         lane = owner_lane(kind, self._timeline.current[-1])
         found: list[torch.Tensor] = []
         for tensor in _tensors(result):
@@ -180,7 +182,13 @@ class OperationRecorder(torch_private.DispatchMode):
 
     def _known(self, tensor: torch.Tensor) -> Block:
         found = self._allocations.block_at(tensor.data_ptr())
-        return found or self._allocations.know(tensor.untyped_storage(), "device", self._timeline.current[0])
+        kind: Kind = "pageable" if self._is_on_host else "device"
+        return found or self._allocations.know(tensor.untyped_storage(), kind, self._timeline.current[0])
+
+    @property
+    def _is_on_host(self) -> bool:
+        """True if a thread beside the user's is in no stream."""
+        return self._timeline.current[-1] in self._timeline.threads
 
 
 def _check_memory(name: str, tensors: Iterable[torch.Tensor]) -> None:

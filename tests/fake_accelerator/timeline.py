@@ -1,13 +1,16 @@
 """What happens before what, on a host that runs ahead of its streams: vector clocks.
 
 A stream does in order what it is given, nothing before the host has given it; between streams, and back to the host,
-there is only the order that events make.  Two things that no chain of these orders may happen at the same time, or in
+there is only the order that events make; threads of the host are lanes, too.
+
+Two things that no chain of these orders may happen at the same time, or in
 either order, however unlikely that is on one machine or another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +51,11 @@ class Timeline:
     """The clocks of the host and of every stream.
 
     Attributes:
+        thread: the lane of the thread of the host that runs, HOST for the user's.  threads: of all.
         names: of the lanes.  current: lanes that work goes to, the innermost last.
         clocks: what has happened before the next work of each lane.
         num_events: recorded so far, per pair of lanes that was ordered by one (from, to); a host that waits is HOST.
-        host_waits: what the host has waited for, one line each.
+        host_waits: what the user's thread has waited for, one line each.  thread_waits: what others have.
         works: all work, if ``keeps_works``.  label: says what the host is doing.
     """
 
@@ -61,6 +65,9 @@ class Timeline:
     clocks: list[Clock] = field(default_factory=lambda: [{}, {}])
     num_events: dict[str, int] = field(default_factory=dict[str, int])
     host_waits: list[str] = field(default_factory=list[str])
+    thread_waits: list[str] = field(default_factory=list[str])
+    thread: int = HOST
+    threads: set[int] = field(default_factory=lambda: {HOST})
     works: list[Work] = field(default_factory=list[Work])
     label: Callable[[], str] = str
 
@@ -73,8 +80,8 @@ class Timeline:
     def begin(self, lane: int, what: str) -> Moment:
         """Give work to ``lane``: it comes after what the lane, and the host, had come after."""
         clock = self.clocks[lane]
-        if lane != HOST:
-            _join(clock, self.clocks[HOST])
+        if lane not in self.threads:
+            _join(clock, self.clocks[self.thread])
         time = clock[lane] = clock.get(lane, 0) + 1
         if self.keeps_works:
             self.works.append(Work(what, self.label(), Moment(lane, time), dict(clock)))
@@ -97,8 +104,33 @@ class Timeline:
 
     def host_waits_for(self, lane: int, why: str) -> None:
         """The host goes on when ``lane`` has done what it was given."""
-        self.host_waits.append(f"{why} (on {self.names[lane]})")
-        _join(self.clocks[HOST], self.clocks[lane])
+        self.wait(f"{why} (on {self.names[lane]})", self.clocks[lane])
+
+    def wait(self, why: str, clock: Clock) -> None:
+        """The thread that runs goes on when all of ``clock`` has happened."""
+        (self.host_waits if self.thread == HOST else self.thread_waits).append(why)
+        _join(self.clocks[self.thread], clock)
+
+    def join(self, clock: Clock) -> None:
+        """Let the thread that runs come after ``clock``, by means that are not the device's."""
+        _join(self.clocks[self.thread], clock)
+
+    def new_thread(self, name: str) -> int:
+        """Return the lane of a new thread of the host."""
+        lane = self.new_lane(name)
+        self.threads.add(lane)
+        return lane
+
+    @contextmanager
+    def in_thread(self, lane: int, after: Clock) -> Generator[None, None, None]:
+        """Be the thread ``lane``, after ``after``; it uses the device in streams that it names alone."""
+        _join(self.clocks[lane], after)
+        kept = self.thread, self.current
+        self.thread, self.current = lane, [lane]
+        try:
+            yield
+        finally:
+            self.thread, self.current = kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +143,7 @@ class Mark:
 
     def synchronize(self) -> None:
         """Let the host wait for it."""
-        self.timeline.host_waits.append(f"Event.synchronize (of {self.lane})")
-        _join(self.timeline.clocks[HOST], self.clock)
+        self.timeline.wait(f"Event.synchronize (of {self.lane})", self.clock)
 
 
 @dataclass(slots=True)

@@ -59,7 +59,6 @@ def test_updates_that_are_undone_redone_read_or_kept_leave_what_was_committed(tm
             held[0] = tier.restore(0)
             assert are_equal(*escaped[1])
             assert are_equal(*escaped[2])
-    tier.close()
     assert not list(tmp_path.iterdir())
 
 

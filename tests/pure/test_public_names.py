@@ -33,6 +33,7 @@ FOR_USERS = {
     "Choices": "accumulate disk offload optimizer precision recompute strategies tensor tensor_plan unit_bytes",
     "DDPMeshInfo": _MESH,
     "DataParallelMeshDims": "replicate shard",
+    "DiskOffloadPolicy": "folder pin_memory",
     "FSDPMeshInfo": _MESH,
     "FSDPModule": _MODULE,
     "GradientReductionHandle": "wait",

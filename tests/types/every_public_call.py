@@ -28,6 +28,7 @@ from shardwise import (
     DataParallelMeshDims,
     DDPMeshInfo,
     DesyncError,
+    DiskOffloadPolicy,
     FSDPMeshInfo,
     FSDPModule,
     GradientReductionHandle,
@@ -125,7 +126,10 @@ def shards() -> FSDPModule:
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=offload)
-    sharded = fully_shard(model, mesh=mesh, shard_placement_fn=place, ignored_params=set(), dp_mesh_dims=None)
+    offload = DiskOffloadPolicy(folder="folder")
+    sharded = fully_shard(
+        model, mesh=mesh, offload_policy=offload, shard_placement_fn=place, ignored_params=set(), dp_mesh_dims=None
+    )
     activations = ActivationPolicy({"blocks.0": "offload"}, keep_ops=[torch.ops.aten.mm.default], min_offload_bytes=0)
     chosen = apply_activations(model, activations)
     print(chosen["blocks.0"] == "offload")

@@ -14,6 +14,7 @@ import mmap
 import os
 import platform
 import secrets
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +29,17 @@ import torch.distributed as dist
 from shardwise.collectives.routes import TRANSPORTS, PassKind, Transport
 from shardwise.consistency import store as alarm
 from shardwise.consistency.agreement import StoreExchange, open_exchange
-from shardwise.consistency.failure_report import cited, exit_hooks, gone_in_words, look_next, store_of_job
+from shardwise.consistency.failure_report import (
+    cited,
+    exit_hooks,
+    gone_in_words,
+    look_next,
+    publish_failure,
+    store_of_job,
+)
 from shardwise.consistency.liveness import Liveness, host_id, is_gone
 from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, wait_until
-from shardwise.errors import DesyncError, TransportError
+from shardwise.errors import DesyncError, StateError, TransportError
 from shardwise.layout import align
 from shardwise.observe import WAITS, note
 
@@ -83,12 +91,18 @@ class Segment:
         weakref.finalize(self._map, os.close, fd)
 
     @classmethod
-    def create(cls, num_bytes: int) -> Segment:
+    def create(cls, num_bytes: int, folder: str = "") -> Segment:
         """Return a new segment of zeros; pages take memory when they are first written.
 
+        ``folder``: of a disk, where the segment has its space in a file without a name, to which pages go when memory is short.
         Raises: OSError if the platform has no memfds or no memory is left; AttributeError outside Linux.
         """
-        fd = os.memfd_create("shardwise", os.MFD_CLOEXEC)
+        if folder:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                fd = os.dup(file.fileno())
+        else:
+            fd = os.memfd_create("shardwise", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
             return cls(fd, num_bytes, secrets.token_bytes(_TOKEN_BYTES))
@@ -190,9 +204,10 @@ class ArenaPlace:
 
 
 class Arena:
-    """Hand out memory of segments; return unused memory to the system page by page."""
+    """Hand out memory of segments; return unused memory to the system page by page.  ``folder``: where the segments are."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str = "") -> None:
+        self._folder = folder
         self._segment: weakref.ref[Segment] | None = None
         self._used = 0
         self._pid = os.getpid()
@@ -204,9 +219,14 @@ class Arena:
         start = align(self._used, grain)
         if segment is None or start + num_bytes > segment.num_bytes:
             try:
-                segment = Segment.create(max(_SEGMENT_BYTES, align(HEADER_BYTES + num_bytes, _PAGE_BYTES)))
-            except (OSError, AttributeError):
-                return None
+                size = max(_SEGMENT_BYTES, align(HEADER_BYTES + num_bytes, _PAGE_BYTES))
+                segment = Segment.create(size, self._folder)
+            except (OSError, AttributeError) as error:
+                if not self._folder:
+                    return None
+                text = f"DiskOffloadPolicy: no space in the folder {self._folder}: {error}. Name another one"
+                publish_failure(text)
+                raise StateError(text) from error
             self._segment, self._pid = weakref.ref(segment), os.getpid()
             start = HEADER_BYTES
         self._used = align(start + num_bytes, grain)
@@ -216,12 +236,12 @@ class Arena:
         return torch.from_numpy(array), ArenaPlace(segment, start)
 
 
-_of_process = Arena()  # the arena owns no memory: the tensors made in it do
+_arenas: dict[str, Arena] = {}  # by folder; an arena owns no memory: the tensors made in it do
 
 
-def take_shareable(num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
+def take_shareable(num_bytes: int, folder: str = "") -> tuple[torch.Tensor, ArenaPlace] | None:
     """Return ``num_bytes`` zeros as a 1-D byte tensor, and their place; None if memory cannot be shared."""
-    return None if can_share_memory() else _of_process.take(num_bytes)
+    return None if can_share_memory() else _arenas.setdefault(folder, Arena(folder)).take(num_bytes)
 
 
 def _give_back(mapping: mmap.mmap, start: int, num_bytes: int) -> None:
