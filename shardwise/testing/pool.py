@@ -16,6 +16,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -50,7 +51,7 @@ class _Task:
     payload: bytes
     rank: int
     num_ranks: int
-    store_path: str
+    store: tuple[int, str]  # the port of the pool's store, and a prefix of this call in it
     backend: str
     timeout_s: float
     keeps_group: bool
@@ -123,7 +124,7 @@ def _make_group(task: _Task) -> None:
         share_gpus(task.rank, task.num_ranks)
     dist.init_process_group(
         task.backend,
-        store=dist.FileStore(task.store_path, task.num_ranks),
+        store=dist.PrefixStore(task.store[1], dist.TCPStore("127.0.0.1", task.store[0], wait_for_workers=False)),
         rank=task.rank,
         world_size=task.num_ranks,
         timeout=timedelta(seconds=task.timeout_s),
@@ -165,8 +166,8 @@ class WorkerPool:
         self._directory = TemporaryDirectory(prefix="shardwise-pool-")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: Any = None
         self._num_calls = 0
-        self._num_starts = 0
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -224,10 +225,9 @@ class WorkerPool:
         self._start(self._max_ranks if self._keeps_group else num_ranks)
         self._num_calls += 1
         payload = pickle.dumps((function, kwargs))
-        number = self._num_starts if self._keeps_group else self._num_calls
-        store_path = f"{self._directory.name}/store-{'kept-' * self._keeps_group}{number}"
+        store = self._store_port(), f"{self._num_calls}"
         for rank in range(num_ranks):
-            task = _Task(payload, rank, num_ranks, store_path, backend, group_timeout_s or limit_s, self._keeps_group)
+            task = _Task(payload, rank, num_ranks, store, backend, group_timeout_s or limit_s, self._keeps_group)
             self._pipes[rank].send(task)
         answers = self._collect(num_ranks, limit_s, is_failure)
         return [answers[rank] for rank in range(num_ranks)]
@@ -252,13 +252,22 @@ class WorkerPool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
         self._directory.cleanup()
+
+    def _store_port(self) -> int:
+        """Return the port of a store for all groups of this pool: a file's readers would look every 10 ms what has come."""
+        from torch.distributed import TCPStore
+
+        if self._store is None:
+            server = socket.create_server(("127.0.0.1", 0))
+            place = "127.0.0.1", server.getsockname()[1]
+            self._store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+        return self._store.port
 
     def _start(self, num_ranks: int) -> None:
         if not all(process.is_alive() for process in self._processes):
             self.replace()
-        self._num_starts += not self._processes
         for index in range(len(self._processes), num_ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._stack_path(index)), daemon=False)

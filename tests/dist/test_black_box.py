@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from chaos.program import DIVERGENCES, Program
 from chaos.rank_program import train
-from helpers.commands import clean_environment
+from helpers.forked_ranks import run_script
 from helpers.jobs import Job
 from helpers.ranks import on_ranks
 
@@ -134,17 +132,18 @@ def test_what_a_process_did_before_it_recorded_is_not_written(tmp_path: Path) ->
 
 
 UNCAUGHT = """
-import sys, shardwise
-shardwise.record(sys.argv[1])
+import shardwise
+shardwise.record({!r})
 raise KeyError("a bug")
 """
 
 
 def test_an_exception_that_nobody_catches_is_written_and_shown_as_ever(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", UNCAUGHT, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=clean_environment(), check=False)
-    assert done.returncode == 1
-    assert done.stderr.endswith("KeyError: 'a bug'\n")
+    script = tmp_path / "script.py"
+    script.write_text(UNCAUGHT.format(str(tmp_path)))
+    ended = run_script(script, 1)
+    assert ended.code == 1
+    assert ended.err.endswith("KeyError: 'a bug'\n")
     (found,) = find_records(tmp_path)[0]
     assert found.reasons[0].text.startswith("KeyError: 'a bug'")
 

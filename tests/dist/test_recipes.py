@@ -97,8 +97,9 @@ def test_the_script_for_slurm_runs_what_it_is_given_on_the_ranks_of_a_node(tmp_p
         "SLURM_NODEID": "0",
     }
     env = environment(tmp_path, **job, SLURM_GPUS_ON_NODE="1")
-    found = run(["bash", str(SLURM), "examples/resume.py", str(tmp_path / "my run")], env)
-    assert "1 rank(s), steps 1 to 20" in found
+    script = tmp_path / "my script.py"
+    script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])\n")
+    assert run(["bash", str(SLURM), str(script), "--lr", "3e-4"], env) == "0 1 ['--lr', '3e-4']\n"
     options = re.findall(r"^#SBATCH (--[\w-]+)(?:=\S+)?$", SLURM.read_text(), flags=re.MULTILINE)
     assert len(options) == SLURM.read_text().count("#SBATCH")
 
