@@ -84,10 +84,13 @@ class Extent:
         size = tensor.element_size()
         self._storage = StorageWeakRef(tensor.untyped_storage())  # while it lives, no other storage gets this identity
         self._form = tuple(tensor.shape), tensor.stride(), size
-        begin = int(tensor.storage_offset()) * size
-        self._end = begin + size + size * sum((n - 1) * stride for n, stride in zip(*self._form[:2], strict=True))
-        self.place: tuple[int, int] = self._storage.cdata, begin
+        self.place: tuple[int, int] = self._storage.cdata, int(tensor.storage_offset()) * size
         self.is_trained = is_trained
+
+    @functools.cached_property
+    def _end(self) -> int:
+        shape, strides, size = self._form
+        return self.place[1] + size + size * sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
     @classmethod
     def of(cls, tensor: torch.Tensor, is_trained: bool) -> Extent | None:
@@ -109,6 +112,8 @@ def find_shared(tensors: Sequence[Extent], num_copied: int) -> tuple[int, int] |
 
     One of them is among the first ``num_copied`` and one is trained: others change together, or not at all.
     """
+    if len({each.place[0] for each in tensors}) == len(tensors):  # each has a storage of its own, as usual
+        return None
     near: list[int] = []
     for index in sorted(range(len(tensors)), key=lambda each: tensors[each].place):
         memory = tensors[index]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -238,7 +238,7 @@ class Move:
     packed_offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkShard:
     """A tensor of ``shape`` cut along ``dim`` into ``num_shards`` shards like ``torch.chunk``.
 
@@ -258,47 +258,47 @@ class ChunkShard:
                 f"dim {self.dim} is outside a tensor of shape {self.shape}; expected 0..{len(self.shape) - 1}"
             )
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """True for a scalar: each rank has the tensor itself."""
         return not self.shape
 
-    @property
+    @cached_property
     def outer(self) -> int:
         """Product of the dims before ``dim``."""
         return math.prod(self.shape[: self.dim])
 
-    @property
+    @cached_property
     def inner(self) -> int:
         """Product of the dims after ``dim``."""
         return math.prod(self.shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Length of ``dim`` (1 for a scalar)."""
         return self.shape[self.dim] if self.shape else 1
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Rows of a full shard."""
         return -(-self.size // self.num_shards) if self.shape else 1
 
-    @property
+    @cached_property
     def num_holders(self) -> int:
         """The number of ranks whose shard is not empty; these are the first ranks."""
         return self.num_shards if self.is_whole else -(-self.size // self.chunk) if self.numel else 0
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the full tensor."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def section_numel(self) -> int:
         """Elements of one rank's section of a packed buffer: a full shard, padding included."""
         return self.outer * self.chunk * self.inner
 
-    @property
+    @cached_property
     def has_padding(self) -> bool:
         """True if some section is larger than its shard."""
         return not self.is_whole and self.chunk * self.num_shards != self.size
@@ -370,6 +370,10 @@ class ChunkShard:
             (block, section_stride, 1),
             packed_offset,
         )
+
+
+# Equal cuts are one object, whose numbers are computed once: a model has many tensors of few shapes.
+cut_of = lru_cache(maxsize=4096)(ChunkShard)
 
 
 # ---- Many tensors of one dtype in one flat buffer: the offset of each.

@@ -11,6 +11,7 @@ import inspect
 import operator
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -129,14 +130,15 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
     return tensor._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def use_counter(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> Callable[[], list[int]]:
-    """Return functions that count the C++ references of each of ``tensors``, then of each of ``storages``."""
+def use_counter(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> Callable[[], int]:
+    """Return a function that counts all references, of Python and C++, to ``tensors`` and ``storages`` together."""
     count: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
     use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # pyright: ignore[reportAttributeAccessIssue]
     data = [storage._cdata for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
+    objects: list[object] = [*tensors, *storages]
 
-    def count_uses() -> list[int]:
-        return [*map(use_count, tensors), *map(count, data)]
+    def count_uses() -> int:
+        return sum(map(sys.getrefcount, objects)) + sum(map(use_count, tensors)) + sum(map(count, data))
 
     return count_uses
 
@@ -345,8 +347,9 @@ def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> tuple[bool, bool]
 
 def hook_alone(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Register ``hook`` on ``parameter`` in place of its other gradient hooks, which may be shared with another tensor."""
-    parameter._backward_hooks = None
-    parameter.register_hook(hook)
+    parameter._backward_hooks = OrderedDict(
+        {-1: hook}
+    )  # ``register_hook`` would do the same, at several times the cost
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

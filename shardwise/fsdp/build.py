@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import torch_private
 from shardwise.arguments import Extent, find_shared
@@ -34,12 +33,12 @@ from shardwise.fsdp.equal_values import beginning_of, sync_buffers, values_of_fi
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, place, smaller_axes
-from shardwise.fsdp.param import Registration, ShardedParam, refuse_grad_dtype
+from shardwise.fsdp.param import Registration, ShardedParam, refuse_grad_dtype, refuse_gradients
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.fsdp.roots import may_share_memory
 from shardwise.fsdp.unit import Unit
-from shardwise.layout import ChunkShard
+from shardwise.layout import cut_of
 from shardwise.observe import note
 from shardwise.plan.schedule import UnitPolicy
 
@@ -117,9 +116,9 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.
             param.fqn, registrations, param.shard, param.spec, param.inner_spec, sharded, param.shard_shape
         )
         copied.keeps_dtype, copied.beginning = param.keeps_dtype, param.beginning
-        copied.refuse_gradients()
         copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
         params.append(copied)
+    refuse_gradients(params)
     result = ParamGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
     result.sub_axes = group.sub_axes
     result.custom = replace(group.custom)
@@ -135,10 +134,8 @@ _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedD
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 # Modules that are sharded by separate calls may be tied, which only the identity of the original parameter shows.  So this maps
-# original parameters to sharded ones, for as long as user code references the original.
-_sharded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Parameters that stay plain tensors, by id: torch could not swap their contents if there were weak references to them.
-_managed_plain: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+# the ids of original parameters to sharded ones; by now an id may be another parameter's.
+_managed: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +219,8 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
 
 def _manager_of(param: nn.Parameter) -> ShardedParam | None:
     """Return the sharded parameter that an earlier call has made of ``param``, None if it is in no unit."""
-    owner = _sharded_from.get(param)
-    if owner is not None:
-        return owner()
-    plain = _managed_plain.get(id(param))
-    return plain if plain is not None and plain.sharded is param else None
+    found = _managed.get(id(param))
+    return found if found is not None and (found.sharded is param or found.original() is param) else None
 
 
 def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -289,7 +283,7 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
                 f"{item.fqn} belongs to a module of torch.jit.script or trace, whose parameters cannot be replaced. Shard the "
                 "plain module (and compile it with torch.compile), or name its parameters in ignored_params"
             )
-    managed = [item for item in found if isinstance(item.param, DTensor) or id(item.param) in _managed_plain]
+    managed = [item for item in found if isinstance(item.param, DTensor) or _manager_of(item.param) is not None]
     places = managed_by_registration() if managed else {}
     for item in managed:
         at = item.registrations[0]
@@ -307,24 +301,31 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     """
     prefixes = ["model"] if len(roots) == 1 else [f"modules[{index}]" for index in range(len(roots))]
     prefixed = [pair for root, name in zip(roots, prefixes, strict=True) for pair in root.named_modules(prefix=name)]
-    paths = {id(torch_private.parameters_of(module)): path for path, module in prefixed}
     units = dict.fromkeys(each.unit for _, module in prefixed if (each := attachment_of(module)) is not None)
-    earlier = [param for unit in units for param in unit.params]
-    sharded = [(param.registrations[0], param.memory) for param in dict.fromkeys(earlier)]
+    tensors: list[tuple[int, str, Extent]] = []  # the table of the module that has it, its name there, its memory
+    for param in dict.fromkeys(param for unit in units for param in unit.params):
+        if param.memory is not None:
+            tensors.append((id(param.registrations[0].parameters), param.registrations[0].name, param.memory))
     for item in found:
         if _manager_of(item.param) is None:
             item.memory = Extent.of(torch_private.local_of(item.param), item.param.requires_grad)
-            sharded.append((item.registrations[0], item.memory))
-    tensors = [(f"{paths.get(id(at.parameters), prefixes[0])}.{at.name}", memory) for at, memory in sharded if memory]
+            if item.memory is not None:
+                tensors.append((id(item.registrations[0].parameters), item.registrations[0].name, item.memory))
     num_sharded, known = len(tensors), {id(item.param) for item in found}
+    paths: dict[int, str] = {}
     for path, module in prefixed:
-        for name, tensor in (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)):
-            memory = Extent.of(tensor, tensor.requires_grad) if id(tensor) not in known else None
-            tensors += [(f"{path}.{name}", memory)] if memory is not None else []
-    shared = find_shared([memory for _, memory in tensors], num_sharded)
+        for table in (torch_private.parameters_of(module), torch_private.buffers_of(module)):
+            paths[id(table)] = path
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in known:
+                    memory = Extent.of(tensor, tensor.requires_grad)
+                    tensors += [(id(table), name, memory)] if memory is not None else []
+    shared = find_shared([memory for _, _, memory in tensors], num_sharded)
     if shared is None:
         return None
-    (first, memory), (second, other) = (tensors[index] for index in shared)
+    (table, name, memory), (other_table, other_name, other) = (tensors[index] for index in shared)
+    first = f"{paths.get(table, prefixes[0])}.{name}"
+    second = f"{paths.get(other_table, prefixes[0])}.{other_name}"
     advice = (
         f"Write {second} = {first} first, which ties them"
         if shared[1] < num_sharded and memory.is_same_view(other)
@@ -389,6 +390,7 @@ def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device)
             for (item, _), value in zip(items, values, strict=True):
                 item.values = value
         params = [_shard_parameter(item, axes, shard, preset) for item, shard in items]
+        refuse_gradients(params)
         group = ParamGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
         if preset.compression is not None:
             group.compression = Compression(preset.compression)
@@ -443,7 +445,7 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
     dim, spec = place(item.param, item.fqn, axes, shard)
     inner_spec = torch_private.spec_of(item.param) if isinstance(item.param, DTensor) else None
     whole = torch_private.local_of(item.param).detach() if item.values is None else item.values
-    cut = ChunkShard(tuple(whole.shape), dim, axes.num_shards)
+    cut = cut_of(tuple(whole.shape), dim, axes.num_shards)
     shape = cut.shard_shape(axes.shard_rank)
     if preset.keeps_plain:
         sharded = item.param
@@ -459,14 +461,11 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
     result.register(sharded)
-    if preset.keeps_plain:
-        _managed_plain[id(item.param)] = result
-    else:
+    _managed[id(item.param)] = result
+    if not preset.keeps_plain:
         result.original = weakref.ref(item.param)
         if item.param.requires_grad:
             torch_private.hook_alone(item.param, _refusal(weakref.ref(result)))
-        result.refuse_gradients()
-        _sharded_from[item.param] = weakref.ref(result)
         if axes.num_shards > 1:
             result.beginning = beginning_of(whole, result.local)
     return result

@@ -22,6 +22,7 @@ from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.local_gradients import run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param_group import Gate
 from shardwise.fsdp.reductions import Reductions, check_weights, hold_assigned
 from shardwise.fsdp.unit import FULL, GATHERING, SUB, Ending, Stage, Unit, is_in_backward
 from shardwise.fsdp.user_writes import StepChecks, Written
@@ -77,6 +78,7 @@ class Engine:
         manual: state of manual backward finalization.
         is_last_backward: False delays the wait for reductions to a later backward.
         checks: checks of user programs, which listen to the events of this engine.
+        gate: compares what user code can change between passes.
         awaits_backward: a forward has built a graph since the last backward.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
@@ -97,6 +99,7 @@ class Engine:
         self.post_optim_event: torch.Event | None = None
         self.logs = False
         self.checks = StepChecks()
+        self.gate = Gate(())
         self._tied_users: dict[Unit, list[Unit]] = {}  # owner of tied parameters -> the other units that use them
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
         self.awaits_backward = False
@@ -108,6 +111,7 @@ class Engine:
         """Run the steps of ``units`` from now on."""
         self.units = list(units)
         self.exec_order.adopt(self.units)
+        self.gate = Gate([group for unit in self.units for group in unit.groups])
         self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
         self._tied_users = {
             owner: [u for u in self.units if owner in u.tied_units] for u in self.units for owner in u.tied_units
@@ -204,11 +208,6 @@ class Engine:
             if unit.backward.learned is Ending.LAST_GRADIENT:
                 unit.backward.learned = Ending.NESTED
 
-    @property
-    def has_copies(self) -> bool:
-        """True when full parameters, or those of a smaller mesh, are registered."""
-        return any(unit.has_copies for unit in self.units)
-
     def reshard_stepped(self, stepped: set[int]) -> None:
         """Reshard units that have a parameter whose id is in ``stepped``; call it outside of forward and backward."""
         for unit in self.units:
@@ -243,15 +242,13 @@ class Engine:
 
     def enter_pass(self, kind: PassKind) -> None:
         """Begin a forward or backward: copy writes to full parameters into the shards, and repack what user code changed."""
-        for unit in self.units:
-            if unit.state is FULL and self.comm_ctx.pass_tracker.number is None:
+        for unit in self.units if self.comm_ctx.pass_tracker.number is None else ():
+            if unit.state is FULL:
                 unit.take_writes()
-            num_packs = 0
-            for group in unit.groups:
-                if group.ensure_packed(in_step=kind == "backward"):
-                    self.checks.see_change()
-                num_packs += group.num_packs
-            unit.num_packs = num_packs
+        if self.gate.check(in_step=kind == "backward"):
+            self.checks.see_change()
+            for unit in self.units:
+                unit.num_packs = sum([group.num_packs for group in unit.groups])
         self.comm_ctx.pass_tracker.begin(kind)
         if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):
             self.divergence.enter(kind)
@@ -359,9 +356,7 @@ class Engine:
             backward.early = self.reductions.early_buckets(unit)
         number = self.comm_ctx.pass_tracker.number
         if unit.policy.unshard_in_backward:
-            unit.wait(number)
-            for member in unit.tied_units:
-                member.wait(number)
+            unit.wait_with_tied(number)
         if unit.backward_prefetch is not None:
             prefetches = [target for ref in unit.backward_prefetch if (target := ref()) is not None]
         for target in prefetches:
@@ -524,7 +519,8 @@ class Engine:
             return True
         if not unit.policy.sync or not (held or unit.sums_are_due or unit.policy.reduces_unused):
             return False
-        return not self.reductions.have_launched(unit, since_commit=is_manual)
+        launched = [*self.reductions.launched, *(self.reductions.deferred if is_manual else ())]
+        return all(launch.unit is not unit for launch in launched)
 
     def defer(self) -> list[ShardedParam]:
         """End a backward whose gradients are set together with those of a later one; return no parameters."""
@@ -684,11 +680,6 @@ class Engine:
             for param, mark in unit.earlier.waiting.items():
                 if id(param.sharded) in stepped and param.sharded.grad is mark:
                     raise StateError(f"an optimizer steps too early: {mark.why}")
-
-    @property
-    def has_waiting(self) -> bool:
-        """True if gradients wait for a later backward, unless user code has cleared all of them."""
-        return any(unit.earlier.waiting for unit in self.units)
 
     def reset(self) -> None:
         """Reshard every unit; unsynced gradients of earlier backwards stay."""

@@ -231,7 +231,8 @@ class ExecOrderTracker:
             return
         plan = plan_step(order, self.facts(), self.budget)
         if self.mismatch_check is not None:
-            apart = {unit.name for unit in self.units if unit.keeps_sums}
+            replicas = [unit for unit in self.units if any(group.axes.num_replicas > 1 for group in unit.groups)]
+            apart = {unit.name for unit in replicas if not unit.policy.syncs_replicas}
             calls = [
                 f"{c.op.value} of {unit_in_words(c.unit)}{' without its replicas' * (c.op is Op.REDUCE and c.unit in apart)}"
                 for c in plan.calls

@@ -122,7 +122,7 @@ class FlatBucket:
             host_waits()
         self.unpacked = [index for index in away if not self._move_back(index)]
         if self.unpacked and any(torch_private.storage_use_count(self._packed[index]) for index in self.unpacked):
-            self.relocate()  # user code references packed memory whose parameter now has other memory
+            self._move_in()  # user code references packed memory whose parameter now has other memory
         self.stage()
         return bool(away)
 
@@ -135,14 +135,10 @@ class FlatBucket:
                     param.local
                 )
 
-    def relocate(self) -> None:
-        """Allocate a new section and move the shards there."""
-        self._move_in()
-
     def move_to_shared_memory(self) -> None:
         """Move the section to shared memory that local peers can read, if a transport provides any."""
         self._storage = replace(self._storage, is_shared=True)
-        self.relocate()
+        self._move_in()
         self.stage()
 
     def _packed_shard(self, index: int) -> torch.Tensor:
@@ -284,25 +280,21 @@ class GradientSection:
         self.windows = suballocate_all(flat, places)
         self.gradients = [as_gradient(param, window) for param, window in zip(params, self.windows, strict=True)]
         storages = [window.untyped_storage() for window in self.windows]
-        self._objects: list[object] = [*self.gradients, *self.windows, *storages]
         self._count_uses = torch_private.use_counter([*self.gradients, *self.windows], storages)
         self._addresses = [window.data_ptr() for window in self.windows]
         self._specs = torch_private.specs_of([param.sharded for param in params])
         self.is_taken = True
         del storages  # the list would be among the references that are counted next
         # As long as only this object has the gradients.  Higher counts later show that user code keeps one of them.
-        self._unheld = [*map(sys.getrefcount, self._objects)], self._count_uses()
+        self._unheld = self._count_uses()
 
     def take(self) -> bool:
-        """Take the section; return False if it is in use: taken, or a gradient is referenced or was changed by user code.
-
-        The counts of references to the windows also show whether the gradients still have them as local tensors.
-        """
+        """Take the section; return False if it is in use: taken, or a gradient is referenced or was changed by user code."""
         if (
             self.is_taken
-            or [*map(sys.getrefcount, self._objects)] != self._unheld[0]
-            or self._count_uses() != self._unheld[1]
+            or self._count_uses() != self._unheld
             or [*map(_ADDRESS, self.windows)] != self._addresses
+            or not all(map(operator.is_, torch_private.locals_of(self.gradients), self.windows))
             or not all(map(operator.is_, torch_private.specs_of([*map(_SHARDED, self._params)]), self._specs))
             or any(map(_REQUIRES_GRAD, self.gradients))
         ):
@@ -382,6 +374,8 @@ class Shards:
         # the cost.
         is_split = len(buckets) == 1 and place.device.type != "cpu"
         self.num_even = buckets[0].layout.num_even if is_split else 0
+        # The only section is sent as it is.
+        self._is_sent = len(buckets) == 1 and not place.is_offloaded and buckets[0].local.dtype is buckets[0].full_dtype
 
     @functools.cached_property  # not when parameters are sharded: many modules are never run
     def moves(self) -> list[list[tuple[int, Move]]]:
@@ -414,10 +408,8 @@ class Shards:
 
     def section(self) -> torch.Tensor:
         """Return this rank's section in the dtype of the all-gather, on the device; no copy if the shards are so already."""
-        if len(self.buckets) == 1:
-            bucket = self.buckets[0]
-            is_ready = bucket.local.dtype is bucket.full_dtype and not self._place.is_offloaded
-            return bucket.local if is_ready else self.section_of(bucket)
+        if self._is_sent or len(self.buckets) == 1:
+            return self.buckets[0].local if self._is_sent else self.section_of(self.buckets[0])
         section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._place.device)
         for bucket in self.buckets:
             numel = bucket.layout.section_numel
@@ -547,10 +539,6 @@ class Packing:
         """Return :attr:`delivery`, with full buffers in ``pool``; ``sends_alone``: transports may send shards one by one."""
         self.delivery = Delivery(self.shards, self.travelling, pool, sends_alone) if self.travelling else None
         return self.delivery
-
-    def hold(self, pool: BufferPool) -> list[torch.Tensor]:
-        """Return the 1-D full buffers of the buckets that travel, with their memory allocated."""
-        return [full.hold(pool) for full in self.travelling]
 
     def make_full(self, param: ShardedParam, pool: BufferPool) -> nn.Parameter:
         """Return a new full parameter of ``param``: a window of its full buffer, or of the shard if that serves as full."""

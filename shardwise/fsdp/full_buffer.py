@@ -24,6 +24,7 @@ class FullBuffer:
     Attributes:
         aliases_shards: the full parameters are the shards themselves.
         has_memory: the memory is allocated.
+        address: of the memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, aliases_shards: bool = False) -> None:
@@ -35,7 +36,7 @@ class FullBuffer:
         if not aliases_shards:
             torch_private.refuse_reads(self._storage, _RESHARDED)
         self.num_bytes = 0 if aliases_shards else numel * dtype.itemsize
-        self._dtype = dtype
+        self._dtype, self.address = dtype, 0
         self._flat: torch.Tensor | None = None
 
     def hold(self, pool: BufferPool, gathered: PooledBuffer | None = None) -> torch.Tensor:
@@ -44,6 +45,7 @@ class FullBuffer:
             self._pooled = pool.acquire(self.num_bytes) if gathered is None else gathered
             self.has_memory = True
             torch_private.swap_storage(self._storage, self._pooled.storage)
+            self.address = self._storage.data_ptr()
             # Outside of inference mode: the first gather may be that of an evaluation, and training needs this tensor later.
             if self._flat is None:
                 with torch.inference_mode(False):

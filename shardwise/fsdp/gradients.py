@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +43,7 @@ class Launch:
     held: Gradients
     partial: Gradients
     reductions: list[Reduction] = field(default_factory=list["Reduction"])
-    unused: set[ShardedParam] = field(default_factory=set[ShardedParam])
+    unused: Set[ShardedParam] = frozenset()
     factor: float = 1.0
 
     @property
@@ -396,7 +396,7 @@ def launch_reductions(entries: Sequence[Entry]) -> list[Reduction]:
     lots: dict[object, tuple[list[Launch], ParamGroup, torch.dtype, Scale, list[ShardedParam], list[torch.Tensor]]] = {}
     for launch, group, gradients in entries:
         policy = launch.unit.policy
-        for dtype, params in by_reduce_dtype(group, dict(zip(gradients, map(_DTYPE, gradients.values()), strict=True))):
+        for dtype, params in by_reduce_dtype(group, gradients, [*map(_DTYPE, gradients.values())]):
             scale = scale_of(group.num_ranks, dtype, policy.divide_factor, policy.sum_only)
             lot = lots.get(key := (dtype, id(scale)))  # equal scales are one object
             if lot is None:
@@ -420,25 +420,25 @@ def planned_scatter_bytes(group: ParamGroup, unit: Unit) -> int:
     """Return the staging bytes of the reduction of all trainable parameters of ``group``, one of ``unit``."""
     if not group.is_collective:
         return 0
-    trainable = {param: group.dtypes.of_reduction(param) for param in group.params if param.sharded.requires_grad}
+    trainable = [param for param in group.params if param.sharded.requires_grad]
     launch, total = [Launch(unit, True, {}, {})], 0
-    for dtype, params in by_reduce_dtype(group, trainable):
+    for dtype, params in by_reduce_dtype(group, trainable, [*map(group.dtypes.of_reduction, trainable)]):
         scale = scale_of(group.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
         total += Reduction(launch, group, dtype, scale, params, []).staging_bytes
     return total
 
 
 def by_reduce_dtype(
-    group: ParamGroup, dtypes: Mapping[ShardedParam, torch.dtype]
+    group: ParamGroup, params: Iterable[ShardedParam], dtypes: Sequence[torch.dtype]
 ) -> list[tuple[torch.dtype, list[ShardedParam]]]:
-    """Return the parameters of ``dtypes`` by their dtype, in the group's order."""
-    found = {*dtypes.values()}
-    if len(found) == 1 and len(dtypes) == len(group.by_size):  # the usual case
-        return [(found.pop(), group.by_size)]
+    """Return ``params`` by their reduce dtypes, ``dtypes``, in the group's order."""
+    if len({*dtypes}) == 1 and len(dtypes) == len(group.by_size):  # the usual case
+        return [(dtypes[0], group.by_size)]
+    found = dict(zip(params, dtypes, strict=True))
     by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
     for param in group.by_size:
-        if param in dtypes:
-            by_dtype.setdefault(dtypes[param], []).append(param)
+        if param in found:
+            by_dtype.setdefault(found[param], []).append(param)
     return list(by_dtype.items())
 
 

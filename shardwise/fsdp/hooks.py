@@ -333,9 +333,8 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
         for engine in live_engines
         if engine.forwards
         or engine.manual.awaits_completion
-        or engine.has_copies
         or engine.awaits_backward
-        or engine.has_waiting
+        or any(unit.has_copies or unit.earlier.waiting for unit in engine.units)
     ]
     if engines:
         stepped = _stepped(optimizer)

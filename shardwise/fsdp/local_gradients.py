@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -15,6 +16,8 @@ from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.waiting_gradients import WaitingGradient, is_summed_later, waits_for_sync
 
 Gradients = dict[ShardedParam, torch.Tensor]
+_USUAL = frozenset([torch.Tensor])
+_DTYPE, _IS_SPARSE, _KEEPS_DTYPE = map(operator.attrgetter, ("dtype", "is_sparse", "keeps_dtype"))
 
 
 def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None) -> Gradients:
@@ -23,26 +26,21 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
     ``some``: parameters of the group; None: all.
     """
     taken: Gradients = {}
-    reduce_dtypes = group.dtypes.by_gradient
     for param in group.params if some is None else some:
         full = param.full
-        gradient = None if full is None else full.grad
-        if full is None or gradient is None:
-            continue
-        full.grad = None  # sums over backwards are made of gradients in reduce dtypes
-        if not param.sharded.requires_grad:
-            continue  # user code has frozen it after forward
-        # The usual gradient is a plain dense tensor in its reduce dtype already: no call for it.
-        dtype = gradient.dtype
-        if (
-            type(gradient) is not torch.Tensor
-            or reduce_dtypes.get(dtype) is not dtype
-            or param.keeps_dtype
-            or gradient.is_sparse
-        ):
-            gradient = local_form(gradient, param, group)
-        taken[param] = gradient
-    return taken
+        if full is not None and (gradient := full.grad) is not None:
+            full.grad = None  # sums over backwards are made of gradients in reduce dtypes
+            taken[param] = gradient
+    swap, wanted = group.swap, group.dtypes.by_gradient
+    # User code may have frozen some after forward.
+    if swap is None or group.in_place or swap.num_trainable < len(swap.fulls):
+        taken = {param: gradient for param, gradient in taken.items() if param.sharded.requires_grad}
+    # Usual gradients are plain dense tensors in their reduce dtypes already.
+    gradients, dtypes = taken.values(), {*map(_DTYPE, taken.values())}
+    is_usual = {*map(type, gradients)} <= _USUAL and all(map(operator.is_, map(wanted.get, dtypes), dtypes))
+    if is_usual and not (any(map(_IS_SPARSE, gradients)) or any(map(_KEEPS_DTYPE, taken))):
+        return taken
+    return {param: local_form(gradient, param, group) for param, gradient in taken.items()}
 
 
 def local_form(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -> torch.Tensor:

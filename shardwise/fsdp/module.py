@@ -27,6 +27,7 @@ from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.hooks import shards_of
 from shardwise.fsdp.init_parameters import materializing
+from shardwise.fsdp.param import refuse_gradients
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (
     bind_units,
@@ -178,7 +179,7 @@ def converting(
     finally:
         for param in params:
             param.hand_on_attributes()  # torch registers new parameters, which have none
-            param.refuse_gradients()
+        refuse_gradients(params)
 
 
 # Mixed classes by original class and mixin, so that equal modules have equal classes; filled by mix_in alone.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,10 +68,10 @@ def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 class _Probe(torch.autograd.Function):
-    """A function of a leaf whose node leads to the leaf's accumulator."""
+    """A function of leaves whose node leads to their accumulators."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
         return torch.empty((), device="cpu")
 
 
@@ -115,7 +116,7 @@ class ShardedParam:
             register lacks them.
         memory: where the parameter was before it was sharded: a later call may shard another one over the same memory.
         beginning: samples of its values when it was sharded, until ranks have compared them.
-        accumulator: the node by which a backward would accumulate into the shard; see :meth:`refuse_gradients`.
+        accumulator: the node by which a backward would accumulate into the shard; see :func:`refuse_gradients`.
         storage: the identity of the storage of ``sharded`` when it was packed.
         unit: returns the unit, None if that was deleted.
     """
@@ -278,28 +279,8 @@ class ShardedParam:
                 )
             self.sharded = current
             self.hand_on_attributes()
-            self.refuse_gradients()
+            refuse_gradients([self])
         refuse_grad_dtype(self.sharded, self.fqn)
-
-    def refuse_gradients(self) -> None:
-        """Make backward raise StateError where a loss has read the shard: no unit would average that gradient over ranks."""
-        sharded, this = self.sharded, weakref.ref(self)
-        if not (isinstance(sharded, DTensor) and sharded.requires_grad):
-            return
-        if self.accumulator is not None and self.accumulator.variable is sharded:
-            return
-
-        def refuse(_: object) -> None:
-            name = "a parameter" if (param := this()) is None else param.fqn
-            raise StateError(
-                f"a loss has read {name} outside of the forward of its unit, where it is a shard: its gradient is that of this "
-                "rank's batch, and nothing would average it over the ranks. Read the parameter from its module in forward, or "
-                "call unshard() on the module before the loss reads it"
-            )
-
-        with torch.enable_grad():
-            self.accumulator = _Probe.apply(sharded).grad_fn.next_functions[0][0]
-        self.accumulator.register_prehook(refuse)
 
     def hand_on_attributes(self) -> None:
         """Give the registered parameters the attributes that users have set on this one."""
@@ -307,3 +288,25 @@ class ShardedParam:
             current = registration.parameters.get(registration.name)
             if current is not None and vars(current) is not self.attributes:
                 torch_private.give_attributes(self.attributes, current)
+
+
+def refuse_gradients(params: Iterable[ShardedParam]) -> None:
+    """Make backward raise StateError where a loss has read one of the shards: no unit would average that gradient."""
+    found = [each for each in params if isinstance(each.sharded, DTensor) and each.sharded.requires_grad]
+    due = [each for each in found if each.accumulator is None or each.accumulator.variable is not each.sharded]
+    if not due:
+        return
+    with torch.enable_grad():
+        accumulators: Any = _Probe.apply(*[each.sharded for each in due]).grad_fn.next_functions
+    for param, (accumulator, _) in zip(due, accumulators, strict=True):
+        param.accumulator = accumulator
+        accumulator.register_prehook(functools.partial(_refuse, weakref.ref(param)))
+
+
+def _refuse(ref: weakref.ref[ShardedParam], _: object) -> None:
+    name = "a parameter" if (param := ref()) is None else param.fqn
+    raise StateError(
+        f"a loss has read {name} outside of the forward of its unit, where it is a shard: its gradient is that of this "
+        "rank's batch, and nothing would average it over the ranks. Read the parameter from its module in forward, or "
+        "call unshard() on the module before the loss reads it"
+    )

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NoReturn
 
 import torch
@@ -31,7 +32,7 @@ from shardwise.fsdp.flat_buffer import (
 )
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
-from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param import ShardedParam, refuse_gradients
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
 from shardwise.fsdp.swap import Snapshot, Swap
 from shardwise.layout import ChunkShard, build_bucket, by_size
@@ -127,6 +128,7 @@ def _lies_as_sharded(param: ShardedParam) -> bool:
 
 _IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
+_IS_AS_LEFT, _PLACE = operator.attrgetter("is_as_left"), operator.attrgetter("address")
 OnGradient = Callable[[ShardedParam], Callable[[torch.Tensor], None]]  # returns the hook of a full parameter's gradient
 
 
@@ -161,7 +163,7 @@ class ParamGroup:
         seen: what user code could change, as the last full check has found it; None: the next check looks at everything.
         swap: the tables by which full parameters are registered; None: the next :meth:`register_full` makes them.
         registered: the parameters in buckets, their full parameters that were registered last, and version counters and
-            addresses of these at that time.
+            addresses of these, if user code has not written to them.
         last_version: :meth:`version` at that time; shards do not change in the forward or backward that follows.
         is_kept: full parameters stay registered between passes, where user code can reach them.
         is_written: the engine has written to shards on the current stream, and no gather was ordered after that yet.
@@ -200,8 +202,8 @@ class ParamGroup:
         self.seen: Snapshot | None = None
         self.swap: Swap | None = None
         self._kinds: list[object] = []
-        self._counted: list[int] = []  # version counters at the last ensure_packed that found nothing changed
         self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
+        self._addresses: dict[object, list[int]] = {}  # of full parameters, by that of their memory
         self.last_version = 0
         self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
         self.is_written = self.is_kept = False
@@ -305,25 +307,24 @@ class ParamGroup:
         link = comm.reduce.planned_link if comm.reduce is not None else None
         return comm.reduce is None or (link is not None and link.compares_contents)
 
-    def ensure_packed(self, in_step: bool = False) -> bool:
+    @property
+    def is_as_left(self) -> bool:
+        """True if on every module either all shards or all full parameters are registered."""
+        # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole group.
+        seen, swap = self.seen, None if self.in_place else self.swap
+        return seen is not None and (seen.are_registered or (swap is not None and swap.has_full))
+
+    def ensure_packed(self, in_step: bool = False) -> None:
         """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
 
-        Returns: True if it has.
-
-        Every forward and backward begins with this check, for all units.  ``in_step``: a forward has checked already, and
-        its backward begins.
+        ``in_step``: a forward has checked already, and its backward begins.
         """
         seen = self.seen
-        # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole group.
-        swap = None if self.in_place else self.swap
-        counted = None if seen is None else seen.versions(in_step, swap)
-        if seen is None or counted is None:
+        counted = seen.versions(in_step) if seen is not None and self.is_as_left else None
+        if counted is None:
             self._settle()
-            return True
-        if counted != self._counted:
-            self._note_versions(seen.params, counted)
-            self._counted = counted
-        return False
+        else:
+            self.note_versions(counted)
 
     def _settle(self) -> None:
         """Adopt what user code has registered, pack it, and prepare the tables of the next passes."""
@@ -342,8 +343,7 @@ class ParamGroup:
         for param in self.params:
             param.storage = torch_private.storage_id(param.sharded)
         if not any(bucket.unpacked for bucket in packing.buckets):
-            in_memory = [param for param in self.params if param not in self.extended.params]
-            self.seen = Snapshot([*in_memory, *self.extended.params], len(in_memory))
+            self.seen = Snapshot(self.params, self.extended.params)
         self.version()
 
     def _kind(self, param: ShardedParam) -> object:
@@ -466,9 +466,14 @@ class ParamGroup:
             registry.update(fulls_of)
         for at, full, _ in swap.with_setattr:
             at.call_setattr(full)
-        # What writes of user code to full parameters are recognized by (``user_writes.py``).
-        params, fulls, _, _ = self.registered
-        self.registered = params, fulls, [*map(_VERSION, fulls)], [*map(_ADDRESS, fulls)]
+        # What writes of user code to full parameters are recognized by (``user_writes.py``); few addresses take turns.
+        params, fulls, versions, _ = self.registered
+        addresses = self._addresses.get(place := tuple(map(_PLACE, packing.fulls)))
+        if addresses is None:
+            if len(self._addresses) > 16:
+                self._addresses.clear()
+            addresses = self._addresses[place] = [*map(_ADDRESS, fulls)]
+        self.registered = params, fulls, versions, addresses
         num_trainable = swap.num_trainable
         if self.in_place:
             self._check_not_replaced(self.in_place)
@@ -492,7 +497,9 @@ class ParamGroup:
             assert full is not None
             self.sync_requires_grad(param, full, on_gradient)
         swap = self.swap = Swap([*params, *self.extended.params])
-        self.registered = params, swap.fulls[: len(params)], [], []
+        fulls = swap.fulls[: len(params)]
+        self.registered = params, fulls, [*map(_VERSION, fulls)], []
+        self._addresses.clear()
         return swap
 
     def listen_in_place(self, on_gradient: OnGradient) -> int:
@@ -515,6 +522,8 @@ class ParamGroup:
         fulls = [param.full for param in written if param.full is not None and param.full is not param.sharded]
         if fulls:
             torch.autograd.graph.increment_version(fulls)
+            params, fulls, _, addresses = self.registered
+            self.registered = params, fulls, [*map(_VERSION, fulls)], addresses
 
     @staticmethod
     def _check_not_replaced(params: Iterable[ShardedParam]) -> None:
@@ -538,20 +547,20 @@ class ParamGroup:
         if wanted and not param.is_hooked:
             param.hook_id = full.register_post_accumulate_grad_hook(on_gradient(param)).id
             param.is_hooked = True
-            param.refuse_gradients()  # it may have been frozen
+            refuse_gradients([param])  # it may have been frozen
 
     # ---- version counters, and parameters that stay full ----
 
-    def _note_versions(self, params: Sequence[ShardedParam], counted: Sequence[int]) -> None:
+    def note_versions(self, counted: Sequence[int]) -> None:
+        """Take the version counters of the shards."""
         self.last_version, self._has_new_versions = 0, True
-        for param, version in zip(params, counted, strict=True):
+        for param, version in zip(self.params, counted, strict=True):
             param.last_version = version + param.version_base
             self.last_version += param.last_version
 
     def version(self) -> int:
         """Return a number that changes with every write to a shard that torch counts."""
-        self._counted = []
-        self._note_versions(self.params, torch_private.versions_of([param.sharded for param in self.params]))
+        self.note_versions(torch_private.versions_of([param.sharded for param in self.params]))
         return self.last_version
 
     def register_sharded(self, keeps_memory: bool = False) -> None:
@@ -593,10 +602,41 @@ class ParamGroup:
         packing = self.packing
         assert packing is not None
         assert self.sub_axes is not None
-        buckets = [
-            cut_bucket(bucket, full, self.sub_axes, self.place)
-            for bucket, full in zip(packing.buckets, packing.hold(self.comm.pool), strict=True)
-        ]
+        pairs = zip(packing.buckets, packing.travelling, strict=True)
+        buckets = [cut_bucket(each, full.hold(self.comm.pool), self.sub_axes, self.place) for each, full in pairs]
         self._sub = Shards(buckets, self.sub_axes.num_shards, self.place)
         if not keeps_memory:
             self.drop()
+
+
+class Gate:
+    """Compares, when a pass begins, what user code can change between passes: for all groups of an engine at once."""
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups = groups
+        self._parts: list[Snapshot | None] = []
+        self._joined: Snapshot | None = None
+        self._counted: list[int] = []
+
+    def check(self, in_step: bool) -> bool:
+        """Note which shards were written to.  If anything else has changed, repack it and return True.
+
+        ``in_step``: a forward has checked already, and its backward begins.
+        """
+        groups, joined, counted = self._groups, self._joined, None
+        is_known = joined is not None and [group.seen for group in groups] == self._parts
+        if joined is not None and is_known and (joined.are_registered or all(map(_IS_AS_LEFT, groups))):
+            counted = joined.versions(in_step)
+        if counted is None:
+            for group in groups:
+                group.ensure_packed(in_step)
+            self._parts, self._counted, self._joined = [group.seen for group in groups], [], None
+            if groups and None not in self._parts:
+                extended = {param for group in groups for param in group.extended.params}
+                self._joined = Snapshot([param for group in groups for param in group.params], extended)
+            return True
+        if counted != self._counted:
+            self._counted, rest = counted, iter(counted)
+            for group in groups:
+                group.note_versions([*islice(rest, len(group.params))])
+        return False

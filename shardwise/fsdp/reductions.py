@@ -23,7 +23,7 @@ from shardwise.fsdp.gradients import (
 )
 from shardwise.fsdp.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unit import FULL, Unit
 from shardwise.fsdp.waiting_gradients import is_summed_later
 from shardwise.observe import Op, begin, end, listeners, unit_in_words
 from shardwise.plan.schedule import Buckets, UnitBucket
@@ -40,7 +40,7 @@ def hold_assigned(units: Iterable[Unit]) -> None:
     """
     for unit in units:
         has_assigned = any(param.full is not None and param.full.grad is not None for param in unit.params)
-        if unit.is_full and has_assigned and (assigned := unit.take_gradients()):
+        if unit.state is FULL and has_assigned and (assigned := unit.take_gradients()):
             unit.earlier.hold(assigned)
         if unit.backward.owes_weights and not unit.diverges:  # then other ranks would not know of this gather
             unit.wait_with_tied(None)
@@ -59,6 +59,7 @@ def check_weights(unit: Unit) -> None:
 
 
 _HOLDS_INPUT = operator.attrgetter("holds_input")
+_NONE: tuple[Gradients, Gradients] = {}, {}  # no code writes to what a launch has taken
 
 
 def _gradients_of(units: Iterable[Unit]) -> str:
@@ -108,11 +109,6 @@ class Reductions:
         self._entries: dict[int, tuple[Entry, Stream | None]] = {}
         # The buckets of a single unit, and what they depend on.
         self._split: tuple[object, tuple[UnitBucket, ...]] = (None, ())
-
-    def have_launched(self, unit: Unit, since_commit: bool) -> bool:
-        """Return True if reductions of ``unit`` were launched in this backward, or since the last commit."""
-        since = [*self.deferred, *self.launched] if since_commit else self.launched
-        return any(launch.unit is unit for launch in since)
 
     def hold(self, unit: Unit, gradients: Gradients) -> None:
         """Accumulate unsynced ``gradients`` of ``unit``; they count once this backward ends without an exception."""
@@ -171,7 +167,7 @@ class Reductions:
     def _new_launch(self, unit: Unit, params: Iterable[ShardedParam]) -> Launch:
         """Return a new launch of ``unit``, with its gradients of earlier backwards; the partial sums of ``params`` alone."""
         earlier, syncs_replicas = unit.earlier, self.syncs_replicas
-        held, partial = earlier.take(params) if earlier.held or earlier.partial else ({}, {})
+        held, partial = earlier.take(params) if earlier.held or earlier.partial else _NONE
         launch = Launch(unit, unit.policy.syncs_replicas if syncs_replicas is None else syncs_replicas, held, partial)
         self.launched.append(launch)
         return launch
@@ -200,7 +196,7 @@ class Reductions:
     def early_buckets(self, unit: Unit) -> Buckets | None:
         """Return the buckets of ``unit`` that may be reduced before its backward ends; None if there are none."""
         are_reduced_as_they_come = unit.policy.sync and not unit.policy.reduces_unused and not unit.earlier.partial
-        if not (are_reduced_as_they_come and unit.is_full and (buckets := self._split_of(unit))):
+        if not (are_reduced_as_they_come and unit.state is FULL and (buckets := self._split_of(unit))):
             return None
         return Buckets(buckets, unit.backward.arrived)
 
@@ -352,13 +348,10 @@ class Reductions:
                     self.summed |= launch.params
                     if not is_last:
                         launch.unused = {*launch.params}  # only whole sums are set, and hooks see them
-        params = [
-            param
-            for launch in launched
-            for each in launch.reductions
-            for param in each.params
-            if param not in launch.unused
-        ]
+        params: list[ShardedParam] = []
+        for launch in launched:
+            for lot in [reduction.params for reduction in launch.reductions]:
+                params += [param for param in lot if param not in launch.unused] if launch.unused else lot
         is_hooked, self.is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
         self.failed_hook = None
         for launch in launched:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import nn
@@ -23,62 +24,62 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 _TARGET: Callable[[weakref.ref[torch.Tensor]], torch.Tensor | None] = weakref.ref.__call__
+Registry = dict[str, nn.Parameter | None]
 
 
 class Snapshot:
-    """The shards of a group at a time when all of them were registered and packed, to be compared in one pass.
+    """The shards of one group, or of several, at a time when all of them were registered and packed.
 
-    ``params``: the parameters, those with an all-gather extension last; ``num_addressed``: how many have none.  The addresses
-    of the others are not compared.
+    Args:
+        params: the parameters.
+        extended: those of them with an all-gather extension; the addresses of others are compared.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], num_addressed: int) -> None:
-        self.params = params
-        self._shards = [param.sharded for param in params]
+    def __init__(self, params: Sequence[ShardedParam], extended: Container[ShardedParam]) -> None:
+        self._shards = shards = [param.sharded for param in params]
         rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
-        *self._places, self.forms = zip(*rows, strict=True)
-        locals_ = torch_private.locals_of(self._shards)
-        are_dtensors = all(map(operator.is_not, locals_, self._shards))
-        self._local = torch_private.LOCAL if are_dtensors else torch_private.local_of
+        *self._places, self._forms = zip(*rows, strict=True)
+        locals_ = torch_private.locals_of(shards)
         # Weak, so that memory is freed when user code replaces it.
-        self._locals = [*map(weakref.ref, self._apart(locals_))]
-        self._addresses = [*map(_ADDRESS, locals_[:num_addressed])]
-        self._without_address = [at for at in range(len(params)) if not (at < num_addressed and self._addresses[at])]
-        self._facts, self._wants = self._facts_of(locals_), [*map(_REQUIRES_GRAD, self._shards)]
+        self._locals = [*map(weakref.ref, _apart(locals_, shards))]
+        self._is_addressed = [param not in extended for param in params]
+        self._addresses = [*map(_ADDRESS, compress(locals_, self._is_addressed))]
+        rows = zip(self._is_addressed, locals_, strict=True)
+        self._is_bare = [not (is_addressed and local.data_ptr()) for is_addressed, local in rows]
+        self._facts, self._wants = self._facts_of(locals_), [*map(_REQUIRES_GRAD, shards)]
 
     def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
         # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
-        shards = self._shards
-        others = [locals_[index] for index in self._without_address] if self._without_address else ()
-        return [*map(_FACTS_OF_LOCAL, others), *map(_GRAD_DTYPE, shards), *map(torch_private.storage_id, shards)]
+        bare = map(_FACTS_OF_LOCAL, compress(locals_, self._is_bare))
+        return [*bare, *map(_GRAD_DTYPE, self._shards), *map(torch_private.storage_id, self._shards)]
 
-    def _apart(self, locals_: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of ``locals_`` that are not the shards themselves: torch swaps no tensors with weak references."""
-        return [local for local, shard in zip(locals_, self._shards, strict=True) if local is not shard]
+    @property
+    def are_registered(self) -> bool:
+        """True if the shards are registered."""
+        return all(map(operator.is_, self._forms, map(dict.get, *self._places)))
 
-    def versions(self, in_step: bool, swap: Swap | None) -> list[int] | None:
-        """Return the version counters of the parameters; None if user code has changed something else.
+    def versions(self, in_step: bool) -> list[int] | None:
+        """Return the version counters of the shards; None if user code has changed something else than values.
 
-        Args:
-            in_step: the backward begins whose forward has made the full check.  Then ``grad_dtype`` and storages of DTensors
-                are not checked again.
-            swap: may have the full parameters registered.
+        ``in_step``: the backward begins whose forward has made the full check.  Then ``grad_dtype`` and storages are not
+        checked again.
         """
-        locals_ = [*map(self._local, self._shards)]
-        apart = locals_ if self._local is torch_private.LOCAL else self._apart(locals_)
-        are_registered = all(map(operator.is_, self.forms, map(dict.get, *self._places)))
+        shards = self._shards
+        locals_ = torch_private.locals_of(shards)
+        apart = locals_ if len(self._locals) == len(locals_) else _apart(locals_, shards)
         if (
-            not (are_registered or (swap is not None and swap.has_full))
-            or not all(map(operator.is_, apart, map(_TARGET, self._locals)))
-            or [*map(_ADDRESS, locals_[: len(self._addresses)])] != self._addresses
-            or [*map(_REQUIRES_GRAD, self._shards)] != self._wants
+            not all(map(operator.is_, apart, map(_TARGET, self._locals)))
+            or [*map(_ADDRESS, compress(locals_, self._is_addressed))] != self._addresses
+            or [*map(_REQUIRES_GRAD, shards)] != self._wants
             or not (in_step or self._facts_of(locals_) == self._facts)
         ):
             return None
-        return [*map(operator.add, map(_VERSION, self._shards), map(_VERSION, locals_))]
+        return [*map(operator.add, map(_VERSION, shards), map(_VERSION, locals_))]
 
 
-Registry = dict[str, nn.Parameter | None]
+def _apart(locals_: list[torch.Tensor], shards: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Return those of ``locals_`` that are not the shards themselves: torch swaps no tensors with weak references."""
+    return compress(locals_, map(operator.is_not, locals_, shards))
 
 
 class Swap:

@@ -297,8 +297,7 @@ class Unit:
         self.earlier = EarlierGradients()
         self.num_commits = 0
         self.tied_units: tuple[Unit, ...] = ()
-        self.holders = 0
-        self.num_aliases = 0
+        self.holders = self.num_aliases = 0
         self.awaited: set[int] = set()
         self.keeps_for_backward = False
         self.max_reductions = 1
@@ -333,11 +332,6 @@ class Unit:
             self.tied_units = (*self.tied_units, owner)
 
     @property
-    def keeps_sums(self) -> bool:
-        """True if gradients are reduced over the shard axis only, and a later backward reduces them over replicas."""
-        return not self.policy.syncs_replicas and any(group.axes.num_replicas > 1 for group in self.groups)
-
-    @property
     def gather_staging(self) -> tuple[int, bool]:
         """Bytes that a launched all-gather allocates, and whether they include all full parameters."""
         stagings = [group.gather_staging(self.policy.keeps_full_memory) for group in self.groups]
@@ -358,11 +352,6 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards; 0 if the policy keeps them, since a step does not allocate them."""
         return 0 if self.policy.keeps_full_memory else sum(group.full_bytes for group in self.groups)
-
-    @property
-    def is_full(self) -> bool:
-        """True if the full parameters have memory."""
-        return self.state is FULL
 
     @property
     def has_copies(self) -> bool:
@@ -391,7 +380,6 @@ class Unit:
                 return
             if before is GATHERING:
                 self.discard()
-        # This is ``_version``, written out: a call per unit and pass less.
         version, in_pass = self.num_commits << 40, before is SHARDED and pass_number is not None
         for group in groups:
             version += group.last_version if in_pass and group.seen is not None else group.version()
@@ -583,22 +571,21 @@ class Unit:
 
     # ---- changes by user code ----
 
-    def _version(self, in_pass: bool) -> int:
-        """Return the version of the shards; ``in_pass``: as the check at the begin of the pass has read it."""
-        # Commits count, since a rank whose shards are empty sees no write of the optimizer, yet has to gather when the others
-        # do.
-        version = self.num_commits << 40
-        for group in self.groups:
-            version += group.last_version if in_pass and group.seen is not None else group.version()
-        return version
-
     def _is_from_now(self, pass_number: int | None) -> bool:
         """Return True if the shards have not changed since they were gathered."""
         if pass_number is None:
             self.take_writes()
         elif self.gathered_in == pass_number:
             return True
-        return self.version == self._version(pass_number is not None)
+        # Commits count, since a rank whose shards are empty sees no write of the optimizer, yet has to gather when the others
+        # do.
+        version, in_pass = (
+            self.num_commits << 40,
+            pass_number is not None,
+        )  # as the check at the begin of the pass has read it
+        for group in self.groups:
+            version += group.last_version if in_pass and group.seen is not None else group.version()
+        return self.version == version
 
     def take_writes(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
         """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.

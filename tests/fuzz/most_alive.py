@@ -12,7 +12,7 @@ from fuzz.codes import Codes
 from shardwise import observe
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.unit import FULL, Unit
 from shardwise.observe import Call, Op
 from shardwise.plan.schedule import StepPlan
 
@@ -86,13 +86,13 @@ class Watch(observe.Listener):
             if self._calls:
                 self._compare(engine.exec_order.plan)
             self._calls = []
-            self._before = {unit.name: unit.full_bytes for unit in engine.units if unit.is_full}
+            self._before = {unit.name: unit.full_bytes for unit in engine.units if unit.state is FULL}
             self._most = most_full((), self._before, self._padding)
             return
         self._calls.append(call)
         if call.op is Op.WAIT:
             self._most = max(self._most, registered_bytes(model, self._ignored))
-            count = sum(unit.is_full for unit in engine.units)
+            count = sum(unit.state is FULL for unit in engine.units)
             if self._most_units is not None and count > self._most_units:
                 self._found.append(f"{count} units were full at once, expected {self._most_units} at most")
 

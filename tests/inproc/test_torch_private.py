@@ -192,8 +192,12 @@ def test_holders_of_a_tensor_beside_python_are_counted() -> None:
     assert private.tensor_use_count(gradient) == 0
     parameter.grad = gradient
     assert private.tensor_use_count(names[0]) == 1
-    assert private.use_counter([parameter, gradient], [gradient.untyped_storage()])() == [1, 2, 2]
+    count = private.use_counter([parameter, gradient], [gradient.untyped_storage()])
+    before = count()
     parameter.grad = None
+    assert count() < before, "of C++"
+    before, more = count(), [gradient]
+    assert count() == before + 1, more
     assert private.tensor_use_count(gradient) == 0
 
 
