@@ -132,7 +132,7 @@ class Membership:
     def more(self) -> int:
         """Let processes that are ready join; return how many are to be started."""
         if self._is_over():
-            if self._waiting:
+            if self._generation.members:  # also for those that others were to let join
                 self._announce((), False, "the run is over")
                 self._waiting.clear()
             return 0
@@ -333,8 +333,8 @@ class Process:
 
     def note_formed(self) -> None:
         """Note that all ranks of the generation have entered it."""
-        self._phase = ""
-        self._store.set(_FORMED.format(cast(Generation, self.generation).number), "")
+        self._phase, self._left = "", cast(Generation, self.generation).number
+        self._store.set(_FORMED.format(self._left), "")
 
     def listen(self) -> None:
         """Interrupt polls of the main thread, too."""
@@ -344,8 +344,7 @@ class Process:
     def leave(self) -> None:
         """Leave the generation: nothing of its groups stays."""
         with self._leaving:
-            own, self.generation, self._phase = self.generation, None, "leaving"
-        self._left = own.number if own is not None else self._left
+            self.generation, self._phase = None, "leaving"
         waits.leave()
         if not dist.is_initialized():  # an interrupted start leaves names of groups behind, which a destruction resets
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

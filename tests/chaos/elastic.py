@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -13,10 +14,13 @@ from typing import Any
 
 import torch
 from helpers import elastic_program
-from helpers.commands import COMMAND
-from helpers.forked_commands import run_forked
+from helpers.commands import COMMAND, children
+from helpers.forked_commands import start_forked
+
+from shardwise.one_host import read_proc
 
 RUN = [*COMMAND[: COMMAND.index("train")], "run", "--elastic"]
+LIMIT_S = 120.0
 CASES = [
     (kind, transport) for kind in ("fully_shard", "replicate", "zero") for transport in ("auto", "gloo", "collective")
 ]
@@ -43,6 +47,22 @@ class ElasticOutcome:
     num_steps: int
 
 
+def _run(words: list[str], folder: str) -> tuple[int, str]:
+    """Return the exit code, -1 if it has not ended, and what was printed: then also where each process is."""
+    with start_forked(words, {"TMPDIR": folder}) as command:
+        try:
+            _, err = command.communicate(timeout=LIMIT_S)
+        except AssertionError:
+            for pid in children(command.pid):
+                caught = int(read_proc(f"{pid}/status").partition("SigCgt:")[2].split()[0], 16)
+                if caught >> (signal.SIGUSR2 - 1) & 1:
+                    os.kill(pid, signal.SIGUSR2)
+            time.sleep(1.0)
+            return -1, f"it has not ended within {LIMIT_S:g} s: {command.errors()}"
+        assert command.returncode is not None
+        return command.returncode, err
+
+
 def run_elastic(noise: random.Random) -> ElasticOutcome:
     """Make a run that ``noise`` draws."""
     num_ranks, is_replaced = noise.choice((2, 3, 4)), noise.random() < 0.6
@@ -58,12 +78,7 @@ def run_elastic(noise: random.Random) -> ElasticOutcome:
         settings |= {"out": f"{folder}/out", "log": folder}
         settings["random"] = {**drawn, "immune": sorted(set(range(100)) - set(mortal))}
         words = ["-n", str(num_ranks), "--spares", str(num_spares), "--max-restarts", str(num_new - num_spares)]
-        code, err = -1, "it has not ended"
-        try:
-            ended = run_forked([*RUN, *words, elastic_program.__file__, json.dumps(settings)], TMPDIR=folder)
-            code, err = ended.code, ended.err
-        except AssertionError as error:
-            err = str(error)
+        code, err = _run([*RUN, *words, elastic_program.__file__, json.dumps(settings)], folder)
         found = torch.load(f"{folder}/out")[0] if code == 0 else {}
         expected = elastic_program.undisturbed(num_steps)
         is_right = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

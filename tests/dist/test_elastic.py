@@ -107,6 +107,15 @@ def test_processes_are_started_in_place_of_lost_ones_and_join_after_a_step(tmp_p
     )
 
 
+def test_a_process_that_was_to_join_leaves_when_the_others_have_left_the_loop(tmp_path: Path) -> None:
+    words = ("-n", "2", "--max-restarts", "1")
+    ended = elastic(
+        tmp_path, *words, slow_ms=1500, kills=[[0, "backward", 2]], num_steps=100, leaves=3, log=str(tmp_path)
+    )
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "left-2").exists(), "it was ready in the last step, and is in a generation that never formed"
+
+
 def test_state_outlives_all_ranks(tmp_path: Path) -> None:
     words = ("-n", "2", "--max-restarts", "2")
     more = assert_undisturbed(tmp_path, elastic(tmp_path, *words, kills=[[0, "backward", 5], [1, "backward", 5]]))

@@ -5,6 +5,7 @@ Sums of gradients are exact in it, so that its parameters are the same to the bi
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -214,6 +215,7 @@ def kill_after(milliseconds: float) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR2)
     try:
         train(json.loads(sys.argv[1]))
     finally:  # also a spare that was not needed
