@@ -261,11 +261,8 @@ def _zero2(model: GPT, setup: Setup) -> nn.Module:
     return shard_model(model, strategy="zero2", mesh=setup.mesh)
 
 
-def _replicate_blocks(model: GPT, setup: Setup) -> nn.Module:
-    for block in model.blocks:
-        replicate(block, mesh=setup.mesh)
-    replicate(model, mesh=setup.mesh)
-    return model
+def _replicate(model: GPT, setup: Setup) -> nn.Module:
+    return replicate(model, mesh=setup.mesh)
 
 
 def _replicate_whole(model: GPT, setup: Setup) -> nn.Module:
@@ -334,8 +331,8 @@ _ALL = (
     _RECOMMENDED,
     _over_gloo(_RECOMMENDED),
     replace(_RECOMMENDED, name="shardwise recommended bf16", wrap=_shard_recommended_bf16, dtype="bf16"),
-    Contender("shardwise replicate", "shardwise", "nothing", _replicate_blocks, adamw),
-    Contender("shardwise replicate + fused", "shardwise", "nothing", _replicate_blocks, _fused_adamw),
+    Contender("shardwise replicate", "shardwise", "nothing", _replicate, adamw),
+    Contender("shardwise replicate + fused", "shardwise", "nothing", _replicate, _fused_adamw),
     Contender("shardwise replicate whole", "shardwise", "nothing", _replicate_whole, adamw),
     _ZERO_1,
     replace(_ZERO_1, name="shardwise ZeRO-1 + fused", build_optimizer=_fused_zero_adamw),

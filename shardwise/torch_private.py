@@ -125,11 +125,6 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def tensor_use_count(tensor: torch.Tensor) -> int:
-    """Return how many references ``tensor`` itself has besides Python: ``.grad`` of another, a work in flight."""
-    return tensor._use_count() - 1  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def use_counter(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> Callable[[], int]:
     """Return a function that counts all references, of Python and C++, to ``tensors`` and ``storages`` together."""
     count: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]

@@ -268,11 +268,9 @@ ONE_IDEA = {
     "fsdp/unit.py:Unit": "one set of parameters: what it is, what users have set of it, and what was done with it",
     "fsdp/unit.py:UnitBackward": "how far one backward has come",
     "fsdp/gradients.py:Reduction": "gradients on their way: what each leg of it leaves for the next",
-    "fsdp/flat_buffer.py:FlatBucket": "one allocation, and who lives where in it",
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
-    "fsdp/reductions.py:Reductions": "reductions on their way, from launched to committed or put off",
 }
 MOST_ATTRIBUTES = 10
 
@@ -320,7 +318,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 6400,  # with plan 5900, and checks 600
+    "fsdp": 5950,  # with plan and checks 6500
     "collectives": 2500,
     "checkpoint": 2450,  # with transaction 2900
     "recipes": 1900,  # issue 49: --reproducible 50, --elastic 65

@@ -48,9 +48,8 @@ def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_ch
         starts[name].append(value)
     if unwritten := starts.pop("", None):
         raise StateError(
-            f"{few(map(str, unwritten))} have no values: they were not written to after to_empty() allocated them. Call "
-            "shardwise.init_parameters(model, init_fn) with a function that initializes all parameters and buffers, or "
-            "load them; build buffers that are computed in __init__ under torch.device('cpu') instead of on meta"
+            f"{few(map(str, unwritten))} have no values: nothing was written to them after to_empty(). Load them, call "
+            "shardwise.init_parameters(model, init_fn), or build computed buffers under torch.device('cpu')"
         )
     for each in attachments:
         each.is_materialized = False
@@ -59,10 +58,9 @@ def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_ch
     alike = [name for name in several if len(set(starts[name])) == 1]
     if alike and (alike[0] == several[0] or 2 * len(alike) > len(several)):
         raise StateError(
-            f"the shards of {few(alike)} begin with the same values on all ranks: every rank has initialized its "
-            "local tensor (to_local()) with the same seed. Call shardwise.init_parameters(model), which initializes parameters "
-            "as one process would, or draw on the parameters themselves. If the values are right (copies of one expert), call "
-            "forward again: this is checked only once"
+            f"the shards of {few(alike)} begin with the same values on all ranks: every rank has initialized its local "
+            "tensor (to_local()) with the same seed. Call shardwise.init_parameters(model), or draw on the parameters "
+            "themselves. If the values are right (copies of one expert), call forward again: this is checked only once"
         )
 
 
@@ -127,12 +125,10 @@ def check_tree(root: nn.Module) -> None:
         if owner is not None:
             raise StateError(
                 f"{path} of this {type(root).__name__} is shared with {type(owner.module()).__name__}, which was sharded by "
-                "itself and is not below it: both would train the parameter separately. Call fully_shard (or replicate) on a "
-                "module that contains both, and run the forward of that module"
+                "itself and is not below it. Call fully_shard (or replicate) on a module that contains both, and run that"
             )
     raise StateError(
-        f"{few(added)} was added to the module tree after its units were made and belongs to none of them: every "
-        "rank would train its own copy on its part of the batch. Add parameters before fully_shard (or replicate), shard "
-        "the new module before the next forward, or freeze it (requires_grad_(False)); pass parameters that you train "
-        "yourself as ignored_params"
+        f"{few(added)} was added to the module tree after its units were made and belongs to none of them: every rank would "
+        "train its own copy. Add parameters before fully_shard (or replicate), shard the new module before the next "
+        "forward, freeze it (requires_grad_(False)), or name parameters that you train yourself in ignored_params"
     )

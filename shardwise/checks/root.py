@@ -93,9 +93,8 @@ class RootChecks(StepChecks):
         for group in groups:
             if not group.place.on.has_streams and (param := _differing(group)) is not None:
                 raise StateError(
-                    f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or another "
-                    "alias that torch does not count as a write, so the full parameter differs from the shard. Call "
-                    "reshard() on the module before such writes, or write to the parameter itself under torch.no_grad()"
+                    f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or "
+                    "another alias. Call reshard() on the module first, or copy_ to the parameter itself"
                 )
 
     def see_writes(self, number: int, written: Written) -> None:

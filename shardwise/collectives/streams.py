@@ -174,10 +174,6 @@ class SideStream:
         if mark is not None:
             self._device.current_stream().wait_event(mark)
 
-    def here(self) -> Stream | None:
-        """Return the current stream, for :func:`back_at`; None on the host, which has no streams."""
-        return self._device.current_stream() if self.is_concurrent else None
-
     @property
     def is_started(self) -> bool:
         """True once work was sent to it."""
@@ -187,11 +183,6 @@ class SideStream:
         if self._stream is None:
             self._stream = self._device.new_stream(self._name, priority=-1)
         return self._stream
-
-
-def back_at(stream: Stream | None) -> AbstractContextManager[object]:
-    """Return a context in which ``stream``, from :meth:`SideStream.here`, is the current stream again."""
-    return nullcontext() if stream is None else cast(AbstractContextManager[object], stream)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from shardwise.arguments import explains_arguments, ids_of_ignored, unknown_argu
 from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError
-from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch
+from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch, units_in
 from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
@@ -57,19 +57,12 @@ def describe_units(model: nn.Module) -> UnitTable:
         blocks.0-7        8     399,872  1.525 MiB     1.00  shared memory
         2 units, 436,864 parameters, 1.667 MiB
     """
-    paths: dict[Unit, list[str]] = {}
-    for path, module in model.named_modules():
-        attachment = attachment_of(module)
-        if attachment is not None:
-            paths.setdefault(attachment.unit, []).append(path)
+    paths = units_in(model)
     if not paths:
         raise ConfigError(
             f"{type(model).__name__} contains no unit; call shard_model, fully_shard or replicate on it first"
         )
-    rows = tuple(_row(unit, compress_paths(names)) for unit, names in paths.items())
-    engine = engine_of(next(iter(paths)))
-    plan = None if engine is None else engine.exec_order.plan
-    return UnitTable(rows, None if plan is None else plan.ahead_bytes)
+    return UnitTable(tuple(_row(unit, compress_paths(names)) for unit, names in paths.items()))
 
 
 def _row(unit: Unit, name: str) -> UnitRow:
@@ -332,9 +325,8 @@ def modules_in(given: object, api: str) -> list[nn.Module]:
             raise StateError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
         if attachment_of(module) is not None:
             raise UsageError(
-                "Each distinct composable distributed API can only be applied to a module once. "
-                f"{type(module).__name__} was given to {api} before: leave out one of the calls; shardwise.policy(...) and "
-                "the set_* methods change settings afterwards"
+                f"Each distinct composable distributed API can only be applied to a module once. {type(module).__name__} "
+                f"was given to {api} before: leave out one call; shardwise.policy(...) changes settings"
             )
     return cast(list[nn.Module], modules)
 
@@ -439,8 +431,8 @@ def replicate(
 ) -> ReplicateModule | list[ReplicateModule]:
     """Average gradients over ranks that all have the full parameters.
 
-    Parameters and gradients become DTensors with ``Replicate()`` on a 1-D mesh; every call makes one unit.  Small gradients of
-    neighbouring units are all-reduced together; a single unit for the whole model is all-reduced in buckets during backward.
+    Parameters and gradients become DTensors with ``Replicate()`` on a 1-D mesh; every call makes one unit, whose
+    gradients are all-reduced when its backward ends; those of a single unit for the whole model in buckets during backward.
     With any argument of ``DistributedDataParallel`` (``device_ids``, ``process_group``, ...) or ``ignored_modules``, the older
     call, it behaves like that class: parameters stay plain tensors, and parameters and buffers are broadcast from rank 0.
     Otherwise nothing is broadcast, and values that differ between ranks raise DesyncError in the first averaged backward.
@@ -471,8 +463,7 @@ def replicate(
         raise unknown_argument("replicate", name, [*own, "ignored_modules", *sorted(OLDER_ARGUMENTS)])
     if ddp.get("mixed_precision") is not None:
         raise ConfigError(
-            "replicate() does not take DDP's mixed_precision: pass mp_policy=MixedPrecisionPolicy(param_dtype=..., "
-            "reduce_dtype=...) and no argument of DistributedDataParallel"
+            "replicate() does not take DDP's mixed_precision: pass mp_policy and no argument of DistributedDataParallel"
         )
     modules = modules_in(module, "replicate")
     is_plain = bool(ddp) or ignored_modules is not None

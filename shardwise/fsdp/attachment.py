@@ -121,3 +121,12 @@ def is_managed_by_torch(module: nn.Module) -> bool:
 def attachment_of(module: nn.Module) -> Attachment | None:
     """Return the attachment of ``module``, None if it is not sharded."""
     return module.__dict__.get(ATTACHMENT)
+
+
+def units_in(model: nn.Module) -> dict[Unit, list[str]]:
+    """Return the units of the modules of ``model``, in their order, with the paths of these modules."""
+    found: dict[Unit, list[str]] = {}
+    for path, module in model.named_modules():
+        if (attachment := attachment_of(module)) is not None:
+            found.setdefault(attachment.unit, []).append(path)
+    return found

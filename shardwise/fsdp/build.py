@@ -119,7 +119,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.
         copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
         params.append(copied)
     refuse_gradients(params)
-    result = ParamGroup(params, group.axes, group.dtypes.precision, group.place, group.keeps_plain)
+    result = ParamGroup(params, group.axes, group.precision, group.place, group.keeps_plain)
     result.sub_axes = group.sub_axes
     result.custom = replace(group.custom)
     result.sums = None if group.sums is None else group.sums.of_copy()
@@ -289,8 +289,7 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
         at = item.registrations[0]
         if (id(at.parameters), at.name) in places:
             raise StateError(
-                f"{item.fqn} belongs to the unit of an outer module, which was sharded before. Shard inner modules before the "
-                "outer ones"
+                f"{item.fqn} belongs to the unit of an outer module. Shard inner modules before outer ones"
             )
 
 
@@ -326,11 +325,9 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     (table, name, memory), (other_table, other_name, other) = (tensors[index] for index in shared)
     first = f"{paths.get(table, prefixes[0])}.{name}"
     second = f"{paths.get(other_table, prefixes[0])}.{other_name}"
-    advice = (
-        f"Write {second} = {first} first, which ties them"
-        if shared[1] < num_sharded and memory.is_same_view(other)
-        else "Give one of them memory of its own first (clone()), or compute it from the other in forward"
-    )
+    advice = "Give one of them memory of its own first (clone()), or compute it from the other in forward"
+    if shared[1] < num_sharded and memory.is_same_view(other):
+        advice = f"Write {second} = {first} first, which ties them"
     return ConfigError(
         f"{first} and {second} share memory but are two tensors: in one process a step changes both, but shards are copies, so "
         f"that they would become different. {advice}"
@@ -433,9 +430,8 @@ def _refusal(param: weakref.ref[ShardedParam]) -> Callable[[torch.Tensor], None]
     def refuse(_: torch.Tensor) -> None:
         if (sharded := param()) is not None:
             raise StateError(
-                f"forward has used {sharded.fqn} as it was before it was sharded: the gradient goes to the old parameter, "
-                "which an optimizer on the sharded model does not step. A list, a closure or functools.partial still has the "
-                "old parameter: read it from its module in forward"
+                f"forward has used {sharded.fqn} as it was before it was sharded, which an optimizer on the sharded model "
+                "does not step. A list, a closure or functools.partial still has it: read it from its module in forward"
             )
 
     return refuse
@@ -456,7 +452,7 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
                 local = local.cpu()
             sharded = torch_private.parameter_from_local(local, spec, item.param.requires_grad)
         _hand_on(item.param, sharded)
-    result = ShardedParam(item.fqn, item.registrations, cut, spec, inner_spec, sharded, shape, preset.keeps_plain)
+    result = ShardedParam(item.fqn, item.registrations, cut, spec, inner_spec, sharded, shape)
     result.memory = item.memory
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, cast
@@ -80,89 +79,47 @@ def _items(value: Any) -> dict[Any, Any]:
     return dict(enumerate(cast("list[Any]", value))) if isinstance(value, _SEQUENCES) else {}
 
 
-def _changes(now: dict[Any, Any], before: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    return [(key, item) for key, item in now.items() if key not in before or before[key] is not item]
+def _replace(container: Any, new: Mapping[int, Any]) -> None:
+    """Replace items and attributes of ``container`` whose ids are in ``new``; no method of a user's class is called."""
+    for key, item in _items(container).items():
+        if id(item) in new and isinstance(container, dict):
+            dict.__setitem__(cast("dict[Any, Any]", container), key, new[id(item)])
+        elif id(item) in new and isinstance(container, list):
+            list.__setitem__(cast("list[Any]", container), key, new[id(item)])
+        elif id(item) in new and isinstance(container, set):
+            set.remove(cast("set[Any]", container), item)
+            set.add(cast("set[Any]", container), new[id(item)])
+    for name, item in _attributes(container).items():
+        if id(item) in new:
+            object.__setattr__(container, name, new[id(item)])
 
 
-@dataclasses.dataclass(slots=True)
-class _Copy:
-    """A container in which tensors were replaced.
-
-    Attributes:
-        original: the caller's container.
-        copied: what the module gets instead.
-        items, attributes: those of ``copied`` when the module got it.
-        own: the caller's items and attributes by the ids of those that replace them.
-    """
-
-    original: Any
-    copied: Any
-    items: dict[Any, Any]
-    attributes: dict[str, Any]
-    own: dict[int, Any]
-
-    def carry_back(self, back: Callable[[Any], Any]) -> None:
-        """Change ``original`` as the module has changed ``copied``; no method of a user's class is called.
-
-        Args:
-            back: returns a value with the caller's containers in place of their copies.
-        """
-
-        def own(value: Any) -> Any:
-            return self.own[id(value)] if id(value) in self.own else back(value)
-
-        original, now, before = self.original, _items(self.copied), self.items
-        if isinstance(original, dict):
-            kind: Any = OrderedDict if isinstance(original, OrderedDict) else dict
-            for key in before.keys() - now.keys():
-                kind.pop(original, key, None)
-            for key, item in _changes(now, before):
-                kind.__setitem__(original, key, own(item))
-        elif isinstance(original, list):
-            start = min([index for index, _ in _changes(now, before)], default=len(now))
-            list.__setitem__(original, slice(start, len(before)), [own(now[index]) for index in range(start, len(now))])
-        elif isinstance(original, set):
-            set.difference_update(original, map(own, {*before.values()}.difference(now.values())))
-            set.update(original, map(own, {*now.values()}.difference(before.values())))
-        attributes = _attributes(self.copied)
-        for name in self.attributes.keys() - attributes.keys():
-            object.__delattr__(original, name)
-        for name, item in _changes(attributes, self.attributes):
-            object.__setattr__(original, name, own(item))
-
-
-def _copied(value: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-    """Return a copy of ``value`` with other items and attributes.
+def _copied(value: Any, new: Mapping[int, Any]) -> Any:
+    """Return a copy of ``value`` in which items and attributes whose ids are in ``new`` are replaced.
 
     Raises: ConfigError if its class does not allow copies.
     """
     kind: Any = type(value)
+    items = {key: new.get(id(item), item) for key, item in _items(value).items()}
+    if isinstance(value, PackedSequence):
+        items[1] = value.batch_sizes  # they stay on the CPU
     try:
         if isinstance(value, (tuple, frozenset)):
             base: Any = tuple if isinstance(value, tuple) else frozenset
             result = kind(items.values()) if hasattr(kind, "n_fields") else base.__new__(kind, items.values())
-            attributes = _attributes(value) | attributes
+            for name, item in _attributes(value).items():
+                object.__setattr__(result, name, item)
         else:
             result: Any = MappingProxyType(items) if kind is MappingProxyType else copy.copy(value)
         if result is value:
             raise ConfigError("copy.copy() returns the object itself")
-        if isinstance(result, dict):
-            for key, item in items.items():
-                dict.__setitem__(cast("dict[Any, Any]", result), key, item)
-        elif isinstance(result, list):
-            list.__setitem__(cast("list[Any]", result), slice(None), items.values())
-        elif isinstance(result, set):
-            set.clear(cast("set[Any]", result))
-            set.update(cast("set[Any]", result), items.values())
-        for name, item in attributes.items():
-            object.__setattr__(result, name, item)
         if _is_own_dict(value):
             object.__setattr__(result, "__dict__", result)
+        _replace(result, new)
     except Exception as error:
         raise ConfigError(
-            f"a {kind.__qualname__} among a module's arguments or outputs holds tensors that a precision policy casts or that "
-            f"move to the device, and cannot be copied: {type(error).__name__}: {error}. Give the class a __copy__, pass its "
-            "tensors themselves, or set cast_forward_inputs=False in mp_policy and cast them where they are used"
+            f"a {kind.__qualname__} among a module's outputs holds tensors that output_dtype casts, and cannot be copied: "
+            f"{type(error).__name__}: {error}. Give the class a __copy__, or leave output_dtype out"
         ) from error
     return result
 
@@ -180,18 +137,21 @@ def _write(own: torch.Tensor, replacement: torch.Tensor) -> None:
 class Conversion:
     """The arguments or outputs of one forward, with floating-point tensors cast to ``dtype`` and all moved to ``device``.
 
-    A container in which no tensor has to be replaced stays the same object.  Otherwise the module gets a copy of it, the
-    caller's tensors stay in the caller's container, and :meth:`take_back` carries over what the module has put in, taken out,
-    or written into a cast tensor of the container.  Lists, tuples, sets, dicts, dataclasses and mappings are containers,
-    subclasses too.  Raises: ConfigError for a container that :func:`copy.copy` does not copy.
+    The containers of arguments hold these tensors while the module runs, so that what the module puts in or takes out is there;
+    :meth:`take_back` gives the caller's tensors back, with what the module has written into them.  Tuples, which cannot be
+    changed, and containers of outputs (``copies``), which the module may keep, are copied if they hold such a tensor.  Lists,
+    tuples, sets, dicts, dataclasses and mappings are containers, subclasses too.
     """
 
-    __slots__ = ("_cast", "_copies", "_device", "_done", "_dtype")
+    __slots__ = ("_cast", "_changed", "_copies", "_device", "_done", "_dtype", "_new")
 
-    def __init__(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
-        self._dtype, self._device = dtype, device
+    def __init__(
+        self, dtype: torch.dtype | None = None, device: torch.device | None = None, copies: bool = False
+    ) -> None:
+        self._dtype, self._device, self._copies = dtype, device, copies
         self._done: dict[int, tuple[Any, Any]] = {}  # id -> a value that was seen, and what stands for it
-        self._copies: list[_Copy] = []
+        self._new: dict[int, Any] = {}  # id -> what stands for it
+        self._changed: list[Any] = []  # the caller's containers
         self._cast: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # of containers: own, replacement, its version
 
     def arguments(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -209,17 +169,19 @@ class Conversion:
             self._done[id(value)] = value, value  # a container may contain itself
             convert = self._tensor if isinstance(value, torch.Tensor) else self._container
             self._done[id(value)] = value, convert(value)
+            self._new[id(value)] = self._done[id(value)][1]
         return self._done[id(value)][1]
 
-    def _inside(self, value: Any) -> Any:
+    def _inside(self, value: Any) -> bool:
+        """Convert an item of a container; return True if something else stands for it."""
         # Tensors that are made in inference mode do not count writes.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             result = self(value)
         if result is value or not isinstance(value, torch.Tensor):
-            return result
+            return result is not value
         if result.dtype != value.dtype and result.device == value.device and not result.is_inference():
             self._cast.append((value, result, result._version))
-        return result
+        return True
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._device is not None:
@@ -229,28 +191,20 @@ class Conversion:
     def _container(self, value: Any) -> Any:
         if not (isinstance(value, (*_SEQUENCES, Mapping)) or _is_dataclass(value)):
             return value
-        items, attributes = _items(value), _attributes(value)
-        new = {key: self._inside(item) for key, item in items.items()}
-        if isinstance(value, PackedSequence):
-            new[1] = items[1]  # batch sizes stay on the CPU
-        new_attributes = {name: self._inside(item) for name, item in attributes.items()}
-        pairs = zip((*new.values(), *new_attributes.values()), (*items.values(), *attributes.values()), strict=True)
-        own = {id(item): old for item, old in pairs if item is not old}
-        if not own:
+        inner = [*_items(value).values(), *_attributes(value).values()]
+        if not sum(map(self._inside, inner)):
             return value
-        result = _copied(value, new, dict(_changes(new_attributes, attributes)))
-        self._copies.append(_Copy(value, result, _items(result), _attributes(result), own))
-        return result
+        if self._copies or isinstance(value, (tuple, frozenset, MappingProxyType)):
+            return _copied(value, self._new)
+        _replace(value, self._new)
+        self._changed.append(value)
+        return value
 
-    def take_back(self, output: Any) -> Any:
-        """Carry the module's changes of containers over to the caller's; return ``output`` with these instead of copies."""
+    def take_back(self) -> None:
+        """Put the caller's tensors back into the caller's containers, with what the module has written in place."""
         for own, replacement, version in self._cast:
             if replacement._version != version and not (own.is_leaf and own.requires_grad):
                 _write(own, replacement)
-        if not self._copies:
-            return output
-        back = Conversion()
-        back._done = {id(each.copied): (each.copied, each.original) for each in self._copies}
-        for each in self._copies:
-            each.carry_back(back)
-        return back(output)
+        back = {id(stands): own for own, stands in self._done.values()}
+        for each in self._changed:
+            _replace(each, back)

@@ -82,9 +82,8 @@ class Limit:
         norm = norm if {torch.float64, torch.complex128} & set(dtypes) else norm.float()
         if self.error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise StateError(
-                f"The total norm of order {self.norm_type} for gradients from `parameters` is non-finite ({norm.item()}), so "
-                "it cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
+                f"The total norm of order {self.norm_type} for gradients from `parameters` is non-finite ({norm.item()}), "
+                "so it cannot be clipped. Look for the cause, or set `error_if_nonfinite=False` to scale by it anyway"
             )
         coefficient = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -142,8 +141,7 @@ def part_of(gradient: torch.Tensor) -> Part:
         return Part(gradient.detach())
     if any(isinstance(placement, Partial) for placement in gradient.placements):
         raise ConfigError(
-            f"a gradient has placements {gradient.placements}; its partial sums must be reduced before a norm exists: "
-            "redistribute it to Replicate or Shard"
+            f"a gradient has placements {gradient.placements}: redistribute it to Replicate or Shard first"
         )
     mesh = gradient.device_mesh
     sizes = [mesh.size(i) for i, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
@@ -170,10 +168,8 @@ def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGr
     if not places:
         return []
     world = dist.group.WORLD
-    ranks = {
-        place: place.mesh.flatten().tolist() if isinstance(place, DeviceMesh) else dist.get_process_group_ranks(place)
-        for place in places
-    }
+    group_ranks = dist.get_process_group_ranks
+    ranks = {at: at.mesh.flatten().tolist() if isinstance(at, DeviceMesh) else group_ranks(at) for at in places}
     together = set[int]().union(*ranks.values())
     assert world is not None
     if len(together) == world.size():
@@ -182,8 +178,7 @@ def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGr
     if not together <= {*ranks[largest]}:
         shapes = [tuple(place.shape) if isinstance(place, DeviceMesh) else (place.size(),) for place in places]
         raise ConfigError(
-            f"gradients lie on meshes {shapes} of which none contains the others; clip the parameters of each mesh "
-            "separately"
+            f"gradients lie on meshes {shapes}, of which none contains the others; clip those of each mesh separately"
         )
     groups = largest.get_all_groups() if isinstance(largest, DeviceMesh) else [largest]
     return [group for group in groups if group.size() > 1]

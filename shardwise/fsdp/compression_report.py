@@ -12,12 +12,11 @@ from shardwise import torch_private
 from shardwise.collectives.compressed import Compression, Meter, own_part, sum_at_owners
 from shardwise.collectives.owned import sum_of
 from shardwise.errors import StateError
-from shardwise.fsdp.attachment import attachment_of
+from shardwise.fsdp.attachment import units_in
 from shardwise.fsdp.flat_buffer import as_gradient
 from shardwise.fsdp.mesh import cut_shard
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +73,7 @@ def _traffic(meter: Meter) -> CodedTraffic:
 
 
 def _compressed(model: nn.Module) -> Iterator[_Coded]:
-    paths: dict[Unit, str] = {}
-    for path, module in model.named_modules():
-        if (attachment := attachment_of(module)) is not None:
-            paths.setdefault(attachment.unit, path)
-    for unit, path in paths.items():
+    for unit, (path, *_) in units_in(model).items():
         yield from [(path, group, group.compression) for group in unit.groups if group.compression is not None]
 
 
@@ -120,8 +115,7 @@ class CompressionState:
             value = state_dict.get(name)
             if value is None:
                 raise StateError(
-                    f"compression state: no residual of {name}; load a state that compression_state() of this model "
-                    "saved, or load none: residuals start at zero"
+                    f"compression state: no residual of {name}; load a state of this model, or none: residuals start at zero"
                 )
             local, shape = torch_private.local_of(value).detach(), tuple(param.local.shape)
             if tuple(local.shape) == param.shard.shape != shape:

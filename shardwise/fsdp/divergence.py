@@ -1,12 +1,11 @@
 """Ranks that take different ways (``set_allow_rank_divergence``): all of them launch the collectives of one schedule.
 
 A gather or a reduction takes all ranks of its group, also those whose own modules do not need it.  So the collectives of a
-forward or backward (a pass) follow a schedule that all ranks share.  A rank that needs a later entry launches the entries
-before it first, for the others alone: it gives its shards and drops what it receives, and its gradients are zeros.  At the end
-of the pass it launches the rest.  A collective that is not in the rest of the schedule is a request: the rank launches the
-rest and waits until the others have done so, too, and all append the requests of all ranks to the schedule, in the order of
-the units.  The pass is over when no rank requests anything.  The schedule of the next pass of this kind is the union of what
-the ranks did.
+forward or backward (a pass) follow a schedule that all ranks share: each unit once, in the order of the modules.  A rank that
+needs a later entry launches the entries before it first, for the others alone: it gives its shards and drops what it receives,
+and its gradients are zeros.  At the end of the pass it launches the rest.  A collective that is not in the rest of the
+schedule is a request: the rank launches the rest and waits until the others have done so, too, and all append the requests of
+all ranks to the schedule, in the order of the units.  The pass is over when no rank requests anything.
 
 Before a pass ranks tell each other which kind they begin.  Where they differ, a backward comes before a forward and a forward
 before an optimizer step; ranks that begin something else serve it.
@@ -19,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Container, Sequence
-from difflib import SequenceMatcher
 from typing import Any, Protocol, cast
 
 import torch
@@ -30,7 +28,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from shardwise import torch_private
 from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import PassKind
-from shardwise.consistency.process_groups import gather_objects, largest_words
+from shardwise.consistency.process_groups import largest_words
 from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks
 from shardwise.fsdp.comm_context import CommContext
@@ -42,42 +40,15 @@ from shardwise.fsdp.reductions import Reductions
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
 from shardwise.observe import Op, listeners
-from shardwise.plan.schedule import FORWARD, ExecutionOrder, OrderEntry, StepEvent
-
-# ---- The union of the orders of all ranks.
-
-_MOST_TIMES = 4  # a schedule that is this many times as long as the order of any rank is made again from this step
-
-
-def union_of(known: Sequence[OrderEntry], orders: Sequence[Sequence[OrderEntry]]) -> list[OrderEntry]:
-    """Return an order that contains ``known`` and each of ``orders`` as a subsequence, unless it would grow too long.
-
-    All orders belong to forwards, or all to backwards.
-    """
-    found = list(known)
-    for order in orders:
-        found = _merged(found, order)
-    longest = max(map(len, orders), default=0)
-    if known and len(found) > _MOST_TIMES * longest > 0:
-        return union_of((), orders)
-    return found
-
-
-def _merged(known: Sequence[OrderEntry], order: Sequence[OrderEntry]) -> list[OrderEntry]:
-    found: list[OrderEntry] = []
-    for what, begin, end, other_begin, other_end in SequenceMatcher(None, known, order, False).get_opcodes():
-        found += known[begin:end]
-        found += order[other_begin:other_end] if what != "equal" else ()
-    return found
-
+from shardwise.plan.schedule import StepPlan
 
 # ---- Serving other ranks.
 
 _MOST_GIVEN = 2  # gathers for the others alone whose buffers are allocated at once
 _BEGIN, _WITHIN = 1, 2  # what ranks speak about
 # The places of words in the vector that ranks exchange; the largest word of all ranks counts.
-_COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS, _IS_SHORT, _WAITS = range(10)
-_NUM_FLAGS = 10
+_COUNT, _LESS_COUNT, _ABOUT, _LESS_ABOUT, _FORWARD, _BACKWARD, _SYNCS, _SYNCS_REPLICAS, _WAITS = range(9)
+_NUM_FLAGS = 9
 
 
 class Passes(Protocol):
@@ -120,7 +91,7 @@ class Divergence:
         self.divides_by_all = True
         self._count = 0
         self._kind: PassKind = "forward"
-        self._syncs = self._is_short = False
+        self._syncs = False
         # The schedule of the running pass, see Schedule in fsdp/unit.py; units move the cursor themselves, without a call.
         self.gathers, self._sums, self.cursor = [-1], [-1], 0
         self._late: dict[Unit, Gradients] = {}
@@ -145,9 +116,7 @@ class Divergence:
             raise self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}") from error
         said: list[int] = mine.tolist()
         if said[_COUNT] != -said[_LESS_COUNT] or said[_ABOUT] != -said[_LESS_ABOUT]:
-            error = TransportError(
-                f"a rank has left a {self._kind} that others still run, by an exception; see the error of that rank"
-            )
+            error = TransportError(f"a rank has left a {self._kind} that others still run; see the error of that rank")
             raise self._engine.exec_order.explain(error, f"the other ranks in a {self._kind}")
         return said
 
@@ -161,8 +130,7 @@ class Divergence:
         """
         if self.is_open:
             raise StateError(
-                f"a {wanted or 'step of an optimizer'} began inside of a {self._kind}, which set_allow_rank_divergence does "
-                "not support: other ranks could not know when to serve it. Run it before or after"
+                f"a {wanted or 'step of an optimizer'} began inside of a {self._kind}: run it before or after"
             )
         while True:
             if self.joined is not None:
@@ -176,9 +144,8 @@ class Divergence:
         """Return 1 + the place of a parameter, one of ``changed``, whose gradients wait on this rank; else 0."""
         shown = [(param, mark) for unit in self._units for param, mark in unit.earlier.waiting.items()]
         waiting = [param for param, mark in shown if param.sharded.grad is mark]
-        return max(
-            (1 + self._places[each] for each in waiting if changed is None or id(each.sharded) in changed), default=0
-        )
+        found = [1 + self._places[each] for each in waiting if changed is None or id(each.sharded) in changed]
+        return max(found, default=0)
 
     def leave_join(self) -> None:
         """End a ``Join``: all ranks have left its body."""
@@ -213,9 +180,8 @@ class Divergence:
             raise StateError(waits_for_sync([*self._places][said[_WAITS] - 1].fqn))
         if kind is None and self._left:
             raise StateError(
-                f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(self._left)} has left: its "
-                "shards would stay as they are. Put Join around the forwards and backwards of one step, and clip and step "
-                "after it"
+                f"gradients are clipped or an optimizer steps inside of a Join that {format_ranks(self._left)} has left. "
+                "Put Join around the forwards and backwards of one step, and clip and step after it"
             )
         return kind
 
@@ -223,40 +189,34 @@ class Divergence:
 
     def enter(self, kind: PassKind) -> None:
         """Take up the schedule of a pass that all ranks begin."""
-        self._kind, plan = kind, self._engine.exec_order.plan
+        self._kind, plan = kind, self._engine.exec_order.plan_in_order()
         links = self._engine.comm_ctx.pass_tracker.open_links() if self._engine.exec_order.gathers else []
         if self._planned != (plan, links):
             self._planned = plan, links
             for unit in self._units:
                 is_read = all(group.is_read_by_peers(links) for group in unit.groups)  # without help of this rank
                 unit.schedule = None if is_read else weakref.proxy(self)
-        gathers, sums = self._calls_of(kind)
+        gathers, sums = self._calls_of(kind, plan)
         self.gathers, self._sums, self.cursor = [*gathers, -1], [*sums, -1], 0
         self._used.clear()
         self._late.clear()
-        self._is_short, self.is_open = plan is None, True
+        self.is_open = True
 
-    def _calls_of(self, kind: PassKind) -> tuple[list[int], list[int]]:
-        plan = self._engine.exec_order.plan
-        if plan is None:
-            return [], []
+    def _calls_of(self, kind: PassKind, plan: StepPlan) -> tuple[list[int], list[int]]:
         units = {unit.name: unit for unit in self._units}
         begin = plan.starts[len(plan.order.forward)]
         calls = plan.calls[:begin] if kind == "forward" else plan.calls[begin:]
-        taken = [
-            (call.op, units[call.unit])
-            for call in calls
-            if (call.op is Op.REDUCE and self._syncs)
-            or (call.op is Op.UNSHARD and units[call.unit].schedule is not None)
-        ]
-        gathers, sums = ([unit.number if op is own else -1 for op, unit in taken] for own in (Op.UNSHARD, Op.REDUCE))
+        gathers, sums = list[int](), list[int]()
+        for op, unit in [(call.op, units[call.unit]) for call in calls]:
+            if (op is Op.REDUCE and self._syncs) or (op is Op.UNSHARD and unit.schedule is not None):
+                gathers.append(unit.number if op is Op.UNSHARD else -1)
+                sums.append(unit.number if op is Op.REDUCE else -1)
         return gathers, sums
 
     def reach_gather(self, unit: Unit) -> None:
         """Launch for the others what comes before the gather of ``unit``, which the caller launches next."""
         if unit.number not in self.gathers[self.cursor :]:
             self._serve_until(len(self.gathers) - 1)
-            self._is_short = True
             self._round([unit.number])
         self._serve_until(self.gathers.index(unit.number, self.cursor))
         self.cursor += 1
@@ -272,7 +232,6 @@ class Divergence:
         if self._sums[self.cursor] != unit.number:
             if unit.number not in self._sums[self.cursor :]:
                 self._late[unit] = gradients
-                self._is_short = self._is_short or unit.number not in self._sums
                 return
             self._serve_until(self._sums.index(unit.number, self.cursor))
         self.cursor += 1
@@ -306,8 +265,6 @@ class Divergence:
             size = self.group.size()
             factor = 1.0 if self.divides_by_all else size / max(size - len(self._left), 1)
             self._engine.reductions.note_end(unused, factor)
-        if said[_IS_SHORT]:
-            self._plan_next(ran_here)
 
     def abort(self) -> None:
         """Leave a pass after a failure."""
@@ -321,7 +278,7 @@ class Divergence:
         places = [first + number for number in gathers]
         places += [second + unit.number for unit in self._late]
         places += [last + self._places[param] for param in self._used]
-        said = self._exchange(_WITHIN, [_IS_SHORT] if self._is_short else [], places)
+        said = self._exchange(_WITHIN, [], places)
         gathers, sums = ([number for number in range(num) if said[begin + number]] for begin in (first, second))
         self.gathers[-1:] = [*gathers, *[-1] * len(sums), -1]
         self._sums[-1:] = [*[-1] * len(gathers), *sums, -1]
@@ -359,20 +316,6 @@ class Divergence:
             for buffer in buffers:
                 buffer.drop()
 
-    # ---- after a pass ----
-
-    def _plan_next(self, ran_here: bool) -> None:
-        mine = [(each.unit, each.event.value) for each in (self._engine.exec_order.own_order if ran_here else ())]
-        every = gather_objects(mine, self.group)
-        found = [[OrderEntry(unit, StepEvent(event)) for unit, event in each] for each in every]
-        plan = self._engine.exec_order.plan
-        forward = list(plan.order.forward) if plan is not None else []
-        backward = list(plan.order.backward) if plan is not None else []
-        forward = union_of(forward, [[each for each in order if each.event in FORWARD] for order in found])
-        if self._kind == "backward":
-            backward = union_of(backward, [[each for each in order if each.event not in FORWARD] for order in found])
-        self._engine.exec_order.plan_from(ExecutionOrder((*forward, *backward)))
-
 
 class ServeHook(JoinHook):
     """Serves other ranks after this one has left the body of a ``Join``.
@@ -403,7 +346,4 @@ class ServeHook(JoinHook):
 def refuse_manual(is_manual: bool) -> None:
     """Raise StateError if ``is_manual``: ranks could not tell when the backward that user code finalizes has ended."""
     if is_manual:
-        raise StateError(
-            "set_manual_backward_finalization and set_allow_rank_divergence are both on: other ranks could not know when a "
-            "backward is over that finalize_backward() ends. Use one of them"
-        )
+        raise StateError("set_manual_backward_finalization and set_allow_rank_divergence are both on: use one of them")

@@ -75,6 +75,7 @@ class Engine:
         end: weak reference to the callback of the running backward; None if none runs.
         task: autograd's graph task id of the running backward.  makes_graph: it runs with ``create_graph=True``.
         reductions: launched and unsynced gradients.
+        hooked: whether parameters of the last commit have post-accumulate-grad hooks of users, and the exception of a hook.
         manual: state of manual backward finalization.
         is_last_backward: False delays the wait for reductions to a later backward.
         checks: checks of user programs, which listen to the events of this engine.
@@ -90,6 +91,7 @@ class Engine:
         self.exec_order = ExecOrderTracker()
         self.forwards: list[tuple[Unit, BaseException | None]] = []
         self._has_reported = False
+        self.hooked: tuple[bool, BaseException | None] = False, None
         self.end: weakref.ref[BackwardEnd] | None = None
         self.task = -1
         self.makes_graph = False
@@ -113,9 +115,8 @@ class Engine:
         self.exec_order.adopt(self.units)
         self.gate = Gate([group for unit in self.units for group in unit.groups])
         self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
-        self._tied_users = {
-            owner: [u for u in self.units if owner in u.tied_units] for u in self.units for owner in u.tied_units
-        }
+        owners = {owner for unit in self.units for owner in unit.tied_units}
+        self._tied_users = {owner: [unit for unit in self.units if owner in unit.tied_units] for owner in owners}
         for unit in self.units:
             unit.callbacks_ref = unit.backward.callbacks = weakref.ref(self)
 
@@ -208,6 +209,13 @@ class Engine:
             if unit.backward.learned is Ending.LAST_GRADIENT:
                 unit.backward.learned = Ending.NESTED
 
+    @property
+    def heeds_steps(self) -> bool:
+        """True if an optimizer step may be too early, or makes registered full parameters stale."""
+        if self.forwards or self.awaits_backward or self.manual.awaits_completion:
+            return True
+        return any(unit.has_copies or unit.earlier.waiting for unit in self.units)
+
     def reshard_stepped(self, stepped: set[int]) -> None:
         """Reshard units that have a parameter whose id is in ``stepped``; call it outside of forward and backward."""
         for unit in self.units:
@@ -223,8 +231,7 @@ class Engine:
         is_aside = not (self.exec_order.gathers or torch.is_grad_enabled())
         if not is_aside and self.exec_order.mismatch_check is not None and not dist.is_initialized():
             raise StateError(
-                "a forward of a sharded model after destroy_process_group(): other ranks are out of reach. Call it as the last "
-                "thing on every rank, after the last forward, save and full_state_dict"
+                "a forward of a sharded model after destroy_process_group(), which is the last thing to call, on every rank"
             )
         if self.divergence is not None and self.exec_order.gathers:
             self.divergence.begin("forward")
@@ -312,9 +319,8 @@ class Engine:
     def _see_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:
             raise StateError(
-                f"a forward has written to parameters of {unit_in_words(unit.name)}, where ranks may take different ways: a "
-                "rank that did not run it would keep its old rows. Write under torch.no_grad() between steps, on every rank, "
-                "or remove set_allow_rank_divergence"
+                f"a forward has written to parameters of {unit_in_words(unit.name)}, where ranks may take different ways: "
+                "others would keep their old rows. Write between steps, on every rank, or remove set_allow_rank_divergence"
             )
         self.checks.see_writes(unit.number, written)
 
@@ -332,9 +338,8 @@ class Engine:
             self._begin_backward()
         if unit.num_packs != num_packs:
             raise StateError(
-                f"parameters of {unit_in_words(unit.name)} were replaced, moved or given another dtype after the forward whose "
-                "backward runs now: gradients would go to the old parameters. Make such changes before forward or after "
-                "backward"
+                f"parameters of {unit_in_words(unit.name)} were replaced, moved or given another dtype after the forward "
+                "whose backward runs now. Make such changes before forward or after backward"
             )
         task = torch_private.graph_task_id()
         is_nested = task != self.task  # a reentrant checkpoint runs this backward inside of the outer one
@@ -441,7 +446,6 @@ class Engine:
             (self.divergence or self.reductions).launch(unit, gradients)
         else:
             self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
-            self.reductions.skip(unit)
 
     def _begin_backward(self) -> None:
         """Begin a backward; clean up first after one that raised."""
@@ -476,16 +480,12 @@ class Engine:
                 # Gradients of earlier backwards are reduced now, even if this backward used no parameter of the unit.
                 may_be_due = unit.earlier.held or unit.earlier.partial or unit.policy.reduces_unused
                 is_due = bool(may_be_due) and not self.manual.is_on and self.is_due(unit)
+                is_idle = unit.state is FULL and not unit.holders
                 if unit.backward.stage is not Stage.IDLE or is_due:
                     self.after_backward(unit, reduces=not self.manual.is_on, is_late=True)
                 elif unit.state is GATHERING:  # prefetched, but backward did not use it
                     unit.discard()
-                elif (
-                    unit.state is FULL
-                    and not unit.holders
-                    and unit.policy.reshard_after_backward
-                    and not unit.backward.keeps_for_graph
-                ):
+                elif is_idle and unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph:
                     unit.reshard(in_pass=True)
                     self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
             if self.divergence is not None:
@@ -506,10 +506,10 @@ class Engine:
 
     def run_hooks(self, params: Sequence[ShardedParam]) -> None:
         """Run the post-accumulate-grad hooks that user code has registered on ``params``."""
-        reductions = self.reductions
-        failed, reductions.failed_hook = reductions.failed_hook, None  # its traceback would keep the model alive
-        if reductions.is_followed or failed is not None:
-            with withdrawn([unit.earlier.waiting for unit in self.units] if reductions.summed else []):
+        is_followed, failed = self.hooked
+        self.hooked = False, None  # the traceback of ``failed`` would keep the model alive
+        if is_followed or failed is not None:
+            with withdrawn([unit.earlier.waiting for unit in self.units] if self.reductions.summed else []):
                 run_gradient_hooks(params, failed)
 
     def is_due(self, unit: Unit) -> bool:
@@ -534,7 +534,7 @@ class Engine:
         """Set the gradients of this backward and of earlier pending ones; return the parameters that received any."""
         self.reductions.wait()
         self.leave_pass()
-        params = self.reductions.commit()
+        params, self.hooked = self.reductions.commit()
         self.unstash_gradients()
         if params:
             self.checks.end_backward()
@@ -548,7 +548,13 @@ class Engine:
         self.reductions.withdraw_waiting(self.units)
         for unit in self._plain:
             for group in unit.groups:
-                unit.earlier.stash(group.in_place, unit.policy.divide_factor is not None, unit.backward.first)
+                unit.earlier.stash(group.in_place, unit.backward.first)
+        for unit in self._plain:  # when all are stashed, which the end of the refused backward gives back
+            if unit.policy.divide_factor is not None and any(group.in_place for group in unit.groups):
+                raise StateError(
+                    f"set_gradient_divide_factor on {unit_in_words(unit.name)}, whose parameters are plain: what .grad has "
+                    "would be divided twice. Divide the loss, or call replicate() without arguments of DDP"
+                )
 
     def unstash_gradients(self) -> None:
         """Restore stashed gradients, with those of this backward added, and show which gradients wait."""
@@ -668,18 +674,21 @@ class Engine:
             unit.earlier.forget()
 
     def check_step(self, stepped: set[int]) -> None:
-        """Raise StateError if an optimizer steps on a parameter, one of the ids ``stepped``, whose gradients wait."""
-        if self.forwards and any(id(param.sharded) in stepped for unit in self.units for param in unit.params):
-            raise StateError(
-                f"an optimizer steps inside a forward of {unit_in_words(self.forwards[0][0].name)}, or an interrupt has "
-                "ended that forward: its parameters are still unsharded. Step after the forward; after an interrupt call "
-                "reset_iter_state() on the root module first"
-            )
-        self.manual.check_step(stepped, self.units)
-        for unit in self.units:
-            for param, mark in unit.earlier.waiting.items():
-                if id(param.sharded) in stepped and param.sharded.grad is mark:
-                    raise StateError(f"an optimizer steps too early: {mark.why}")
+        """Raise StateError if an optimizer steps on a parameter, one of the ids ``stepped``, too early."""
+        for param in [param for unit in self.units for param in unit.params if id(param.sharded) in stepped]:
+            if self.forwards:
+                raise StateError(
+                    f"an optimizer steps inside a forward of {unit_in_words(self.forwards[0][0].name)}, or an interrupt has "
+                    "ended that. Step after it; after an interrupt call reset_iter_state() on the root module first"
+                )
+            if self.manual.awaits_completion:
+                raise StateError(
+                    f"an optimizer steps on {param.fqn} ({unit_in_words(param.unit().name)}) before the gradients of its last "
+                    f"backward are complete, in manual backward finalization; {self.manual.missing} on the root module first"
+                )
+            mark = param.unit().earlier.waiting.get(param)
+            if mark is not None and param.sharded.grad is mark:
+                raise StateError(f"an optimizer steps too early: {mark.why}")
 
     def reset(self) -> None:
         """Reshard every unit; unsynced gradients of earlier backwards stay."""

@@ -25,11 +25,8 @@ def beginning_of(whole: torch.Tensor, shard: torch.Tensor) -> tuple[torch.Tensor
     if type(whole) is not torch.Tensor or whole.is_meta:
         return None
     # a copy of one element would keep its stride, and then is not to be read as bytes
-    kept = [
-        each.clone(memory_format=torch.contiguous_format)
-        for each in (_spaced(whole, _SAMPLE_NUMEL), _spaced(shard, _SOME_NUMEL))
-    ]
-    return kept[0], kept[1]
+    kept, some = _spaced(whole, _SAMPLE_NUMEL), _spaced(shard, _SOME_NUMEL)
+    return kept.clone(memory_format=torch.contiguous_format), some.clone(memory_format=torch.contiguous_format)
 
 
 def unwritten(begun: tuple[torch.Tensor, torch.Tensor] | None, shard: torch.Tensor) -> bytes | None:
@@ -58,10 +55,8 @@ def values_of_first(
     dims = [dim for dim in (axes.replicate_mesh_dim, axes.shard_mesh_dim) if dim is not None]
     groups = [group for dim in dims if (group := axes.mesh.get_group(dim)).size() > 1]
     _agree(named, axes, groups, error)
-    found = [
-        torch.empty_like(tensor, device=axes.device, requires_grad=False) if tensor.is_meta else tensor.detach()
-        for _, tensor in named
-    ]
+    tensors = [tensor.detach() for _, tensor in named]
+    found = [torch.empty_like(each, device=axes.device) if each.is_meta else each for each in tensors]
     for group in groups:  # first along the replicas, then along the shards
         broadcast_from_first(found, group)
     return found
@@ -71,9 +66,8 @@ def sync_buffers(modules: Iterable[tuple[str, nn.Module]], axes: MeshAxes, error
     """Broadcast the buffers of ``modules``, pairs of path and module, from the first rank; raise ``error``.  Collective."""
     places = [(path, module, name) for path, module in modules for name, _ in module.named_buffers(recurse=False)]
     buffers = [(f"{path}.{name}", module.get_buffer(name)) for path, module, name in places]
-    for (_, module, name), (_, buffer), value in zip(
-        places, buffers, values_of_first(buffers, axes, error), strict=True
-    ):
+    values = values_of_first(buffers, axes, error)
+    for (_, module, name), (_, buffer), value in zip(places, buffers, values, strict=True):
         if buffer.is_meta:
             torch_private.buffers_of(module)[name] = value
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardwise.consistency.agreement import MismatchCheck
 from shardwise.errors import DesyncError
-from shardwise.fsdp.gradients import planned_scatter_bytes, sharing_of
+from shardwise.fsdp.gradients import planned_scatter_bytes
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, next_track, now, remember, thread, unit_in_words
@@ -18,14 +18,12 @@ from shardwise.plan.schedule import (
     PrefetchBudget,
     StepEvent,
     StepPlan,
-    UnitBucket,
     UnitFacts,
     UnitPolicy,
-    form_buckets,
+    in_module_order,
     plan_step,
 )
 
-_MOST_BUCKETS = 256
 _MOST_SHOWN = 4  # of the last events, in errors
 
 
@@ -54,10 +52,8 @@ class ExecOrderTracker:
         self.agreed: set[frozenset[ShardedParam]] = set()
         self.units: Sequence[Unit] = ()
         self.diverges = False
-        self._own: list[OrderEntry] | None = None  # the order of this rank, once it has left the plan
         self.gathers = True
         self.uncompared = ""
-        self._agreed_buckets: set[tuple[tuple[int, ...], ...]] = set()
         self._prefetches: list[list[Unit]] = []  # for each entry of the plan, the units to prefetch
         self._entries: list[OrderEntry] = []
         self._follows_plan = False
@@ -73,7 +69,6 @@ class ExecOrderTracker:
         self.gathers = any(group.is_collective for unit in units for group in unit.groups)
         self.plan = None
         self.agreed = set()
-        self._agreed_buckets = set()
 
     # ---- events ----
 
@@ -81,9 +76,8 @@ class ExecOrderTracker:
         """Return ``error`` with the position of every rank that can be reached."""
         if self.mismatch_check is None or isinstance(error, DesyncError):
             return error
-        recent = [f"{event} of {unit_in_words(unit)}" for event, unit in self.track.recent(_MOST_SHOWN)] or [
-            "no event yet"
-        ]
+        recent = [f"{event} of {unit_in_words(unit)}" for event, unit in self.track.recent(_MOST_SHOWN)]
+        recent = recent or ["no event yet"]
         before = f", after {', '.join(recent[:-1])}" if len(recent) > 1 else ""
         position = f"event {self.track.count}: {recent[-1]}{before} (waiting for {where})"
         return self.mismatch_check.explain(error, position)
@@ -94,8 +88,8 @@ class ExecOrderTracker:
         """Start a step; ``aside``: an evaluation, possibly on this rank only, within a step that continues after it."""
         self.is_aside = aside
         if not aside:
-            self._entries, self._own = [], None
-            self._follows_plan = self.plan is not None
+            self._entries = []
+            self._follows_plan = self.diverges or self.plan is not None
             self.uncompared = ""
 
     def forget(self) -> None:
@@ -115,7 +109,8 @@ class ExecOrderTracker:
         track.count += 1
         remember((now(), thread(), track.name, track.count, event, unit.name))
         if listeners:
-            _report_computation(track.name, unit.name, event)
+            verb, _, what = event.value.partition(" ")
+            (begin if verb == "enter" else end)(track.name, what.removeprefix("in "), unit.name)
         if self.is_aside:
             return ()
         position = len(self._entries)
@@ -127,8 +122,6 @@ class ExecOrderTracker:
             planned = expected[position]
             if planned.unit == number and planned.event is event:
                 self._entries.append(planned)  # the plan's own entry: making one per event would cost time
-                if self._own is not None:
-                    self._own.append(planned)
                 return self._prefetches[position]
         if self.diverges:
             return self._go_on_at(OrderEntry(number, event))
@@ -146,20 +139,12 @@ class ExecOrderTracker:
         """Follow the plan from where ``entry`` comes next; if it does not, from where this rank was."""
         assert self.plan is not None
         expected = self.plan.order.entries
-        if self._own is None:
-            self._own = list(self._entries)
-        self._own.append(entry)
         try:
             position = expected.index(entry, len(self._entries))
         except ValueError:
             return ()
         self._entries = list(expected[: position + 1])
         return self._prefetches[position]
-
-    @property
-    def own_order(self) -> Sequence[OrderEntry]:
-        """The entries of this step on this rank."""
-        return self._entries if self._own is None else self._own
 
     def compare_deviation(self) -> None:
         """Compare this rank's deviation from the plan with the other ranks.  Raises: DesyncError if they differ."""
@@ -191,31 +176,6 @@ class ExecOrderTracker:
             facts = [_fact_of(param) for each in self.units for param in each.params]
             self.mismatch_check.check_facts("parameters", facts)
 
-    def buckets(self) -> tuple[UnitBucket, ...]:
-        """Return the buckets of units in this backward: those of the plan, or formed from the order of the last forward.
-
-        Raises: DesyncError on every rank if ranks differ.
-        """
-        if self.diverges:
-            return () if self.plan is None else self.plan.buckets
-        if self._follows_plan and self.plan is not None:
-            return self.plan.buckets
-        sharing = [sharing_of(unit) for unit in self.units]
-        buckets = form_buckets(ExecutionOrder(ExecutionOrder(tuple(self._entries)).forward), sharing)
-        key = tuple([bucket.units for bucket in buckets if len(bucket.units) > 1])
-        if key and key not in self._agreed_buckets:
-            if self.mismatch_check is not None:
-                self.mismatch_check.check_facts("units whose gradients travel together", self._shown(buckets))
-            if len(self._agreed_buckets) >= _MOST_BUCKETS:  # a model whose execution order keeps changing
-                self._agreed_buckets.clear()
-            self._agreed_buckets.add(key)
-        return buckets
-
-    def _shown(self, buckets: Sequence[UnitBucket]) -> list[str]:
-        """Return one text per bucket of several units, for the comparison between ranks."""
-        names = [[f"'{self.units[unit].name}'" for unit in bucket.units] for bucket in buckets]
-        return [f"one reduction of units {', '.join(each)}" for each in names if len(each) > 1]
-
     def has_planned_forward(self) -> bool:
         """Return True if the entries so far are the forward part of the plan."""
         return self.plan is not None and self.plan.order.forward == tuple(self._entries)
@@ -233,71 +193,44 @@ class ExecOrderTracker:
         if self.mismatch_check is not None:
             replicas = [unit for unit in self.units if any(group.axes.num_replicas > 1 for group in unit.groups)]
             apart = {unit.name for unit in replicas if not unit.policy.syncs_replicas}
-            calls = [
-                f"{c.op.value} of {unit_in_words(c.unit)}{' without its replicas' * (c.op is Op.REDUCE and c.unit in apart)}"
-                for c in plan.calls
-                if c.op in (Op.UNSHARD, Op.REDUCE)
-            ]
-            if plan.ahead_bytes is not None:
-                calls.append(f"gathers ahead within {plan.ahead_bytes} bytes")
-            self.mismatch_check.check_plan([*calls, *self._shown(plan.buckets)], self._left_order)
-        self._agreed_buckets.add(tuple([bucket.units for bucket in plan.buckets if len(bucket.units) > 1]))
-        self.plan, self._planned_from, self._left_order = plan, made_from, ""
+            calls = [call for call in plan.calls if call.op in (Op.UNSHARD, Op.REDUCE)]
+            alone = [" without its replicas" if c.op is Op.REDUCE and c.unit in apart else "" for c in calls]
+            shown = [f"{c.op.value} of {unit_in_words(c.unit)}{each}" for c, each in zip(calls, alone, strict=True)]
+            self.mismatch_check.check_plan(shown, self._left_order)
+        self._left_order = ""
+        self._take(plan, made_from)
+
+    def _take(self, plan: StepPlan, made_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]]) -> StepPlan:
+        self.plan, self._planned_from = plan, made_from
         self._prefetches = [[self.units[number] for number in numbers] for numbers in plan.prefetches]
+        return plan
 
     def allow_divergence(self, is_allowed: bool) -> None:
         """Set whether ranks may take different ways; forget the plan, and on what this rank has agreed in its own way."""
-        self.diverges, self.plan, self._own, self.uncompared = is_allowed, None, None, ""
+        self.diverges, self.plan, self.uncompared = is_allowed, None, ""
         self.agreed.clear()
-        self._agreed_buckets.clear()
 
-    def plan_from(self, order: ExecutionOrder) -> None:
-        """Plan the next passes from ``order``, which is the same on all ranks; a backward may follow."""
-        # The ranks may differ in whether they reduce gradients in this backward.
-        facts = [replace(each, policy=replace(each.policy, sync=True)) for each in self.facts()]
-        self.plan = plan_step(order, facts, self.budget)
-        self._prefetches = [[self.units[number] for number in numbers] for numbers in self.plan.prefetches]
-        self._entries, self._own, self._follows_plan = list(order.forward), None, True
+    def plan_in_order(self) -> StepPlan:
+        """Return the plan of ranks that may take different ways: units as their modules lie in the root, all with sync."""
+        policies = tuple([replace(unit.policy, sync=True, syncs_replicas=True) for unit in self.units])
+        if self.plan is not None and self._planned_from == (self.budget, policies):
+            return self.plan
+        facts = [replace(each, policy=policy) for each, policy in zip(self.facts(), policies, strict=True)]
+        return self._take(plan_step(in_module_order(len(facts)), facts, self.budget), (self.budget, policies))
 
     def facts(self) -> tuple[UnitFacts, ...]:
         """Return the inputs of planning, one per unit."""
         return tuple(self._facts_of(unit) for unit in self.units)
 
     def _facts_of(self, unit: Unit) -> UnitFacts:
-        gather_bytes, in_place = unit.gather_staging
-        return UnitFacts(
-            name=unit.name,
-            policy=unit.policy,
-            gather_bytes=gather_bytes,
-            in_place=in_place,
-            full_bytes=unit.full_bytes,
-            reduce_bytes=sum(planned_scatter_bytes(group, unit) for group in unit.groups),
-            sharing=sharing_of(unit),
-            tied_units=tuple(other.number for other in unit.tied_units),
-            forward_prefetch=self._numbers_of(unit.forward_prefetch),
-            backward_prefetch=self._numbers_of(unit.backward_prefetch),
-        )
+        num_bytes, in_place = unit.gather_staging
+        reduce_bytes = sum(planned_scatter_bytes(group, unit) for group in unit.groups)
+        tied = tuple([other.number for other in unit.tied_units])
+        ahead, back = self._numbers_of(unit.forward_prefetch), self._numbers_of(unit.backward_prefetch)
+        return UnitFacts(unit.name, unit.policy, num_bytes, in_place, unit.full_bytes, reduce_bytes, tied, ahead, back)
 
     def _numbers_of(self, refs: list[weakref.ref[Unit]] | None) -> tuple[int, ...] | None:
-        units = None if refs is None else [ref() for ref in refs]
-        return (
-            None if units is None else tuple(unit.number for unit in units if unit is not None and unit in self.units)
-        )
-
-
-_BEGINS = {
-    StepEvent.PRE_FORWARD: "forward",
-    StepEvent.PRE_BACKWARD: "backward",
-    StepEvent.PRE_RECOMPUTE: "recompute",
-}
-_ENDS = {StepEvent.POST_FORWARD: "forward", StepEvent.POST_RECOMPUTE: "recompute"}
-
-
-def _report_computation(track: str, unit: str, event: StepEvent) -> None:
-    if event in _BEGINS:
-        begin(track, _BEGINS[event], unit)
-    else:
-        end(track, _ENDS.get(event, "backward"), unit)
+        return None if refs is None else tuple([unit.number for ref in refs if (unit := ref()) in self.units and unit])
 
 
 def _fact_of(param: ShardedParam) -> str:

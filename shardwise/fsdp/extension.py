@@ -136,11 +136,8 @@ class ExtensionParams:
             if tuple(full.shape) != shape:  # uneven shards that fsdp_pre_all_gather has padded
                 full = full.as_strided(shape, row_major(shape), 0)
             own = {tensor.untyped_storage().data_ptr() for _, tensor in entry.outputs}
-            entry.inner = [
-                (tensor.untyped_storage(), tensor.untyped_storage().nbytes())
-                for tensor in inner
-                if tensor.untyped_storage().data_ptr() not in own
-            ]
+            storages = [tensor.untyped_storage() for tensor in inner]
+            entry.inner = [(each, each.nbytes()) for each in storages if each.data_ptr() not in own]
             if entry.param.inner_spec is not None:
                 full = torch_private.dtensor_from_local(full, entry.param.inner_spec)
             entry.param.full = nn.Parameter(full, requires_grad=entry.param.sharded.requires_grad)
@@ -152,9 +149,8 @@ class ExtensionParams:
         """Return contiguous tensors for the gathered inputs, the same tensor objects in every step."""
         if [(tuple(tensor.shape), tensor.dtype) for _, tensor in entry.outputs] != shapes:
             buffers = [FullBuffer(math.prod(shape), dtype, self._device) for shape, dtype in shapes]
-            entry.outputs = [
-                (buffer, buffer.hold(pool).view(shape)) for buffer, (shape, _) in zip(buffers, shapes, strict=True)
-            ]
+            pairs = zip(buffers, shapes, strict=True)
+            entry.outputs = [(buffer, buffer.hold(pool).view(shape)) for buffer, (shape, _) in pairs]
         for buffer, _ in entry.outputs:
             buffer.hold(pool)
         return [tensor for _, tensor in entry.outputs]

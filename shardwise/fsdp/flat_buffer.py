@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
 import operator
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
-from shardwise.collectives.buffer_pool import BufferPool, is_own, suballocate_all
+from shardwise.collectives.buffer_pool import BufferPool, suballocate_all
 from shardwise.collectives.protocol import BucketEnds
 from shardwise.collectives.routes import link_providers
 from shardwise.collectives.streams import Device, device_of
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, StateError
 from shardwise.fsdp.full_buffer import FullBuffer, make_full_parameter
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
@@ -38,16 +38,13 @@ class SubBucket:
     layout: Bucket
     full_dtype: torch.dtype
     local: torch.Tensor
-    byte_offset: int = 0
 
 
 class FlatBucket:
     """This rank's shards of parameters of one dtype, concatenated in one allocation, the *section*.
 
-    A shard with its own storage inside the section is *packed*.  Memory that user code may reference is never replaced: when
-    user code has put other memory under a parameter (``to_empty``, ``load_state_dict(assign=True)``, ``share_memory_``), the
-    parameter moves back as soon as nothing else references that memory.  Until then it is *unpacked*, and its shard is copied
-    into the section before each gather.
+    Each shard has a storage of its own inside the section, so user code may do with it all that it does with a tensor.  When
+    user code has put other memory under a parameter (``to_empty``, ``load_state_dict(assign=True)``), its values move back.
 
     Attributes:
         params: the parameters, in layout order.
@@ -57,131 +54,77 @@ class FlatBucket:
         local: 1-D, ``layout.section_numel`` elements: this rank's section.
         place: the location of ``local`` for other processes of this host; None if it is private.
         travels: full parameters are gathered copies; False: they are the shards themselves.
-        byte_offset: where the bucket starts in a section that several buckets share.
         number: the number of this section among those that the ranks of a host read from each other.
-        unpacked: indices of the parameters that are unpacked.
     """
 
     def __init__(
-        self,
-        params: list[ShardedParam],
-        layout: Bucket,
-        full_dtype: torch.dtype,
-        storage: ParamStorage,
-        travels: bool,
+        self, params: list[ShardedParam], layout: Bucket, full_dtype: torch.dtype, storage: ParamStorage, travels: bool
     ) -> None:
         self.params = params
         self.layout = layout
         self.dtype = params[0].dtype
         self.full_dtype = full_dtype
         self.travels = travels
-        self.byte_offset = 0
         self.number: int | None = None
         self._storage = storage
-        self._device = params[0].local.device
-        self._move_in()
+        self._move_in(params[0].local.device)
 
-    @torch.inference_mode(False)  # the first forward after a change may be an evaluation, and this memory outlives that
-    def _move_in(self) -> None:
-        """Allocate a section; pack every shard whose memory nothing else references; list others in :attr:`unpacked`."""
-        self.local, self.place = self._storage.allocate(self.layout.section_numel, self.dtype, self._device)
+    def _move_in(self, device: torch.device) -> None:
+        """Allocate a section on ``device``, and move every shard there."""
+        self.local, self.place = self._storage.allocate(self.layout.section_numel, self.dtype, device)
         shapes = [param.shard_shape for param in self.params]
         packed = suballocate_all(self.local, [*zip(self.layout.offsets, shapes, strict=True)])
-        self._packed = [shard.untyped_storage() for shard in packed]
-        # Of the packed memory; None for an empty shard.
-        self._addresses = [shard.data_ptr() if shard.numel() else None for shard in packed]
-        if not any(
-            param.is_handed_out for param in self.params
-        ):  # they have just been sharded: nothing references them
-            for index, (param, shard) in enumerate(zip(self.params, packed, strict=True)):
-                local = param.local
-                if self._device.type != "meta":
-                    shard.copy_(local.detach())
-                param.replace_local(self._packed_shard(index).requires_grad_(local.requires_grad))
-                param.is_handed_out = True
-            self.unpacked: list[int] = []
-            return
-        del packed  # uses of the packed memory are counted next
-        self.unpacked = [
-            index
-            for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True))
-            if (address is not None or not param.is_handed_out) and not self._move_back(index)
-        ]
+        # The address is None for an empty shard.
+        self._packed = [(shard.untyped_storage(), shard.data_ptr() if shard.numel() else None) for shard in packed]
+        for index in range(len(packed)):
+            self._pack(index)
+
+    @torch.inference_mode(False)  # the first forward after a change may be an evaluation, and this memory outlives that
+    def _pack(self, index: int) -> None:
+        """Copy a shard to its place in the section, and give the parameter that memory."""
+        param = self.params[index]
+        local, shape = param.local, param.shard_shape
+        if tuple(local.shape) != shape:
+            raise LayoutError(
+                f"{param.fqn}: its shard has shape {tuple(local.shape)}, expected {shape}; user code has replaced its local "
+                "tensor: assign one of the sharded shape"
+            )
+        empty = torch.empty(0, dtype=self.dtype, device=self.local.device)
+        # It is no view, which user code could not swap.
+        packed = empty.set_(self._packed[index][0], 0, shape, row_major(shape))
+        if not packed.is_meta:
+            packed.copy_(local.detach())
+        param.replace_local(packed.requires_grad_(local.requires_grad))
 
     def settle(self, host_waits: Callable[[], None] | None = None) -> bool:
-        """Pack the parameters that are not, or list them in :attr:`unpacked`; return True if any were not packed.
+        """Move shards back that user code has given other memory; return True if there were any.
 
         ``host_waits``: waits for copies on streams that may read the section; called before the host writes to it.
         """
-        away = [
-            index
-            for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True))
-            if address is not None and self.travels and param.local.data_ptr() != address
-        ]
+        away: list[int] = []
+        for index, (param, (storage, address)) in enumerate(zip(self.params, self._packed, strict=True)):
+            if not self.travels or address is None or param.local.data_ptr() == address:
+                continue
+            if param.local.device.type == "cpu" and param.local.is_shared():
+                raise StateError(f"{param.fqn} was moved to shared memory by share_memory_(): share the plain model")
+            if torch_private.storage_use_count(storage):
+                gc.collect()  # garbage reads no values
+            if torch_private.storage_use_count(storage):
+                raise StateError(
+                    f"{param.fqn} was given other memory (load_state_dict(assign=True), to_empty(), another parameter) while "
+                    "a state dict, an optimizer or a variable still holds its former shard. Keep clones, or copy_ into shards"
+                )
+            away.append(index)
         if away and host_waits is not None:
             host_waits()
-        self.unpacked = [index for index in away if not self._move_back(index)]
-        if self.unpacked and any(torch_private.storage_use_count(self._packed[index]) for index in self.unpacked):
-            self._move_in()  # user code references packed memory whose parameter now has other memory
-        self.stage()
+        for index in away:
+            self._pack(index)
         return bool(away)
-
-    def stage(self) -> None:
-        """Copy unpacked shards into the section."""
-        for index in self.unpacked:
-            param = self.params[index]
-            with torch.no_grad():
-                view_of(self.local, param.shard_shape, row_major(param.shard_shape), self.layout.offsets[index]).copy_(
-                    param.local
-                )
 
     def move_to_shared_memory(self) -> None:
         """Move the section to shared memory that local peers can read, if a transport provides any."""
         self._storage = replace(self._storage, is_shared=True)
-        self._move_in()
-        self.stage()
-
-    def _packed_shard(self, index: int) -> torch.Tensor:
-        """Return a tensor over the packed memory of a parameter that is no view, so user code may do all with it."""
-        shape = self.params[index].shard_shape
-        empty = torch.empty(0, dtype=self.dtype, device=self.local.device)
-        return empty.set_(self._packed[index], 0, shape, row_major(shape))
-
-    @torch.inference_mode(False)
-    def _move_back(self, index: int) -> bool:
-        param, storage = self.params[index], self._packed[index]
-        local = param.local
-        if tuple(local.shape) != param.shard_shape:
-            raise LayoutError(
-                f"{param.fqn}: its shard has shape {tuple(local.shape)}, expected {param.shard_shape}; user code has "
-                "replaced its local tensor: assign one of the sharded shape"
-            )
-        if torch_private.storage_use_count(storage) or (param.is_handed_out and is_held(local)):
-            return False
-        packed_shard = self._packed_shard(index)
-        if local.device.type != "meta":
-            with torch.no_grad():
-                packed_shard.copy_(local)
-        if param.is_handed_out and is_own(local) and local.is_contiguous():
-            # Swap the memory under the tensor object, so that references of user code to the tensor stay valid.
-            old = local.untyped_storage()
-            torch_private.swap_storage(old, storage)
-            self._packed[index] = old
-        else:
-            param.replace_local(packed_shard.requires_grad_(local.requires_grad))
-            param.is_handed_out = True
-        return True
-
-
-def is_held(tensor: torch.Tensor) -> bool:
-    """Return True if anything else references the memory of ``tensor``, or C++ code references ``tensor`` itself."""
-    storage = tensor.untyped_storage()
-    return (
-        torch_private.storage_use_count(storage) > 1
-        or torch_private.tensor_use_count(tensor) > 0
-        or sys.getrefcount(storage) > 3  # the local variable, the argument, and the C++ storage
-        or (tensor.device.type == "cpu" and tensor.is_shared())  # uses by other processes cannot be counted
-    )
+        self._move_in(self.local.device)
 
 
 # ---- The devices of a group's parameters, and its buckets.
@@ -245,10 +188,8 @@ class ParamStorage:
         """
         dtype, device = params[0].dtype, params[0].local.device
         layout = build_bucket([param.shard for param in params], self.alignment(dtype), self.alignment(full_dtype))
-        travels = (
-            is_collective or dtype != full_dtype or self.is_offloaded or device != self.device
-        ) and layout.full_numel > 0
-        return FlatBucket(params, layout, full_dtype, self, travels)
+        is_copied = is_collective or dtype != full_dtype or self.is_offloaded or device != self.device
+        return FlatBucket(params, layout, full_dtype, self, is_copied and layout.full_numel > 0)
 
 
 # ---- Memory for reduced gradients: contiguous, but with one storage per gradient, since user code may store one of them.
@@ -329,9 +270,8 @@ def packed_window(flat: torch.Tensor, move: Move) -> torch.Tensor:
     """
     with torch.inference_mode(False):
         window = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        return window.set_(
-            flat.untyped_storage(), flat.storage_offset() + move.packed_offset, move.shape, move.packed_stride
-        )
+        start = flat.storage_offset() + move.packed_offset
+        return window.set_(flat.untyped_storage(), start, move.shape, move.packed_stride)
 
 
 class BufferWindows:
@@ -363,9 +303,9 @@ class Shards:
         self.buckets = buckets
         self.num_shards = num_shards
         self._place = place
-        offset = 0
+        offset, self._starts = 0, list[int]()  # where each bucket starts, in bytes
         for bucket in buckets:
-            bucket.byte_offset = offset
+            self._starts.append(offset)
             offset = align(offset + bucket.layout.section_numel * bucket.full_dtype.itemsize, _BYTE_ALIGNMENT)
         self._section_bytes = offset
         self._section_numel = buckets[0].layout.section_numel if len(buckets) == 1 else offset
@@ -379,7 +319,7 @@ class Shards:
 
     @functools.cached_property  # not when parameters are sharded: many modules are never run
     def moves(self) -> list[list[tuple[int, Move]]]:
-        return [self._bucket_moves(bucket) for bucket in self.buckets]
+        return [self._bucket_moves(*each) for each in zip(self.buckets, self._starts, strict=True)]
 
     @property
     def packed_dtype(self) -> torch.dtype:
@@ -396,24 +336,21 @@ class Shards:
         is_one = len(self.buckets) == 1 and self.buckets[0].layout.is_one_tensor
         return is_one and self.packed_bytes == fulls[0].num_bytes  # those of a smaller mesh may have less padding
 
-    def _bucket_moves(self, bucket: FlatBucket | SubBucket) -> list[tuple[int, Move]]:
+    def _bucket_moves(self, bucket: FlatBucket | SubBucket, start: int) -> list[tuple[int, Move]]:
         itemsize = bucket.full_dtype.itemsize
         stride = self._section_numel if len(self.buckets) == 1 else self._section_bytes // itemsize
-        start = 0 if len(self.buckets) == 1 else bucket.byte_offset // itemsize
-        return [
-            (bucket.layout.full_offsets[index], move)
-            for index in range(len(bucket.layout.shards))
-            for move in bucket.layout.moves(index, into_full=True, section_offset=start, section_stride=stride)
-        ]
+        layout, at = bucket.layout, {"section_offset": start // itemsize, "section_stride": stride}
+        moves = [layout.moves(index, into_full=True, **at) for index in range(len(layout.shards))]
+        return [(base, move) for base, each in zip(layout.full_offsets, moves, strict=True) for move in each]
 
     def section(self) -> torch.Tensor:
         """Return this rank's section in the dtype of the all-gather, on the device; no copy if the shards are so already."""
         if self._is_sent or len(self.buckets) == 1:
             return self.buckets[0].local if self._is_sent else self.section_of(self.buckets[0])
         section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._place.device)
-        for bucket in self.buckets:
+        for bucket, start in zip(self.buckets, self._starts, strict=True):
             numel = bucket.layout.section_numel
-            window = section.narrow(0, bucket.byte_offset, numel * bucket.full_dtype.itemsize).view(bucket.full_dtype)
+            window = section.narrow(0, start, numel * bucket.full_dtype.itemsize).view(bucket.full_dtype)
             is_cast = bucket.local.dtype is not bucket.full_dtype
             window.copy_(self.section_of(bucket) if is_cast else bucket.local, non_blocking=True)
         return section
@@ -426,11 +363,8 @@ class Shards:
 
     def packed_windows(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the windows of the packed buffer with these shards, in the same order."""
-        return [
-            packed_window(packed if packed.dtype == bucket.full_dtype else packed.view(bucket.full_dtype), move)
-            for bucket, moves in zip(self.buckets, self.moves, strict=True)
-            for _, move in moves
-        ]
+        rows = zip([packed.view(bucket.full_dtype) for bucket in self.buckets], self.moves, strict=True)
+        return [packed_window(flat, move) for flat, moves in rows for _, move in moves]
 
 
 class ShardEnds:
@@ -520,16 +454,14 @@ class Packing:
     def __init__(self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage) -> None:
         self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # so indices agree with ``shards``
         for bucket in self.buckets:
-            bucket.stage()
             for param in bucket.params:
                 param.full = None
                 param.is_hooked = False
         self.fulls = [FullBuffer(b.layout.full_numel, b.full_dtype, place.device, not b.travels) for b in self.buckets]
-        self._windows = {
-            param: (buffer, offset)
-            for bucket, buffer in zip(self.buckets, self.fulls, strict=True)
-            for param, offset in zip(bucket.params, bucket.layout.full_offsets, strict=True)
-        }
+        self._windows: dict[ShardedParam, tuple[FullBuffer, int]] = {}
+        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
+            offsets = bucket.layout.full_offsets
+            self._windows |= {param: (buffer, at) for param, at in zip(bucket.params, offsets, strict=True)}
         self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, place)
         self.full_bytes = sum(full.num_bytes for full in self.fulls)
         self.travelling = [full for full in self.fulls if not full.aliases_shards]
@@ -616,17 +548,10 @@ class ReduceLayout:
 
     def pack(self, gradients: list[torch.Tensor], packed: torch.Tensor) -> None:
         """Copy every rank's shard of every gradient to its place in ``packed``; padding becomes zero."""
-        # Gradients that divide evenly take one kernel: chunk_cat if all ranks have rows of dimension 0, else cat.
-        num_even = self.bucket.num_even
-        if num_even and {*map(_DTYPE, gradients)} == {packed.dtype}:
-            num_ranks = packed.shape[0] // self.bucket.section_numel
-            rows = packed.view(num_ranks, self.bucket.section_numel)
-            if num_even == num_ranks and self.bucket.are_rows:
-                torch_private.chunk_cat(gradients, 0, num_ranks, out=rows)
-                return
-            rows[num_even:].zero_()
-            rows = rows[:num_even]
-            torch.cat([gradient.reshape(num_even, -1) for gradient in gradients], dim=1, out=rows)
+        # Gradients that divide evenly along dimension 0 take one kernel.
+        num_ranks = packed.shape[0] // max(self.bucket.section_numel, 1)
+        if self.bucket.are_rows and self.bucket.num_even == num_ranks and {*map(_DTYPE, gradients)} == {packed.dtype}:
+            torch_private.chunk_cat(gradients, 0, num_ranks, out=packed.view(num_ranks, -1))
             return
         if self.bucket.has_padding:
             packed.zero_()
@@ -652,10 +577,8 @@ class ReduceLayout:
         parts = self._parts.get(rank)
         if parts is None:
             parts = self._parts[rank] = self.bucket.parts(rank)
-        return [
-            gradient.as_strided(move.shape, move.full_stride, gradient.storage_offset() + move.full_offset)
-            for gradient, move in zip(gradients, parts, strict=True)
-        ]
+        pairs = [(each, each.storage_offset() + at.full_offset, at) for each, at in zip(gradients, parts, strict=True)]
+        return [gradient.as_strided(move.shape, move.full_stride, start) for gradient, start, move in pairs]
 
     def windows(self, section: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards in this rank's section."""

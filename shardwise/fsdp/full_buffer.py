@@ -10,10 +10,7 @@ from shardwise.collectives.buffer_pool import BufferPool, PooledBuffer
 from shardwise.fsdp.param import ShardedParam
 from shardwise.layout import row_major
 
-_RESHARDED = (
-    "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it, or read the "
-    "parameter where it is unsharded."
-)
+_RESHARDED = "This tensor shared memory with a full parameter, which was resharded since: keep clone() of it."
 
 
 class FullBuffer:
@@ -88,12 +85,8 @@ def make_full_parameter(
     with torch.inference_mode(False), torch.no_grad():
         # set_ instead of a view: a gather into ``memory`` must not bump the version counter of saved tensors.
         local = torch.empty(0, dtype=memory.dtype, device=memory.device)
-        local.set_(
-            memory.untyped_storage(),
-            memory.storage_offset() + offset,
-            shape,
-            row_major(shape) if stride is None else stride,
-        )
+        strides = row_major(shape) if stride is None else stride
+        local.set_(memory.untyped_storage(), memory.storage_offset() + offset, shape, strides)
         if param.inner_spec is not None:
             local = torch_private.dtensor_from_local(local, param.inner_spec)
         full = nn.Parameter(local, requires_grad=param.sharded.requires_grad)

@@ -21,9 +21,9 @@ from shardwise.fsdp.local_gradients import Gradients, change_by_hooks
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.unit import Unit
-from shardwise.plan.schedule import LEAST_BYTES, Sharing, UnitBucket, bucket_bytes, split_unit
+from shardwise.plan.schedule import LEAST_BYTES, bucket_bytes, split_unit
 
-_DTYPE, _UNIT = operator.attrgetter("dtype"), operator.attrgetter("unit")
+_DTYPE = operator.attrgetter("dtype")
 _MOST_LAYOUTS = 64
 
 
@@ -52,17 +52,10 @@ class Launch:
         return frozenset([param for reduction in self.reductions for param in reduction.params])
 
 
-# Gradients of one group that are reduced now, or together with those of other units.
-Entry = tuple[Launch, ParamGroup, Gradients]
-
-
 def _make_layout(
     group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype, key: tuple[object, ...]
 ) -> ReduceLayout:
-    """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``group`` caches it by ``key``.
-
-    ``params``: of the group, and in a bucket of several units of other groups after these.
-    """
+    """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``group`` caches it by ``key``."""
     if len(group.reduce_layouts) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
         group.reduce_layouts.clear()
     on_host = not group.place.on.has_streams
@@ -90,7 +83,7 @@ class Reduction:
     the reduce-scatter's input remains to be freed.
 
     Attributes:
-        units: those whose gradients it reduces; several if they share a bucket.
+        unit: the unit whose gradients it reduces.
         params: the parameters whose gradients are reduced.
         gradients: the full gradients, until they are packed.
         layout, label, section_numel: for the transports; :meth:`target` is the section that they reduce into.
@@ -104,14 +97,14 @@ class Reduction:
 
     def __init__(
         self,
-        launches: list[Launch],
+        launch: Launch,
         group: ParamGroup,
         dtype: torch.dtype,
         scale: Scale,
         params: list[ShardedParam],
         gradients: list[torch.Tensor],
     ) -> None:
-        self.units = [*map(_UNIT, launches)]  # not the launches: these own the reduction, and a cycle would keep memory
+        self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
         self.group, self.dtype, self._scale, self.gradients = group, dtype, scale, gradients
         # In the usual case ``params`` is this very list, which saves hashing every parameter.
         key = (dtype,) if params is group.by_size else (dtype, *params)
@@ -119,12 +112,9 @@ class Reduction:
         self._reduce_layout = reduce_layout
         self.params, self.layout, self.label = reduce_layout.params, reduce_layout.bucket, reduce_layout.names
         self.section_numel, self.has_elements = self.layout.section_numel, self.layout.full_numel > 0
-        first = launches[0]
-        self._hook, self._partial = first.unit.all_reduce_hook, first.partial
-        if len(launches) > 1:
-            self._partial = {param: partial for each in launches for param, partial in each.partial.items()}
+        self._hook, self._partial = launch.unit.all_reduce_hook, launch.partial
         self._comm = comm = group.bound_comm or group.comm
-        self.is_partial = comm.replicas is not None and not first.syncs_replicas
+        self.is_partial = comm.replicas is not None and not launch.syncs_replicas
         self.has_next = comm.replicas is not None or bool(self._partial) or self._hook is not None
         dtypes = group.gradient_dtypes if params is group.by_size else None
         if dtypes is None:
@@ -328,9 +318,7 @@ class Reduction:
                 news.append(torch_private.local_of(gradient))
         if olds:
             torch_private.add_all(olds, news)
-        if (
-            self._result is not None
-        ):  # a later reduction may use its memory, once user code references no gradient in it
+        if self._result is not None:  # a later reduction may use its memory, once user code references none of it
             self._result.is_taken, self._result = False, None
         return failed
 
@@ -387,29 +375,13 @@ class Reduction:
         return self.section_numel * self.group.axes.num_shards * itemsize
 
 
-def launch_reductions(entries: Sequence[Entry]) -> list[Reduction]:
-    """Launch the reductions of gradients that are sent together: one per dtype and scale, the same on every rank.
-
-    They are removed from ``entries``, so that their memory is free once they are packed.
-    """
-    # A lot is the arguments of one ``Reduction``: launches, group, dtype, scale, parameters, gradients.
-    lots: dict[object, tuple[list[Launch], ParamGroup, torch.dtype, Scale, list[ShardedParam], list[torch.Tensor]]] = {}
-    for launch, group, gradients in entries:
-        policy = launch.unit.policy
-        for dtype, params in by_reduce_dtype(group, gradients, [*map(_DTYPE, gradients.values())]):
-            scale = scale_of(group.num_ranks, dtype, policy.divide_factor, policy.sum_only)
-            lot = lots.get(key := (dtype, id(scale)))  # equal scales are one object
-            if lot is None:
-                lots[key] = lot = [], group, dtype, scale, params if len(entries) == 1 else [], []
-            lot[0].append(launch)
-            lot[5].extend(map(gradients.__getitem__, params))
-            if len(entries) > 1:
-                lot[4].extend(params)
-        gradients.clear()
-    launched: list[Reduction] = []
-    for lot in lots.values():
-        launched.append(Reduction(*lot))
-        if launched[-1].has_elements and launched[-1].group.is_collective:
+def launch_reductions(launch: Launch, group: ParamGroup, gradients: Gradients) -> list[Reduction]:
+    """Launch the reductions of ``gradients`` of ``group``, and remove them: one per dtype, the same on every rank."""
+    policy, launched = launch.unit.policy, list[Reduction]()
+    for dtype, params in by_reduce_dtype(group, gradients, [*map(_DTYPE, gradients.values())]):
+        scale = scale_of(group.num_ranks, dtype, policy.divide_factor, policy.sum_only)
+        launched.append(Reduction(launch, group, dtype, scale, params, [*map(gradients.pop, params)]))
+        if launched[-1].has_elements and group.is_collective:
             launched[-1].scatter()
         else:
             launched[-1].reduce_here()
@@ -421,8 +393,8 @@ def planned_scatter_bytes(group: ParamGroup, unit: Unit) -> int:
     if not group.is_collective:
         return 0
     trainable = [param for param in group.params if param.sharded.requires_grad]
-    launch, total = [Launch(unit, True, {}, {})], 0
-    for dtype, params in by_reduce_dtype(group, trainable, [*map(group.dtypes.of_reduction, trainable)]):
+    launch, total = Launch(unit, True, {}, {}), 0
+    for dtype, params in by_reduce_dtype(group, trainable, [*map(group.reduce_dtype, trainable)]):
         scale = scale_of(group.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
         total += Reduction(launch, group, dtype, scale, params, []).staging_bytes
     return total
@@ -455,8 +427,7 @@ def scale_of(num_ranks: int, dtype: torch.dtype, divide_factor: float | None, su
 _scale = functools.lru_cache(maxsize=64)(Scale)  # equal scales are one object
 
 
-# ---- Buckets that several units share, where nothing is sharded: one all-reduce for the gradients of all.  A unit that is
-# alone is split into buckets instead, which are reduced while its backward still runs.
+# ---- Buckets of a unit that is alone, where nothing is sharded: they are reduced while its backward still runs.
 
 # Bucket sizes follow from the device and are not measured: sums over more than two ranks depend on the offset of an element
 # in the buffer, so buckets must be the same in every run.
@@ -472,34 +443,12 @@ def is_summed(group: ParamGroup) -> bool:
     return is_alone and comm is not None and comm.reduce is None and comm.replicas is not None
 
 
-def sharing_of(unit: Unit) -> Sharing | None:
-    """Return the key and size by which gradients of ``unit`` share buckets with other units; None if they share none."""
-    if len(unit.groups) != 1 or unit.all_reduce_hook is not None or not is_summed(unit.groups[0]):
-        return None
-    group, num_bytes = unit.groups[0], 0
-    assert group.comm.replicas is not None
-    for param in group.params:
-        dtype = group.dtypes.of_reduction(param)
-        if param.sharded.requires_grad and not _is_large(group, param, dtype):
-            num_bytes += param.shard.numel * dtype.itemsize
-    if not num_bytes:
-        return None
-    place = group.place
-    key = (group.comm.replicas.group.group_name, str(place.device), place.is_offloaded, place.pins)
-    return Sharing(key, num_bytes, _full_bytes(group))
-
-
-def split(group: ParamGroup) -> tuple[UnitBucket, ...]:
-    """Return the buckets of a group that shares none with other units; its parameters count as units, by ordinal."""
-    num_bytes = [
-        param.shard.numel * group.dtypes.of_reduction(param).itemsize if param.sharded.requires_grad else None
-        for param in group.params
-    ]
-    return split_unit(num_bytes, _full_bytes(group))
-
-
-def _full_bytes(group: ParamGroup) -> int:
-    return FULL_BYTES_ON_STREAMS if group.place.on.has_streams else FULL_BYTES_ON_HOST
+def split(group: ParamGroup) -> tuple[tuple[int, ...], ...]:
+    """Return the buckets of the parameters of ``group``, by ordinal."""
+    sizes = [param.shard.numel * group.reduce_dtype(param).itemsize for param in group.params]
+    pairs = zip(sizes, group.params, strict=True)
+    num_bytes = [size if param.sharded.requires_grad else None for size, param in pairs]
+    return split_unit(num_bytes, FULL_BYTES_ON_STREAMS if group.place.on.has_streams else FULL_BYTES_ON_HOST)
 
 
 def _is_large(group: ParamGroup, param: ShardedParam, dtype: torch.dtype) -> bool:
@@ -515,6 +464,6 @@ def launch_large(launch: Launch, group: ParamGroup, gradients: Gradients) -> lis
             del gradients[param]
             policy, in_place = launch.unit.policy, param not in launch.held
             scale = scale_of(group.num_ranks, gradient.dtype, policy.divide_factor, policy.sum_only)
-            launched.append(Reduction([launch], group, gradient.dtype, scale, [param], [gradient]))
+            launched.append(Reduction(launch, group, gradient.dtype, scale, [param], [gradient]))
             launched[-1].reduce_here(in_place and is_own(gradient))
     return launched

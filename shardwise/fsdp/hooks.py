@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -69,6 +70,7 @@ def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
 _Held = dict[int, tuple[torch.Tensor, torch.autograd.graph.Node | None]]
 _Running = tuple[ModulePass | None, Conversion | None, list[Any], _Held, int]
 
+_NOTHING: _Running = None, None, [], {}, 0
 _MOST_SIZES = 32  # graphs of other sizes are not searched: modules whose every graph differs would pay in every step
 
 
@@ -107,12 +109,19 @@ class Hooks:
 
     def reshard_for_state_dict(self, module: nn.Module) -> None:
         """Reshard the unit before the state dict of ``module`` is taken or loaded."""
-        for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
-            register(self.before_state_dict)
+        module.register_state_dict_pre_hook(self.before_state_dict)
+        module.register_load_state_dict_pre_hook(self.before_load)
+
+    def before_load(self, *_: Any) -> None:
+        """Reshard the unit: the pre-hook of ``load_state_dict``."""
+        self._unit.reshard()
 
     def before_state_dict(self, *_: Any) -> None:
-        """Reshard the unit: the pre-hook of ``state_dict`` and ``load_state_dict``."""
+        """Reshard the unit, and move shards to the memory that they keep: a state dict shows every later step."""
         self._unit.reshard()
+        engine = self._unit.callbacks_ref()
+        for group in () if isinstance(engine, Engine) and engine.is_in_step else self._unit.groups:
+            group.ensure_packed()
 
     @dynamo_disabled
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -131,8 +140,10 @@ class Hooks:
         if engine is None:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine = live_engine(attachment)
-        if self._running and not unit.holders and not is_in_backward():
-            self._running.clear()  # an interrupt has ended these without the forward hooks
+        while self._running and not unit.holders and not is_in_backward():
+            conversion = self._running.pop()[1]  # an interrupt has ended this forward without the forward hooks
+            if conversion is not None:
+                conversion.take_back()
         precision, device, conversion = unit.precision, None, None
         # Only the inputs of the outermost forward come from user code, perhaps on another device.
         if not engine.forwards:
@@ -142,6 +153,7 @@ class Hooks:
         if not (dtype is device is None):
             conversion = Conversion(dtype, device)
             args, kwargs = conversion.arguments(args, kwargs)
+        self._running.append((None, conversion, [], {}, sys.maxsize))  # ``after_forward`` runs also if this raises
         if engine.logs or innermost_transform() is not None or is_profiling():
             with _range("pre_forward", unit.name, engine.logs):
                 engine.before_forward(unit, module)
@@ -159,16 +171,14 @@ class Hooks:
         )
         builds_graph = torch.is_grad_enabled()
         # In a unit of several modules, a recomputed one was counted in its first forward.
-        is_watched = (
-            (has_frozen or not is_counted) and builds_graph and (len(unit.modules) == 1 or not is_in_backward())
-        )
+        is_watched = (has_frozen or not is_counted) and builds_graph and (unit.has_one_module or not is_in_backward())
         through = self._watch_inputs(args, kwargs) if is_watched else None
         growing: list[Any] = []
         for each in (*args, *kwargs.values()) if builds_graph else ():  # a comprehension would be one more call
             if not isinstance(each, torch.Tensor) and can_grow(each):
                 growing.append(each)
         held = {id(each): (each, each.grad_fn) for each in tensors_in(growing)} if growing else {}
-        self._running.append((through, conversion, growing, held, torch_private.num_nodes_made()))
+        self._running[-1] = through, conversion, growing, held, torch_private.num_nodes_made()
         return args, kwargs
 
     @dynamo_disabled
@@ -176,11 +186,10 @@ class Hooks:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
         attachment, unit, returned = self._attachment, self._unit, output
         engine = unit.callbacks_ref()
-        through, conversion, growing, held, num_nodes = (
-            self._running.pop() if self._running else (None, None, [], {}, 0)
-        )
+        through, conversion, growing, held, num_nodes = self._running.pop() if self._running else _NOTHING
+        put_in = tensors_in(growing) if growing else []  # before the caller's tensors are in the containers again
         if conversion is not None:
-            output = conversion.take_back(output)
+            conversion.take_back()
         watched: list[torch.Tensor] = []
         if builds_graph := torch.is_grad_enabled():
             if isinstance(returned, torch.Tensor) and innermost_transform() is None:
@@ -193,13 +202,10 @@ class Hooks:
             if self._keepers:
                 watched += self._kept(watched, num_nodes)
             unit.backward.is_unseen = not watched and num_made > 0
-            if growing:  # what the module has put into its arguments leaves it, too
+            if put_in:  # what the module has put into its arguments leaves it, too
                 ids = {*map(id, watched)}
-                watched += [
-                    each
-                    for each in tensors_in(growing)
-                    if each.requires_grad and id(each) not in ids and held.get(id(each)) != (each, each.grad_fn)
-                ]
+                added = [each for each in put_in if each.requires_grad and id(each) not in ids]
+                watched += [each for each in added if held.get(id(each)) != (each, each.grad_fn)]
         if not isinstance(engine, Engine):
             return output
         if engine.logs or innermost_transform() is not None or is_profiling():
@@ -228,7 +234,7 @@ class Hooks:
                 if has_nested_backward(tensors_in(returned)):
                     engine.expect_nested_backwards()
         dtype = unit.precision.output_dtype
-        return output if dtype is None else Conversion(dtype)(output)
+        return output if dtype is None else Conversion(dtype, copies=True)(output)
 
     def _search(self, module: nn.Module, num_nodes: int, num_made: int) -> None:
         """Note which attributes of the modules of ``module`` keep tensors of its forward, such as auxiliary losses."""
@@ -237,10 +243,8 @@ class Hooks:
         for each in todo:
             todo += [child for child in each.children() if attachment_of(child) is None]
             for name, value in each.__dict__.items():
-                place = weakref.ref(each), name
-                if place not in self._keepers and any(
-                    torch_private.node_number(tensor) >= num_nodes for tensor in tensors_in(value)
-                ):
+                place, numbers = (weakref.ref(each), name), map(torch_private.node_number, tensors_in(value))
+                if place not in self._keepers and max(numbers, default=-1) >= num_nodes:
                     self._keepers.append(place)
 
     def _kept(self, known: list[torch.Tensor], num_nodes: int) -> list[torch.Tensor]:
@@ -328,22 +332,14 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
     if _key_of(optimizer) not in checked_optimizers:
         _check_forms(optimizer)
     serve_others([param for group in optimizer.param_groups for param in group["params"]])
-    engines = [
-        engine
-        for engine in live_engines
-        if engine.forwards
-        or engine.manual.awaits_completion
-        or engine.awaits_backward
-        or any(unit.has_copies or unit.earlier.waiting for unit in engine.units)
-    ]
-    if engines:
-        stepped = _stepped(optimizer)
-        for engine in engines:
-            engine.check_step(stepped)
-            if engine.awaits_backward:
-                _look_for_gradients(engine, stepped)
-            if not engine.is_in_step:
-                engine.reshard_stepped(stepped)
+    engines = [engine for engine in live_engines if engine.heeds_steps]
+    stepped = _stepped(optimizer) if engines else set[int]()
+    for engine in engines:
+        engine.check_step(stepped)
+        if engine.awaits_backward:
+            _look_for_gradients(engine, stepped)
+        if not engine.is_in_step:
+            engine.reshard_stepped(stepped)
 
 
 def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -351,28 +347,20 @@ def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     refuse_fixed_sums(params)
     serve_others(params)
     units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
-    shards = {
-        id(form): each.sharded for unit in units for each in unit.params for form in (each.full, each.registered_form)
-    }
+    shards = {id(form): p.sharded for unit in units for p in unit.params for form in (p.full, p.registered_form)}
     return [shards.get(id(param), param) for param in params] if shards else params
 
 
 def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
     """Raise UsageError if ``Reproducible`` sums the gradients of ``params``: the norm would be added in the order of ranks."""
-    names = {
-        id(form): each.fqn
-        for engine in live_engines
-        for unit in engine.units
-        for group in unit.groups
-        if group.sums is not None
-        for each in group.params
-        for form in (each.sharded, each.full, each.registered_form)
-    }
-    if names and (found := [names[id(param)] for param in params if id(param) in names]):
-        raise UsageError(
-            f"clip_grad_norm_: Reproducible sums the gradient of {found[0]}, and this function adds norms in the order of "
-            "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
-        )
+    groups = [each for engine in live_engines for unit in engine.units for each in unit.groups if each.sums is not None]
+    ids = {*map(id, params)} if groups else set[int]()
+    for param in (param for group in groups for param in group.params):
+        if not ids.isdisjoint(map(id, (param.sharded, param.full, param.registered_form))):
+            raise UsageError(
+                f"clip_grad_norm_: Reproducible sums the gradient of {param.fqn}, and this function adds norms in the order of "
+                "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
+            )
 
 
 def serve_others(params: Sequence[torch.Tensor]) -> None:
@@ -426,9 +414,8 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
         forms = (each for each in (param.full, param.registered_form) if each is not param.sharded)
         if any(each is not None and id(each) in stepped for each in forms):
             raise StateError(
-                f"an optimizer was given the full form of {param.fqn}, or its form on a smaller mesh, which are registered "
-                "from forward to backward: its steps would not reach the model. Build the optimizer before forward; after an "
-                "interrupt call reset_iter_state() first"
+                f"an optimizer was given the full form of {param.fqn}, or its form on a smaller mesh: its steps would not "
+                "reach the model. Build the optimizer before forward; after an interrupt call reset_iter_state()"
             )
     if early:
         raise StateError(
@@ -448,8 +435,7 @@ def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
         _warned.add(engine)
         _warnings.warning(
             "an optimizer steps on %s and %d other sharded parameters, none of which has a gradient, although a forward has "
-            "built a graph and no backward has used it. backward(inputs=...) and torch.autograd.grad do not find sharded "
-            "parameters in the graph: call backward() without inputs",
+            "built a graph. backward(inputs=...) and torch.autograd.grad do not find them: call backward() without inputs",
             trained[0].fqn,
             len(trained) - 1,
         )

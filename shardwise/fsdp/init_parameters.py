@@ -17,7 +17,7 @@ from shardwise import torch_private
 from shardwise.collectives.owned import full_tensor_of
 from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.attachment import Attachment, attachment_of
+from shardwise.fsdp.attachment import Attachment, units_in
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import CPUOffloadPolicy
 from shardwise.fsdp.unit import Unit
@@ -33,10 +33,7 @@ _FACTS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "element_s
 
 
 def init_parameters(
-    module: nn.Module,
-    init_fn: Callable[[nn.Module], object] | None = None,
-    *,
-    device: torch.device | str | None = None,
+    module: nn.Module, init_fn: Callable[[nn.Module], object] | None = None, *, device: torch.device | str | None = None
 ) -> None:
     """Move the meta tensors of ``module`` to a device and initialize all parameters and buffers as one process does.
 
@@ -62,7 +59,7 @@ def init_parameters(
         >>> shard_model(model)  # doctest: +SKIP
         >>> init_parameters(model)  # doctest: +SKIP
     """
-    units = _units_in(module)
+    units = [*units_in(module)]
     was_meta = {name for name, param in module.named_parameters() if param.is_meta}
     _materialize(module, units, device)
     params = dict(module.named_parameters())
@@ -78,14 +75,9 @@ def init_parameters(
     left = unwritten_in(module)
     if left:
         logger.warning(
-            "init_parameters: %s still have no values. Pass an init_fn that initializes them, or load a checkpoint before the "
-            "first forward, which is refused until then",
+            "init_parameters: %s still have no values. Pass an init_fn that initializes them, or load a checkpoint",
             ", ".join(left),
         )
-
-
-def _units_in(module: nn.Module) -> list[Unit]:
-    return list(dict.fromkeys(each.unit for child in module.modules() if (each := attachment_of(child)) is not None))
 
 
 def _init_modules(module: nn.Module) -> None:
@@ -124,8 +116,7 @@ def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device 
         group.ensure_packed()
         if group.extended.params:
             raise ConfigError(
-                f"init_parameters: {group.extended.params[0].fqn} has its own all-gather (fsdp_pre_all_gather, or a tensor "
-                "subclass). Initialize the model before it is sharded, or load a checkpoint"
+                f"init_parameters: {group.extended.params[0].fqn} has its own all-gather: initialize it before sharding"
             )
 
 
@@ -277,9 +268,8 @@ def check_materialized(attachments: Sequence[Attachment]) -> None:
     on_meta = [param.fqn for param in params if param.sharded.device.type == "meta"]
     if on_meta:
         raise StateError(
-            "Call shardwise.init_parameters(model), which allocates and initializes parameters, or to_empty() and load a "
-            "checkpoint. FSDP parameters should be materialized from meta device before training, but the following were still "
-            f"on meta device: {on_meta}"
+            "Call shardwise.init_parameters(model), or to_empty() and load a checkpoint. FSDP parameters should be "
+            f"materialized from meta device before training, but the following were still on meta device: {on_meta}"
         )
     offloaded = [group for group in groups if isinstance(group.place.offload, CPUOffloadPolicy)]
     on_device = [(p.fqn, p.local.device) for group in offloaded for p in group.params if p.local.device.type != "cpu"]

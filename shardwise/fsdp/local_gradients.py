@@ -31,7 +31,7 @@ def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None
         if full is not None and (gradient := full.grad) is not None:
             full.grad = None  # sums over backwards are made of gradients in reduce dtypes
             taken[param] = gradient
-    swap, wanted = group.swap, group.dtypes.by_gradient
+    swap, wanted = group.swap, group.reduce_dtypes
     # User code may have frozen some after forward.
     if swap is None or group.in_place or swap.num_trainable < len(swap.fulls):
         taken = {param: gradient for param, gradient in taken.items() if param.sharded.requires_grad}
@@ -49,8 +49,8 @@ def local_form(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -
         gradient = gradient.to_dense()
     if type(gradient) is not torch.Tensor:
         gradient = _local_gradient(gradient, param, group)
-    dtype = None if param.keeps_dtype else group.dtypes.by_gradient.get(gradient.dtype)
-    dtype = dtype or group.dtypes.of_reduction(param)
+    dtype = None if param.keeps_dtype else group.reduce_dtypes.get(gradient.dtype)
+    dtype = dtype or group.reduce_dtype(param)
     return gradient if gradient.dtype is dtype else gradient.to(dtype)
 
 
@@ -103,8 +103,7 @@ def _take_changed(param: ShardedParam, gradient: torch.Tensor, changed: torch.Te
     if not is_alike:
         raise StateError(
             f"a hook on the gradient of {param.fqn} was given a {type(gradient).__name__} of shape {tuple(gradient.shape)} and "
-            f"returned a {type(changed).__name__} of shape {tuple(changed.shape)}: hooks on sharded parameters receive the "
-            "reduced gradient as a DTensor; return a DTensor of the same shape, or None"
+            f"returned a {type(changed).__name__} of shape {tuple(changed.shape)}: return a DTensor of the same shape, or None"
         )
     if isinstance(changed, DTensor) and isinstance(gradient, DTensor) and changed.placements != gradient.placements:
         changed = changed.redistribute(gradient.device_mesh, gradient.placements)
@@ -138,7 +137,6 @@ class EarlierGradients:
         unsynced: plain parameters whose ``.grad`` contains unsynced gradients of this rank.
         deferred_hooks: post-accumulate-grad hooks of plain parameters that were removed until gradients are accumulated,
             with the parameter that has them.
-        mixed: those of ``unsynced`` whose ``.grad`` has a reduced part, too.
     """
 
     def __init__(self) -> None:
@@ -148,7 +146,6 @@ class EarlierGradients:
         self.stashed: Gradients = {}
         self.unsynced: set[ShardedParam] = set()
         self.deferred_hooks: dict[ShardedParam, tuple[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]]] = {}
-        self.mixed: set[ShardedParam] = set()
 
     def hold(self, gradients: Gradients) -> None:
         """Accumulate unsynced ``gradients``, which a later backward reduces."""
@@ -194,59 +191,37 @@ class EarlierGradients:
             self.partial.pop(param, None)
         return cleared
 
-    def stash(self, params: Sequence[ShardedParam], is_exact: bool, first: int | None = None) -> None:
+    def stash(self, params: Sequence[ShardedParam], first: int | None = None) -> None:
         """Stash ``.grad`` of plain ``params``, so that a backward accumulates from zero.
 
         Args:
             first: ordinal of the parameter whose new gradient was accumulated already, since no hook announced the backward.
                 Its earlier gradient stays in the sum: the mean over ranks of a sum is the sum of the means.
-            is_exact: the reduction divides by another number than the number of ranks, so an already reduced part must not be
-                reduced again.
 
-        Raises: StateError for a gradient that is the sum of a reduced and an unsynced part, if ``is_exact``.
+        Raises: StateError if a hook has seen that gradient before it is reduced.
         """
-        mixed: list[str] = []
         for param in params:
             param.adopt_registered()  # a parameter that user code has registered since the forward has its own ``.grad``
-            if first is not None and param.ordinal == first:
-                self._keep_first(param, is_exact)
-                continue
             # Autograd would run these hooks before the gradient is reduced and added to the earlier one.
-            if found := torch_private.remove_later_hooks(param.sharded, param.hook_id):
+            found = torch_private.remove_later_hooks(param.sharded, param.hook_id)
+            if first is not None and param.ordinal == first:
+                self.unsynced.discard(param)
+                torch_private.restore_hooks(param.sharded, found)
+                if found:
+                    raise StateError(
+                        f"a backward accumulated the gradient of {param.fqn} before it reached an output of the replicated "
+                        "module: hooks have seen it unreduced. Call the module itself, and compute losses from its output"
+                    )
+                continue
+            if found:
                 self.deferred_hooks[param] = param.sharded, found
             gradient, param.sharded.grad = param.sharded.grad, None
-            is_mixed = param in self.mixed
-            self.mixed.discard(param)
             if gradient is None:
                 self.unsynced.discard(param)
-            elif param not in self.unsynced:
-                self.stashed[param] = gradient
-            elif is_mixed and is_exact and gradient.any():
-                self.stashed[param] = gradient  # unstash restores it for the user to see
-                self.mixed.add(param)
-                mixed.append(param.fqn)
-            else:
+            elif param in self.unsynced:
                 self.held[param] = gradient  # the mean over ranks of a sum is the sum of the means
-        if mixed:
-            raise StateError(
-                f"the gradient of {mixed[0]} is the sum of a reduced part and of what this rank has added since without sync: "
-                "set_gradient_divide_factor would divide the first part twice. Set gradients to None after a backward with "
-                "sync"
-            )
-
-    def _keep_first(self, param: ShardedParam, is_exact: bool) -> None:
-        gradient = param.sharded.grad
-        self.unsynced.discard(param)
-        self.mixed.discard(param)
-        found = torch_private.remove_later_hooks(param.sharded, param.hook_id)
-        torch_private.restore_hooks(param.sharded, found)
-        if found or (is_exact and gradient is not None and gradient._version):
-            raise StateError(
-                f"a backward accumulated the gradient of {param.fqn} before it reached an output of the replicated module: the "
-                "module was not called itself, or returned no tensor. Post-accumulate-grad hooks have seen the unreduced "
-                "gradient, or set_gradient_divide_factor cannot separate it from earlier ones. Call the module, and return the "
-                "tensors that losses are computed from"
-            )
+            else:
+                self.stashed[param] = gradient
 
     def unstash(self, params: Sequence[ShardedParam]) -> None:
         """Restore stashed gradients and hooks, and add the gradients of this backward."""
@@ -255,8 +230,7 @@ class EarlierGradients:
         for param in params:
             synced, held = _sum_of(self.stashed.pop(param, None), param.sharded.grad), self.held.pop(param, None)
             if held is None:
-                if param not in self.mixed:
-                    self.unsynced.discard(param)
+                self.unsynced.discard(param)
             else:
                 self.unsynced.add(param)
             if synced is None or held is None:
@@ -264,7 +238,6 @@ class EarlierGradients:
                 param.sharded.grad = gradient if gradient is None else gradient.to(param.sharded.dtype)
             else:
                 param.sharded.grad = synced.add_(held)  # in place like autograd, for references of user code
-                self.mixed.add(param)
 
 
 def _sum_of(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

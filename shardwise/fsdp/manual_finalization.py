@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from shardwise.errors import StateError
-from shardwise.fsdp.unit import Unit
-from shardwise.observe import unit_in_words
 
 
 class ManualFinalization:
@@ -27,6 +23,11 @@ class ManualFinalization:
     def awaits_completion(self) -> bool:
         """True while the gradients of a backward are not complete."""
         return self.is_open or self.completion is not None
+
+    @property
+    def missing(self) -> str:
+        """What user code has to call for complete gradients."""
+        return "call finalize_backward()" if self.completion is None else "wait() for finalize_backward()"
 
     def set_on(self, is_on: bool, is_in_backward: bool, has_deferred: bool) -> None:
         """Turn manual finalization on or off.  Raises: StateError while gradients of a backward are not set."""
@@ -66,25 +67,18 @@ class ManualFinalization:
     def check_launch(self, is_in_backward: bool) -> None:
         """Raise StateError in a backward, without manual finalization, or before an earlier call has been completed."""
         if is_in_backward:
-            raise StateError(
-                "finalize_backward must be called after backward completes; call it after the last backward()"
-            )
+            raise StateError("finalize_backward must be called after backward completes")
         self.check_completed("finalizing backward again")
         if not self.is_on:
             raise StateError(
-                "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) on the "
-                "root before forward"
+                "finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) first"
             )
-        self._was_open = (
-            self.is_open
-        )  # it stays open if the launch that follows raises, so that user code may try again
+        self._was_open = self.is_open  # it stays open if the launch that follows raises: user code may try again
 
     def check_completion(self, completion: object) -> None:
         """Raise StateError if ``completion`` was invalidated."""
         if completion is not self.completion:
-            raise StateError(
-                "This gradient reduction handle was invalidated by reset_iter_state(); its gradients are gone"
-            )
+            raise StateError("This gradient reduction handle was invalidated by reset_iter_state()")
 
     def check_completed(self, what: str) -> None:
         """Raise StateError if launched reductions were not waited for before ``what``."""
@@ -93,16 +87,3 @@ class ManualFinalization:
                 f"The previous gradient reduction must be waited on before {what}: call wait() on the handle that "
                 "finalize_backward(async_op=True) returned"
             )
-
-    def check_step(self, stepped: set[int], units: Iterable[Unit]) -> None:
-        """Raise StateError if ``stepped`` has the id of a parameter of ``units`` whose gradient is not complete."""
-        if not self.awaits_completion:
-            return
-        missing = "call finalize_backward()" if self.completion is None else "wait() for finalize_backward()"
-        for unit in units:
-            for param in unit.params:
-                if id(param.sharded) in stepped:
-                    raise StateError(
-                        f"an optimizer steps on {param.fqn} ({unit_in_words(unit.name)}) before the gradients of its last "
-                        f"backward are complete, in manual backward finalization; {missing} on the root module first"
-                    )

@@ -248,8 +248,7 @@ class FSDPModule(_Base):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
             f"a {type(self).__name__} cannot be pickled or copied shallowly: its process groups, hooks and memory belong to "
-            "this process. Save its state_dict(), and shard a model in the process that loads it; copy.deepcopy makes an "
-            "independent copy"
+            "this process. Save its state_dict(), and shard a model in the process that loads it, or use copy.deepcopy"
         )
 
     # ---- parameters ----
@@ -357,8 +356,7 @@ class FSDPModule(_Base):
         """
         if torch_private.num_joinables() > 1:
             raise ConfigError(
-                "Join was given a sharded model and other objects, whose passes and steps a rank that has left cannot tell "
-                "apart. Write Join([model]) around the forwards and backwards of one step; two models need one root"
+                "Join was given a sharded model and other objects: write Join([model]); two models need one root"
             )
         attachment = self._attachment()
         attachment.unit.may_diverge = True
@@ -533,10 +531,9 @@ class FSDPModule(_Base):
 
     def _get_fsdp_state(self) -> object:
         raise StateError(
-            f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2, as FSDPMemTracker does, and "
-            "this model has none. To reshard the root after forward write fully_shard(model, reshard_after_forward=True) or "
-            "model.set_reshard_after_forward(True); shardwise.describe_units shows the bytes of every unit, and torch's "
-            "MemTracker works on any module"
+            f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2 (FSDPMemTracker does), which "
+            "this model has not. To reshard the root after forward write model.set_reshard_after_forward(True); "
+            "shardwise.describe_units shows the bytes of every unit, and torch's MemTracker works on any module"
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -604,8 +601,7 @@ class FSDPModule(_Base):
         """
         raise ConfigError(
             f"set_symm_mem_for_comm({backend!r}): shardwise does not use NCCL's symmetric memory. For buffers that NCCL has "
-            "registered, call set_allocate_memory_from_process_group_for_comm(True); on CPU ranks of one host use shared "
-            "memory by themselves"
+            "registered, call set_allocate_memory_from_process_group_for_comm(True)"
         )
 
     # ---- plumbing ----

@@ -102,7 +102,6 @@ class ShardedParam:
         registered_form: the form that shardwise has registered; None: the sharded one.  Any other registered parameter comes
             from user code.
         shard_shape: the shape of this rank's shard.
-        is_handed_out: user code can reach the shard; until then its memory may be replaced.
         version_base: what :attr:`version` has more than torch's counters, which restart with every local tensor that user code
             puts in place.
         counted: weak reference to the local tensor whose counter is read, if the shard is a DTensor.
@@ -128,7 +127,6 @@ class ShardedParam:
     inner_spec: DTensorSpec | None
     sharded: nn.Parameter
     shard_shape: tuple[int, ...]
-    is_handed_out: bool = True
     full: nn.Parameter | None = None
     subsharded: nn.Parameter | None = None
     sub_seen: tuple[int, bool] = (0, True)
@@ -205,27 +203,24 @@ class ShardedParam:
 
     def is_own(self, current: nn.Parameter | None) -> bool:
         """Return True if ``current`` is one of this parameter's forms, not a parameter from user code."""
-        return current is not None and any(
-            current is form for form in (self.sharded, self.full, self.subsharded, self.registered_form)
-        )
+        forms = self.sharded, self.full, self.subsharded, self.registered_form
+        return current is not None and any(current is form for form in forms)
 
     def check_places(self, is_in_tree: Callable[[dict[str, nn.Parameter | None]], bool] = lambda _: True) -> None:
         """Raise StateError if a module has no parameter of this name any more; of modules for whose dict ``is_in_tree``."""
         for registration in self.registrations:
             if registration.parameters.get(registration.name) is None and is_in_tree(registration.parameters):
                 raise StateError(
-                    f"{self.fqn} was removed from its module or set to None after the module was sharded; "
-                    "torch.nn.utils.parametrize, weight_norm and prune remove it. Call them before fully_shard (or replicate), "
-                    "which then shards the parameters that they train; remove parameters before it, too"
+                    f"{self.fqn} was removed from its module or set to None, as torch.nn.utils.parametrize, weight_norm and "
+                    "prune do. Call them, and remove parameters, before fully_shard (or replicate)"
                 )
 
     def check_data(self) -> None:
         """Raise StateError if the DTensor has another storage than before, but the same local tensor."""
         if self.counted() is self.local and self.storage != torch_private.storage_id(self.sharded):
             raise StateError(
-                f".data of {self.fqn} was assigned to, which changes nothing: torch's DTensors compute with the local tensor "
-                "that they were made from. Write p.copy_(values) under torch.no_grad() in place of p.data = values "
-                "(torch.nn.utils.vector_to_parameters assigns to .data, too)"
+                f".data of {self.fqn} was assigned to, which changes nothing in a DTensor "
+                "(torch.nn.utils.vector_to_parameters does it). Write p.copy_(values) under torch.no_grad()"
             )
 
     def check_ties(self) -> None:
@@ -244,17 +239,15 @@ class ShardedParam:
         is_old = [any(each is form for form in mine) for each in (first, *others)]
         if any(is_old) and not all(is_old):
             raise StateError(
-                f"{self.fqn} is shared by {len(self.registrations)} places, and only some of them were given another parameter "
-                "after it was sharded. Register the same one in all of them (module.weight = other.weight), or build the "
-                "model with two parameters before it is sharded"
+                f"{self.fqn} is shared by {len(self.registrations)} places, and only some of them were given another "
+                "parameter. Register the same one in all (module.weight = other.weight), or build two before sharding"
             )
         if first is not None and not any(is_old):
             others = [other for other in others if other is not None and other is not first]
             if not all(_have_same_values(first, other) for other in others):
                 _logger.warning(
-                    "%s is shared by %d places, which were given parameters of different values after it was sharded: it stays "
-                    "shared, with the values of the first. Tie them again yourself (module.weight = other.weight) after "
-                    "to_empty() or load_state_dict(assign=True)",
+                    "%s is shared by %d places, which were given parameters of different values: it stays shared, with those "
+                    "of the first. Tie them yourself (module.weight = other.weight) after to_empty() or assign=True",
                     self.fqn,
                     len(self.registrations),
                 )
@@ -274,10 +267,9 @@ class ShardedParam:
             if current is not self.sharded and not isinstance(current, nn.Parameter):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
                     f"{self.fqn}: a {type(current).__name__} that is no Parameter is registered in its place, as "
-                    "torch.func.functional_call does; a sharded module runs with the parameters that it gathers. Call the "
-                    "plain module with functional_call, or copy_ the values into the shards"
+                    "torch.func.functional_call does. Call the plain module with it, or copy_ the values into the shards"
                 )
-            self.sharded = current
+            self.sharded = self.registered_form = current
             self.hand_on_attributes()
             refuse_gradients([self])
         refuse_grad_dtype(self.sharded, self.fqn)
@@ -306,7 +298,6 @@ def refuse_gradients(params: Iterable[ShardedParam]) -> None:
 def _refuse(ref: weakref.ref[ShardedParam], _: object) -> None:
     name = "a parameter" if (param := ref()) is None else param.fqn
     raise StateError(
-        f"a loss has read {name} outside of the forward of its unit, where it is a shard: its gradient is that of this "
-        "rank's batch, and nothing would average it over the ranks. Read the parameter from its module in forward, or "
-        "call unshard() on the module before the loss reads it"
+        f"a loss has read {name} outside of the forward of its unit, where it is a shard: nothing would average this gradient "
+        "over the ranks. Read it from its module in forward, or call unshard() on the module before"
     )

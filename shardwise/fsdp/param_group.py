@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,38 +87,6 @@ def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: Pa
     return sub
 
 
-# ---- The dtypes in which the parameters of a group are gathered, and their gradients reduced.
-
-
-class Dtypes:
-    """The dtypes that a mixed-precision policy gives each parameter.
-
-    Attributes:
-        by_gradient: gradient dtype -> reduce dtype, for parameters without a dtype of their own.  A gradient dtype with
-            more than one reduce dtype is missing.
-    """
-
-    def __init__(self, precision: MixedPrecisionPolicy) -> None:
-        self.precision = precision
-        self.by_gradient: dict[torch.dtype, torch.dtype] = {}
-
-    def of_full(self, param: ShardedParam) -> torch.dtype:
-        """Return the dtype in which ``param`` is all-gathered and used."""
-        return param.dtype_of_full(self.precision)
-
-    def of_reduction(self, param: ShardedParam) -> torch.dtype:
-        """Return the dtype in which gradients of ``param`` are reduced and accumulated."""
-        return dtype_of_reduction(self.precision, param.dtype, self.of_full(param))
-
-    def look_at(self, params: Iterable[ShardedParam]) -> None:
-        """Compute :attr:`by_gradient` from the present dtypes of ``params``."""
-        found: dict[torch.dtype, set[torch.dtype]] = {}
-        for param in params:
-            if not param.keeps_dtype:
-                found.setdefault(self.of_full(param), set()).add(self.of_reduction(param))
-        self.by_gradient = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
-
-
 def _lies_as_sharded(param: ShardedParam) -> bool:
     """Return True if the full parameter has the address and strides of this rank's shard, which user code may have moved."""
     local, full = param.local, param.full
@@ -150,7 +119,9 @@ class ParamGroup:
         members: the parameters as a set.
         place: the devices of shards and full parameters.
         device: the device of the full parameters.
-        dtypes: the dtypes in which parameters are gathered and gradients reduced.
+        precision: the policy that says in which dtypes parameters are gathered and gradients reduced.
+        reduce_dtypes: gradient dtype -> reduce dtype, for parameters without a dtype of their own.  A gradient dtype with more
+            than one reduce dtype is missing.
         compression: the compression of parameters and gradients; None: they are sent uncompressed.
         custom: replacements of the backend's collectives that the user has set.
         gather: launches the all-gather of the full parameters; its handle is None if there is nothing to wait for.  The caller
@@ -169,6 +140,8 @@ class ParamGroup:
         is_written: the engine has written to shards on the current stream, and no gather was ordered after that yet.
         gradient_dtypes: the dtypes of ``.grad`` of all parameters, cached until user code changes something.
         num_replica_sums: how many all-reduces over replicas are due so far, those that a later backward makes included.
+        split: the buckets of a unit that is alone, and what they depend on.
+        gate: weak reference to the gate of its engine.
         in_place: the parameters that stay registered and are their own full form.
         packing: the buckets and full buffers; None before the first packing.
         axes: the data-parallel mesh.  num_ranks: how many ranks its gradients are averaged over.
@@ -191,7 +164,8 @@ class ParamGroup:
         self.members = set(params)
         self.axes, self.num_ranks = axes, axes.num_shards * axes.num_replicas
         self.sub_axes: MeshAxes | None = None
-        self.dtypes = Dtypes(precision)
+        self.precision = precision
+        self.reduce_dtypes: dict[torch.dtype, torch.dtype] = {}
         self.place = place
         self.device = place.device
         # A shard axis of one rank takes no collectives, except with tensor parallelism: torch's tests count them there.
@@ -219,6 +193,8 @@ class ParamGroup:
         self.gather: Callable[[], Handle | None] = _refuse
         self.num_replica_sums = 0
         self.gradient_dtypes: set[torch.dtype] | None = None
+        self.split: tuple[object, tuple[tuple[int, ...], ...]] = None, ()
+        self.gate: weakref.ref[Gate] | None = None
 
     # ---- flat memory ----
 
@@ -247,11 +223,8 @@ class ParamGroup:
     @property
     def route(self) -> str:
         """The transport for messages: the name of a link or "collectives", with codings; "" if nothing is sent."""
-        coded = [
-            f"{way} {coding}"
-            for way, coding in (("gather", self.gather_coding), ("reduce", self.reduce_coding))
-            if coding
-        ]
+        ways = {"gather": self.gather_coding, "reduce": self.reduce_coding}
+        coded = [f"{way} {coding}" for way, coding in ways.items() if coding]
         if self.packing is None or not self.is_collective:
             return ", ".join(coded)
         link = self._planned_link(self.packing)
@@ -289,11 +262,15 @@ class ParamGroup:
         """The present buckets; empty before the first packing."""
         return () if self.packing is None else self.packing.buckets
 
+    def reduce_dtype(self, param: ShardedParam) -> torch.dtype:
+        """Return the dtype in which gradients of ``param`` are reduced and accumulated."""
+        return dtype_of_reduction(self.precision, param.dtype, param.dtype_of_full(self.precision))
+
     def largest_reductions(self) -> list[tuple[int, int]]:
         """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
         by_dtype: dict[torch.dtype, int] = {}
         for param in self.params:
-            dtype = self.dtypes.of_reduction(param)
+            dtype = self.reduce_dtype(param)
             by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
         num_parts = 1 if self.sums is None else self.sums.most_parts
         return [(num_parts * numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
@@ -321,7 +298,10 @@ class ParamGroup:
         """
         seen = self.seen
         counted = seen.versions(in_step) if seen is not None and self.is_as_left else None
-        if counted is None:
+        if seen is None or counted is None:
+            del seen  # snapshots hold former shards
+            if self.gate is not None and (gate := self.gate()) is not None:
+                gate.forget()
             self._settle()
         else:
             self.note_versions(counted)
@@ -335,22 +315,22 @@ class ParamGroup:
             for param in self.params:
                 param.check_data()
                 param.follow_local()
+        for param in self.params:
+            param.storage = torch_private.storage_id(param.sharded)
         if packing is None or [*map(self._kind, self.params)] != self._kinds:
             packing = self._pack()
         else:
             for bucket in packing.buckets:
                 self.is_written |= bucket.settle(None if comm is None else comm.streams.host_waits_for_copies)
-        for param in self.params:
-            param.storage = torch_private.storage_id(param.sharded)
-        if not any(bucket.unpacked for bucket in packing.buckets):
-            self.seen = Snapshot(self.params, self.extended.params)
+        self.seen = Snapshot(self.params, self.extended.params)
         self.version()
 
     def _kind(self, param: ShardedParam) -> object:
         """Return what decides where the shard is: "extended", "in place", or the dtypes and the device of its bucket."""
         if self.extended.wants(param):
             return "extended"
-        return "in place" if self._is_in_place(param) else (param.dtype, self.dtypes.of_full(param), param.local.device)
+        full_dtype = param.dtype_of_full(self.precision)
+        return "in place" if self._is_in_place(param) else (param.dtype, full_dtype, param.local.device)
 
     def _pack(self) -> Packing:
         self.num_packs += 1
@@ -360,11 +340,15 @@ class ParamGroup:
         kinds = {param: self._kind(param) for param in self.params}
         self.extended.adopt([param for param, kind in kinds.items() if kind == "extended"])
         self.in_place = [param for param, kind in kinds.items() if kind == "in place"]
-        self.dtypes.look_at(self.params)
+        found: dict[torch.dtype, set[torch.dtype]] = {}
+        for param in self.params:
+            if not param.keeps_dtype:
+                found.setdefault(param.dtype_of_full(self.precision), set()).add(self.reduce_dtype(param))
+        self.reduce_dtypes = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ShardedParam]] = {}
         for param in self.by_size:
             if not isinstance(kinds[param], str):
-                by_dtype.setdefault((param.dtype, self.dtypes.of_full(param)), []).append(param)
+                by_dtype.setdefault((param.dtype, param.dtype_of_full(self.precision)), []).append(param)
         buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
         packing = Packing(buckets, self.axes.num_shards, self.place)
         if self.bound_comm is not None:
@@ -387,7 +371,7 @@ class ParamGroup:
     def _is_in_place(self, param: ShardedParam) -> bool:
         if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
             return False
-        return param.dtype is self.dtypes.of_full(param) is self.dtypes.of_reduction(param)
+        return param.dtype is param.dtype_of_full(self.precision) is self.reduce_dtype(param)
 
     # ---- unshard and reshard ----
 
@@ -534,8 +518,7 @@ class ParamGroup:
                 if current is not param.sharded and not param.is_own(current):
                     param.check_places()
                     raise StateError(
-                        f"{param.fqn} was replaced while a forward or backward ran that gathers the old parameter. "
-                        "Replace parameters before forward or after backward"
+                        f"{param.fqn} was replaced while a forward or backward ran. Replace it before or after"
                     )
 
     @staticmethod
@@ -617,6 +600,12 @@ class Gate:
         self._parts: list[Snapshot | None] = []
         self._joined: Snapshot | None = None
         self._counted: list[int] = []
+        for group in groups:
+            group.gate = weakref.ref(self)
+
+    def forget(self) -> None:
+        """Compare nothing with what was seen: that holds shards which user code has replaced."""
+        self._parts, self._joined = [], None
 
     def check(self, in_step: bool) -> bool:
         """Note which shards were written to.  If anything else has changed, repack it and return True.
@@ -628,6 +617,7 @@ class Gate:
         if joined is not None and is_known and (joined.are_registered or all(map(_IS_AS_LEFT, groups))):
             counted = joined.versions(in_step)
         if counted is None:
+            joined = None
             for group in groups:
                 group.ensure_packed(in_step)
             self._parts, self._counted, self._joined = [group.seen for group in groups], [], None

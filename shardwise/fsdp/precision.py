@@ -23,8 +23,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype of the gradient reduction and of unsynced gradients; None: the same as torch's FSDP2
             of the installed version: ``param_dtype`` up to torch 2.14, the parameter's own dtype from 2.15 on.
         output_dtype: dtype to which floating-point outputs of forward are cast; None: no cast.
-        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``, in containers too: forward then gets a
-            copy of the container, and what it adds, removes or writes there reaches the caller's.
+        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``, in containers too, which hold the
+            caller's own tensors again after forward, with what it has written there.
         param_dtype_override_fn: called once for each parameter.  If it returns the parameter's own dtype, forward and
             backward use that; None or ``param_dtype`` changes nothing.
 
@@ -105,8 +105,7 @@ def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> 
     wanted = None if ask is None else ask(param)
     if wanted not in (None, policy.param_dtype, param.dtype):
         raise ConfigError(
-            f"param_dtype_override_fn returned {wanted} for {fqn}; expected None, param_dtype ({policy.param_dtype}) or "
-            f"the parameter's own dtype ({param.dtype})"
+            f"param_dtype_override_fn returned {wanted} for {fqn}; expected None, {policy.param_dtype} or {param.dtype}"
         )
     return wanted is param.dtype and wanted is not policy.param_dtype
 

@@ -6,13 +6,11 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from shardwise import torch_private
-from shardwise.collectives.streams import Stream, back_at
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.errors import StateError
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.gradients import (
-    Entry,
     Launch,
     Reduction,
     early_readers,
@@ -23,10 +21,11 @@ from shardwise.fsdp.gradients import (
 )
 from shardwise.fsdp.local_gradients import Gradients, add_gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.unit import FULL, Unit
 from shardwise.fsdp.waiting_gradients import is_summed_later
 from shardwise.observe import Op, begin, end, listeners, unit_in_words
-from shardwise.plan.schedule import Buckets, UnitBucket
+from shardwise.plan.schedule import Buckets
 
 # ---- Split backwards of pipeline schedules: of the inputs first, of the weights later, by calls of the schedule.
 
@@ -62,21 +61,13 @@ _HOLDS_INPUT = operator.attrgetter("holds_input")
 _NONE: tuple[Gradients, Gradients] = {}, {}  # no code writes to what a launch has taken
 
 
-def _gradients_of(units: Iterable[Unit]) -> str:
-    """Return the gradients of ``units``, for messages."""
-    names = [f"'{unit.name}'" for unit in units]
-    if len(names) == 1:
-        return f"gradients of unit {names[0]}"
-    return f"gradients of units {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}"
-
-
 class Reductions:
     """The reductions of one engine: launched as units end, then committed together, or left pending for a later backward.
 
     No ``.grad`` changes before :meth:`commit`, so a backward that raises does not change gradients of earlier microbatches.
 
-    Small gradients of several units share a bucket, if nothing is sharded; a unit that is alone is split into buckets.  Every
-    rank launches them in the same order, which the plan says (:class:`Buckets`): a backend pairs collectives by their order.
+    A unit that is alone is split into buckets, if nothing is sharded.  Every rank launches them in the same order
+    (:class:`Buckets`): a backend pairs collectives by their order.
 
     Attributes:
         max_inputs: how many reduce-scatter inputs may be allocated at once.
@@ -84,8 +75,6 @@ class Reductions:
             policy of each unit says.
         launched, deferred: reductions of this backward, and pending ones of earlier backwards.
         early: the launch of a unit whose backward still runs.
-        is_followed: parameters of the last commit have post-accumulate-grad hooks of users.
-        failed_hook: the exception of a user's gradient hook in the last commit.
         summed: parameters whose gradients ``Reproducible`` sums, once they were reduced in its loop over microbatches.
     """
 
@@ -99,31 +88,11 @@ class Reductions:
         self.deferred: list[Launch] = []
         self._fresh_held: list[tuple[Unit, Gradients]] = []
         self.early: Launch | None = None
-        self.is_followed = False
-        self.failed_hook: BaseException | None = None
         self.summed: set[ShardedParam] = set()
-        # Of this backward: numbers of units that it has ended, buckets once one is needed, and what these contain so far, with
-        # the stream that computed it (None without streams).
-        self._ended: set[int] = set()
-        self._buckets: Buckets | None = None
-        self._entries: dict[int, tuple[Entry, Stream | None]] = {}
-        # The buckets of a single unit, and what they depend on.
-        self._split: tuple[object, tuple[UnitBucket, ...]] = (None, ())
 
     def hold(self, unit: Unit, gradients: Gradients) -> None:
         """Accumulate unsynced ``gradients`` of ``unit``; they count once this backward ends without an exception."""
         self._fresh_held.append((unit, gradients))
-        self.skip(unit)
-
-    def skip(self, unit: Unit) -> None:
-        """Launch the buckets that waited for ``unit``, whose backward has ended.
-
-        Where ranks may diverge, other ranks may have gradients of it: then only its reduction ends it.
-        """
-        if not self._exec_order.diverges:
-            self._ended.add(unit.number)  # also a unit without a gradient ends: a bucket waits for all of its units
-            if self._buckets is not None:
-                self._send_buckets(self._buckets.take())
 
     def launch(self, unit: Unit, fresh: Gradients) -> None:
         """Reduce ``fresh`` and the unit's gradients of earlier backwards.  Raises: DesyncError, TransportError."""
@@ -147,20 +116,14 @@ class Reductions:
             self._compare(unit, params)
         if listeners:
             begin(self._exec_order.track.name, "reduce", unit.name)
-        groups = unit.groups
-        if not groups or groups[0].is_collective or not self._may_share(unit):
-            for group in groups:
-                mine = gradients
-                if len(groups) > 1:
-                    mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
-                self._send([(launch, group, mine)])
-        elif buckets := self._split_of(unit):
+        if buckets := () if len(self._exec_order.units) > 1 else self._split_of(unit):
             self._send_parts(launch, buckets, gradients)
         else:
-            self._share(launch, gradients)
-        self._ended.add(unit.number)
-        if self._buckets is not None:
-            self._send_buckets(self._buckets.take())
+            for group in unit.groups:
+                mine = gradients
+                if len(unit.groups) > 1:
+                    mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
+                self._send(launch, group, mine)
         if listeners:
             unit.emit(Op.REDUCE, sum(each.staging_bytes for each in launch.reductions))
 
@@ -180,16 +143,18 @@ class Reductions:
         if params not in self._exec_order.agreed:
             self._exec_order.agree_on_gradients(unit, params)
 
-    def _send(self, entries: Sequence[Entry], large: bool = False) -> None:
-        """Launch the reductions of ``entries``, or those of the large gradients of the only one."""
-        try:
-            launched = launch_large(*entries[0]) if large else launch_reductions(entries)
-        except RuntimeError as error:
-            if not concerns_others(error):
-                raise
-            raise self._exec_order.explain(error, _gradients_of([launch.unit for launch, _, _ in entries])) from error
-        entries[0][0].reductions += launched
-        self._in_flight += launched
+    def _send(self, launch: Launch, group: ParamGroup, gradients: Gradients) -> None:
+        """Launch the reductions of ``gradients``, those of large ones apart."""
+        is_large = not group.is_collective and self._is_all_reduced(launch.unit)
+        for way in (launch_large, launch_reductions) if is_large else (launch_reductions,):
+            try:
+                launched = way(launch, group, gradients)
+            except RuntimeError as error:
+                if not concerns_others(error):
+                    raise
+                raise self._exec_order.explain(error, f"gradients of unit '{launch.unit.name}'") from error
+            launch.reductions += launched
+            self._in_flight += launched
 
     # ---- buckets of a unit that is alone: they are launched while its backward still runs ----
 
@@ -209,7 +174,7 @@ class Reductions:
         if listeners:
             begin(self._exec_order.track.name, "reduce", unit.name)
         buckets, held = list(early.take()), self.early.held
-        params = [group.params[ordinal] for bucket in buckets for ordinal in bucket.units]
+        params = [group.params[ordinal] for bucket in buckets for ordinal in bucket]
         gradients = take_gradients(group, params)
         if held:
             gradients = add_gradients({param: held[param] for param in params if param in held}, gradients)
@@ -217,59 +182,27 @@ class Reductions:
         if listeners:
             end(self._exec_order.track.name, "reduce", unit.name)
 
-    def _split_of(self, unit: Unit) -> tuple[UnitBucket, ...]:
-        """Return the buckets of ``unit`` if it is alone and has several."""
-        if len(self._exec_order.units) != 1 or not self._may_share(unit):
+    def _split_of(self, unit: Unit) -> tuple[tuple[int, ...], ...]:
+        """Return the buckets of ``unit``, which is alone, if it has several."""
+        if not self._is_all_reduced(unit):
             return ()
         group = unit.groups[0]
         made_from = group.num_packs, [param.sharded.requires_grad for param in group.params]
-        if self._split[0] != made_from:
-            self._split = made_from, split(group)
-        return self._split[1] if len(self._split[1]) > 1 else ()
+        if group.split[0] != made_from:
+            group.split = made_from, split(group)
+        return group.split[1] if len(group.split[1]) > 1 else ()
 
-    def _send_parts(self, launch: Launch, buckets: Iterable[UnitBucket], gradients: Gradients) -> None:
+    def _send_parts(self, launch: Launch, buckets: Iterable[tuple[int, ...]], gradients: Gradients) -> None:
         group = launch.unit.groups[0]
         for bucket in buckets:
-            params = [group.params[ordinal] for ordinal in bucket.units]
-            own = {param: gradients.pop(param) for param in params if param in gradients}
-            self._send([(launch, group, own)], large=True)
-            if own:
-                self._send([(launch, group, own)])
+            params = [group.params[ordinal] for ordinal in bucket]
+            self._send(launch, group, {param: gradients.pop(param) for param in params if param in gradients})
 
-    # ---- buckets that several units share ----
-
-    def _may_share(self, unit: Unit) -> bool:
+    def _is_all_reduced(self, unit: Unit) -> bool:
         """Return True if gradients of ``unit`` take one all-reduce and nothing else."""
         if len(unit.groups) != 1 or not is_summed(unit.groups[0]) or unit.all_reduce_hook is not None:
             return False
         return unit.policy.syncs_replicas if self.syncs_replicas is None else self.syncs_replicas
-
-    def _share(self, launch: Launch, gradients: Gradients) -> None:
-        """Reduce large gradients now and add the others to the unit's bucket; without a bucket, reduce them now, too."""
-        if self._buckets is None:
-            self._buckets = Buckets(self._exec_order.buckets(), self._ended)
-        number, entry = launch.unit.number, (launch, launch.unit.groups[0], gradients)
-        self._send([entry], large=True)
-        if not gradients:
-            return
-        bucket, stream = self._buckets.of(number), self._comm_ctx.streams.replicas.here()
-        # A bucket is packed, and its memory freed, on the stream of its entries.  Gradients of another stream are not ordered
-        # with that, so they are reduced separately.
-        if (
-            bucket is None
-            or number in self._entries
-            or any(unit in self._entries and self._entries[unit][1] != stream for unit in bucket.units)
-        ):
-            self._send([entry])
-        else:
-            self._entries[number] = entry, stream
-
-    def _send_buckets(self, buckets: Iterable[UnitBucket]) -> None:
-        for bucket in buckets:
-            found = [self._entries.pop(unit) for unit in bucket.units if unit in self._entries]
-            if found:
-                with back_at(found[0][1]):
-                    self._send([entry for entry, _ in found])
 
     # ---- waiting ----
 
@@ -285,7 +218,7 @@ class Reductions:
 
     def _advance(self, reduction: Reduction, whole: bool = False) -> None:
         """Wait for the next stage of ``reduction``; for all stages if ``whole``."""
-        name = reduction.units[0].name
+        name = reduction.unit.name
         if listeners:
             begin(self._exec_order.track.name, "wait for gradients", name)
         try:
@@ -294,20 +227,13 @@ class Reductions:
             else:
                 reduction.advance()
         except RuntimeError as error:
-            raise self._exec_order.explain(error, _gradients_of(reduction.units)) from error
+            raise self._exec_order.explain(error, f"gradients of unit '{name}'") from error
         if early_readers and reduction.is_over and not self._comm_ctx.streams.are_concurrent:
             reduction.show()
         if listeners:
             end(self._exec_order.track.name, "wait for gradients", name)
 
     # ---- the end of a backward; until then other ranks may read this rank's gradients ----
-
-    def launch_open_buckets(self) -> None:
-        """Launch the open buckets: they wait for units that produced no gradient."""
-        if self._buckets is not None:
-            self._send_buckets(self._buckets.rest())
-        self._buckets = None
-        self._ended.clear()
 
     def note_end(self, unused: set[ShardedParam], factor: float) -> None:
         """Leave ``.grad`` of ``unused`` as it is, since no rank has a gradient; multiply the other gradients by ``factor``."""
@@ -316,7 +242,6 @@ class Reductions:
 
     def wait_for_inputs(self) -> None:
         """Wait until no other rank reads gradients of this rank."""
-        self.launch_open_buckets()
         for reduction in self._in_flight:
             self._advance(reduction)
 
@@ -328,7 +253,6 @@ class Reductions:
 
     def wait(self) -> None:
         """Wait for all reductions, pending ones of earlier backwards included."""
-        self.launch_open_buckets()
         for launch in (*self.deferred, *self.launched):
             for reduction in launch.reductions:
                 if not reduction.is_over:
@@ -338,8 +262,12 @@ class Reductions:
             streams.current_waits_for_reductions()
             streams.host_waits_for_copies()
 
-    def commit(self) -> list[ShardedParam]:
-        """Set the gradients of this backward and of pending ones; return the parameters that received any."""
+    def commit(self) -> tuple[list[ShardedParam], tuple[bool, BaseException | None]]:
+        """Set the gradients of this backward and of pending ones.
+
+        Returns: the parameters that received any; whether these have post-accumulate-grad hooks of users, and the exception of
+            a gradient hook of users.
+        """
         self._leave()
         launched, self.deferred = self.deferred, []
         for launch in launched:
@@ -352,18 +280,18 @@ class Reductions:
         for launch in launched:
             for lot in [reduction.params for reduction in launch.reductions]:
                 params += [param for param in lot if param not in launch.unused] if launch.unused else lot
-        is_hooked, self.is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
-        self.failed_hook = None
+        is_hooked, is_followed = torch_private.have_gradient_hooks([param.sharded for param in params])
+        failed: BaseException | None = None
         for launch in launched:
             for reduction in launch.reductions:
                 if early_readers:
                     reduction.show()
-                failed = reduction.set_gradients(is_hooked, launch)
-                self.failed_hook = self.failed_hook or failed
+                error = reduction.set_gradients(is_hooked, launch)
+                failed = failed or error
             launch.unit.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again
             if listeners:
                 launch.unit.emit(Op.COMMIT)
-        return params
+        return params, (is_followed, failed)
 
     def _leave(self) -> None:
         """Leave to units what a later backward reduces: unsynced gradients, and sums over the shard axis alone."""
@@ -386,7 +314,6 @@ class Reductions:
 
     def show_waiting(self, units: Sequence[Unit]) -> None:
         """Show in ``.grad`` of shards that their gradients wait for a later backward."""
-        # The launch of one unit also reduces parameters of other units that share its bucket.
         deferred = {param for launch in self.deferred for param in launch.params - launch.unused}
         for unit in units:
             if deferred or self.summed or unit.earlier.held or unit.earlier.partial:
@@ -409,9 +336,9 @@ class Reductions:
     def cancel(self) -> None:
         """Cancel the reductions of a backward that raised, and return to units the earlier gradients that it had taken."""
         launched, self.launched = self.launched, []
-        self.early = self._buckets = None
-        for each in (self._fresh_held, self._in_flight, self._ended, self._entries):
-            each.clear()
+        self.early = None
+        self._fresh_held.clear()
+        self._in_flight.clear()
         if launched:
             self._comm_ctx.streams.current_waits_for_results()
         for launch in reversed(launched):

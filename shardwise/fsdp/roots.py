@@ -25,7 +25,7 @@ from shardwise.collectives.streams import SideStream, watch_device
 from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchange
 from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.errors import StateError
-from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, roots_to_come
+from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, roots_to_come, units_in
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
@@ -62,9 +62,7 @@ def new_engine(units: list[Unit]) -> Engine:
         watch_device(device)
         engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
     groups = [(number, group) for number, unit in enumerate(units) for group in unit.groups]
-    policies = [
-        f"unit {number}: {group.compression.policy}" for number, group in groups if group.compression is not None
-    ]
+    policies = [f"unit {number}: {group.compression.policy}" for number, group in groups if group.compression]
     if mismatch_check is not None and policies:
         mismatch_check.check_facts("compression policies", policies)
     set_divergence(engine, bool(units) and units[0].may_diverge)
@@ -111,9 +109,8 @@ def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | 
         return None
     ranks = tuple(largest.mesh.flatten().tolist())
     timeout_s = patience_s(largest.get_group(0), device)
-    mismatch_check = MismatchCheck(
-        open_numbered_exchange(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s)
-    )
+    exchange = open_numbered_exchange(store, "engine", ranks, ranks.index(dist.get_rank()), timeout_s)
+    mismatch_check = MismatchCheck(exchange)
     mismatch_check.groups = list({mesh.get_group(dim): None for mesh in meshes for dim in range(mesh.ndim)})
     return mismatch_check
 
@@ -221,17 +218,15 @@ def _become_root(attachment: Attachment) -> Engine:
     attachments = list(dict.fromkeys([attachment, *below]))
     _name_units(root, attachments)  # first, since errors name units
     for inner in attachments[1:]:
-        if inner.unit.may_diverge:
-            raise StateError(
-                f"set_allow_rank_divergence must be called on the root; it was called on {inner.unit.name}"
-            )
+        is_manual = inner.engine is not None and inner.engine.manual.is_on
+        if inner.unit.may_diverge or is_manual:
+            method = "set_manual_backward_finalization" if is_manual else "set_allow_rank_divergence"
+            raise StateError(f"{method} must be called on the root FSDP module; it was called on {inner.unit.name}")
         if inner.is_root is not None and engine_of(inner.unit) is not None:
             raise StateError(
-                f"FSDP state has already been lazily initialized for {inner.unit.name}\n"
-                "FSDP requires running forward through the root module first: this module already ran, alone or below another "
-                "root, and belongs to that. Run the outermost module first. If two models share this module (an actor and a "
-                "critic with one trunk), call fully_shard on their parts, not on the two models, or on one module whose "
-                "forward runs both"
+                f"FSDP state has already been lazily initialized for {inner.unit.name}\nFSDP requires running forward "
+                "through the root module first: this module has run before, alone or below another root. Run the outermost "
+                "one first; if two models share this module, call fully_shard on their parts, or on one that runs both"
             )
     check_materialized(attachments)
     # Backward reads the parameters of the root next, so freeing them after its forward would save nothing.
@@ -244,11 +239,6 @@ def _become_root(attachment: Attachment) -> Engine:
         unit.checks = weakref.proxy(engine.checks)  # which know modules of the tree, and those own the unit
     for inner in attachments:
         if inner.engine is not None:
-            if inner.engine.manual.is_on and inner is not attachment:
-                raise StateError(
-                    "set_manual_backward_finalization must be called on the root FSDP module; it was called on "
-                    f"{inner.unit.name}"
-                )
             engine.is_last_backward &= inner.engine.is_last_backward
             engine.manual.is_on |= inner.engine.manual.is_on
             engine.post_optim_event = engine.post_optim_event or inner.engine.post_optim_event
@@ -260,13 +250,9 @@ def _become_root(attachment: Attachment) -> Engine:
 
 
 def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
-    names: dict[int, list[str]] = {}
-    for name, module in root.named_modules():
-        each = attachment_of(module)
-        if each is not None:
-            names.setdefault(id(each), []).append(name)
+    names = units_in(root)
     paths = {id(param): name for name, param in root.named_parameters()}
     for each in attachments:
-        each.unit.name = compress_paths(names.get(id(each), [""]))
+        each.unit.name = compress_paths(names.get(each.unit, [""]))
         for param in each.unit.params:
             param.fqn = paths.get(id(param.sharded), param.fqn)

@@ -66,14 +66,10 @@ def _describe(path: str, module: nn.Module, parent: nn.Module) -> Child:
     is_listed = isinstance(parent, _CONTAINERS)
     inner = _unwrapped(module)
     kind = vars(type(inner)).get("_original_class", type(inner))
-    return Child(
-        path,
-        (kind, _structure(inner)),
-        is_explicit=attachment_of(module) is not None,
-        can_be_unit=not is_list and (is_listed or any(True for _ in module.children())),
-        # A first layer often has one parameter more, but is a block of the same class.
-        kind=kind if is_listed else None,
-    )
+    can_be_unit = not is_list and (is_listed or any(True for _ in module.children()))
+    # A first layer often has one parameter more, but is a block of the same class.
+    kind_of_block = kind if is_listed else None
+    return Child(path, (kind, _structure(inner)), 0, attachment_of(module) is not None, can_be_unit, kind_of_block)
 
 
 def _weighed(child: Child, module: nn.Module, counted: set[int]) -> Child:
@@ -185,8 +181,7 @@ def shard_model(
         given = reshard_after_forward, shard_placement_fn, dp_mesh_dims
         if any(each is not None for each in given) or sync_module_states:
             raise ConfigError(
-                f"shard_model: strategy {row.strategy!r} shards no parameter, so that it takes no reshard_after_forward, "
-                "shard_placement_fn, dp_mesh_dims or sync_module_states; leave them out"
+                f"shard_model: strategy {row.strategy!r} shards no parameter: leave out arguments of sharding"
             )
         older: dict[str, Any] = {"init_sync": True} if row.strategy == "zero1" else {}  # parameters stay plain
         options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression, **older}

@@ -96,11 +96,8 @@ class Swap:
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.fulls = fulls = [full for param in params if (full := param.full) is not None]
         self.num_trainable = sum(param.sharded.requires_grad for param in params)
-        self._rows = rows = [
-            (registration, full, param)
-            for param, full in zip(params, fulls, strict=True)
-            for registration in param.registrations
-        ]
+        pairs = zip(params, fulls, strict=True)
+        self._rows = rows = [(at, full, param) for param, full in pairs for at in param.registrations]
         self.places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
         self.forms = [full for _, full, _ in rows], [param.sharded for _, _, param in rows]
         self.wants = [*map(_REQUIRES_GRAD, self.forms[1])]

@@ -18,14 +18,8 @@ from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Call, Listener, listening
 
-_LANES = {  # others are calls
-    "forward": "computation",
-    "backward": "computation",
-    "recompute": "computation",
-    "step": "computation",
-    "wait": "waits",
-    "wait for gradients": "waits",
-}
+_COMPUTATION = frozenset({"forward", "backward", "recompute", "step"})
+_WAITS = frozenset({"wait", "wait for gradients"})
 _WITH_BYTES = frozenset({"unshard", "wait", "reduce", "reduction", "all-gather", "exchange"})
 _BLOCKING = frozenset({"wait", "wait for gradients", "exchange", "all-reduce"})
 # Calls that launch a collective -> the call that ends it, and the lane of the collective.
@@ -100,22 +94,13 @@ class Trace:
     def to_json(self) -> str:
         """Return the Chrome trace format, which Perfetto reads too: one row for each lane, microseconds from the first."""
         first = min((each.begin_s for each in self.spans), default=0.0)
-        events: list[dict[str, object]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
-            for number, lane in enumerate(_LANE_NAMES)
-        ]
+        row: dict[str, object] = {"name": "thread_name", "ph": "M", "pid": 0}
+        events = [{**row, "tid": number, "args": {"name": lane}} for number, lane in enumerate(_LANE_NAMES)]
         for each in sorted(self.spans, key=lambda span: (span.begin_s, -span.end_s)):
-            events.append(
-                {
-                    "name": f"{each.what} {each.unit or '(root)'}",
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": _LANE_NAMES.index(each.lane),
-                    "ts": round(1e6 * (each.begin_s - first), 3),
-                    "dur": round(1e6 * each.seconds, 3),
-                    "args": {"unit": each.unit, "bytes": each.num_bytes},
-                }
-            )
+            times = {"ts": round(1e6 * (each.begin_s - first), 3), "dur": round(1e6 * each.seconds, 3)}
+            where = {"ph": "X", "pid": 0, "tid": _LANE_NAMES.index(each.lane)}
+            args = {"unit": each.unit, "bytes": each.num_bytes}
+            events.append({"name": f"{each.what} {each.unit or '(root)'}", **where, **times, "args": args})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
     def save(self, path: str | Path) -> None:
@@ -155,7 +140,8 @@ class _Recorder(Listener):
         if not is_ours:
             return
         now, spans = time.monotonic(), self._trace.spans
-        spans.append(Span(what, subject, _LANES.get(what, "calls"), found[2], now, num_bytes))
+        lane = "computation" if what in _COMPUTATION else "waits" if what in _WAITS else "calls"
+        spans.append(Span(what, subject, lane, found[2], now, num_bytes))
         launched = self._launched.pop((what, subject), None)
         if launched is not None:
             begin_s, lane = launched
@@ -183,8 +169,7 @@ def trace(model: nn.Module | None = None) -> Generator[Trace, None, None]:
     attachment = attachment_of(model) if model is not None else None
     if model is not None and attachment is None:
         raise ConfigError(
-            f"{type(model).__name__} is no unit; trace the module that fully_shard, shard_model or replicate was called on, "
-            "or trace() without a model"
+            f"{type(model).__name__} is no unit; trace a module that was sharded, or trace() without a model"
         )
     unit = attachment.unit if attachment is not None else None
     recorded = Trace()

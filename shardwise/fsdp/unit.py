@@ -338,9 +338,7 @@ class Unit:
         if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
             return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
         # If only some groups gather in place, the full parameters are counted at the wait.
-        held = sum(
-            group.full_bytes for group, (_, is_in_place) in zip(self.groups, stagings, strict=True) if is_in_place
-        )
+        held = sum(group.full_bytes for group, (_, each) in zip(self.groups, stagings, strict=True) if each)
         return sum(num_bytes for num_bytes, _ in stagings) - held, False
 
     @property
@@ -578,11 +576,8 @@ class Unit:
         elif self.gathered_in == pass_number:
             return True
         # Commits count, since a rank whose shards are empty sees no write of the optimizer, yet has to gather when the others
-        # do.
-        version, in_pass = (
-            self.num_commits << 40,
-            pass_number is not None,
-        )  # as the check at the begin of the pass has read it
+        # do.  In a pass the version is what the check at its begin has read.
+        version, in_pass = self.num_commits << 40, pass_number is not None
         for group in self.groups:
             version += group.last_version if in_pass and group.seen is not None else group.version()
         return self.version == version
@@ -639,7 +634,7 @@ class Unit:
         """Add zeros for trainable parameters without a gradient, except for those that were ``sent`` already."""
         for param in group.params:
             if param.sharded.requires_grad and param not in sent and param not in gradients:
-                dtype = group.dtypes.of_reduction(param)
+                dtype = group.reduce_dtype(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
 
 

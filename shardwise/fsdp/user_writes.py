@@ -41,9 +41,8 @@ def find_writes(groups: Sequence[ParamGroup]) -> Written:
                     versions[index] = full._version
                     torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
                     raise StateError(
-                        f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write "
-                        "has not reached the shards, and is dropped. To write, call reshard() on the module, then "
-                        "write to the shards under torch.no_grad()"
+                        f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write is "
+                        "dropped. To write, call reshard() on the module, then write to the shards under torch.no_grad()"
                     )
                 found.append((group, param))
     return found
@@ -75,22 +74,16 @@ def check_sub(name: str, params: Sequence[ShardedParam]) -> None:
         sub = param.subsharded
         if sub is None:
             continue
-        if sub.grad is not None or torch_private.gradient_hooks([sub]):
-            sub.grad = None
-            raise StateError(
-                f"{param.fqn} ({unit_in_words(name)}) was used in a loss after its forward, or given a hook, when its "
-                "form on the smaller mesh of reshard_after_forward was registered, whose gradient does not reach the "
-                "shards. Compute with it inside forward, or call unshard() on the module first; register hooks before it"
-            )
         version, (seen, was_trainable) = torch_private.versions_of([sub])[0], param.sub_seen
-        param.sub_seen = version, sub.requires_grad
+        is_changed = version != seen or sub.grad is not None or torch_private.gradient_hooks([sub])
+        param.sub_seen, sub.grad = (version, sub.requires_grad), None
         if sub.requires_grad is not was_trainable:  # user code has frozen or thawed what was registered
             param.sharded.requires_grad_(sub.requires_grad)
-        if version != seen:
+        if is_changed:
             raise StateError(
-                f"{param.fqn} ({unit_in_words(name)}) was written to between forward and backward, when its form on the "
-                "smaller mesh of reshard_after_forward was registered, and optimizers do not train that form. Write to it "
-                "after backward, or call reshard() on the module first"
+                f"{param.fqn} ({unit_in_words(name)}) was written to, used in a loss or given a hook between forward and "
+                "backward, when its form on the smaller mesh of reshard_after_forward was registered, which is not trained. "
+                "Do so in forward or after backward, or call reshard() or unshard() on the module first"
             )
 
 
@@ -108,9 +101,8 @@ def own_rows(group: ParamGroup, param: ShardedParam, full: torch.Tensor) -> tupl
 def uncounted(param: ShardedParam) -> StateError:
     """Return the error for a write to a full parameter that torch has not counted."""
     return StateError(
-        f"a write to {param.fqn} in forward, or while it was unsharded, through .data, has not reached the shards: torch does "
-        "not count such writes. "
-        f"Write to the parameter itself under torch.no_grad(): {param.fqn.rpartition('.')[2]}.copy_(values)"
+        f"a write to {param.fqn} in forward, or while it was unsharded, through .data, has not reached the shards, since "
+        f"torch does not count it. Write under torch.no_grad(): {param.fqn.rpartition('.')[2]}.copy_(values)"
     )
 
 

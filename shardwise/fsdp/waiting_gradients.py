@@ -78,12 +78,6 @@ class WaitingGradient(torch.Tensor):
         """Refuse what reaches a waiting gradient past :meth:`__torch_function__`, such as autograd's accumulation."""
         _refuse((args, *(kwargs or {}).values()))
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse(self)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"WaitingGradient(shape={tuple(self.shape)}: {self.why})"
 

@@ -39,30 +39,22 @@ class UnitRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitTable:
-    """The units of a model in module order, the root unit first; ``str()`` is a table, with routes once any is known.
-
-    ``ahead_bytes``: the limit for full parameters and staging, if units are prefetched by bytes and a step has run.
-    """
+    """The units of a model in module order, the root unit first; ``str()`` is a table, with routes once any is known."""
 
     rows: tuple[UnitRow, ...]
-    ahead_bytes: int | None = None
 
     def __str__(self) -> str:
         lines = [_HEADINGS, *(_cells(row) for row in self.rows)]
         if not any(row.route for row in self.rows):
             lines = [line[:-1] for line in lines]  # no route is known before the first step
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        text = [
-            "  ".join(f"{cell:{'>' if column else '<'}{widths[column]}}" for column, cell in enumerate(line))
-            for line in lines
-        ]
+        rows = [[f"{cell:{'>' if at else '<'}{widths[at]}}" for at, cell in enumerate(line)] for line in lines]
+        text = ["  ".join(row) for row in rows]
         numel, num_bytes = sum(row.numel for row in self.rows), sum(row.num_bytes for row in self.rows)
         if len(self.rows) == 1:
             text.append("1 unit: no block is a unit of its own, so all parameters are gathered at once")
         else:
             text.append(f"{len(self.rows)} units, {numel:,} parameters, {format_bytes(num_bytes, 1024)}")
-        if self.ahead_bytes is not None:
-            text.append(f"gathered ahead within {format_bytes(self.ahead_bytes, 1024)}")
         return "\n".join(text)
 
 

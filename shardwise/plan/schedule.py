@@ -1,8 +1,8 @@
-"""Predict a step: every call in order, what to prefetch, which gradients share a bucket.  Pure; no function takes a rank."""
+"""Predict a step: every call in order, and what to prefetch.  Pure; no function takes a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -119,13 +119,18 @@ class ExecutionOrder:
         """The entries of the forward part."""
         return tuple(entry for entry in self.entries if entry.event in FORWARD)
 
-    @property
-    def backward(self) -> tuple[OrderEntry, ...]:
-        """The entries of the backward part."""
-        return tuple(entry for entry in self.entries if entry.event not in FORWARD)
+
+def in_module_order(num_units: int) -> ExecutionOrder:
+    """Return the order of a step that runs every unit once, as its module lies in the root, which is unit 0."""
+    event, inner = StepEvent, range(1, num_units)
+    forward = [(unit, each) for unit in inner for each in (event.PRE_FORWARD, event.POST_FORWARD)]
+    backward = [(unit, each) for unit in reversed(inner) for each in (event.PRE_BACKWARD, event.POST_BACKWARD)]
+    entries = [(0, event.PRE_FORWARD), *forward, (0, event.POST_FORWARD)]
+    entries += [(0, event.PRE_BACKWARD), *backward, (0, event.POST_BACKWARD)]
+    return ExecutionOrder(tuple([OrderEntry(*each) for each in entries]))
 
 
-# ---- Buckets: which gradients share a collective if they are only summed over replicas.
+# ---- Buckets: which gradients of a unit that is alone share a collective, if they are only summed over replicas.
 
 LEAST_BYTES = 1 << 20  # below this size, the overhead of a collective on its ranks exceeds the cost of its bytes
 _LATENCIES = 10
@@ -137,118 +142,51 @@ def bucket_bytes(latency_s: float, bytes_per_s: float) -> int:
     return max(LEAST_BYTES, round(_LATENCIES * latency_s * bytes_per_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """The terms on which a unit's gradients share a bucket.
+def split_unit(num_bytes: Sequence[int | None], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return the buckets of a unit that is alone in its model: ordinals of its parameters, the last one first.
 
-    Attributes:
-        key: units with the same key may share.
-        num_bytes: of its gradients that go into a bucket, more than 0.
-        limit: a bucket of that many bytes is full.
-    """
-
-    key: Hashable
-    num_bytes: int
-    limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnitBucket:
-    """Units whose gradients are reduced in one collective.
-
-    Attributes:
-        units: in the order in which backward is expected to end them.
-        awaited: those of them that backward ends: the bucket does not wait for units that no loss depends on.
-    """
-
-    units: tuple[int, ...]
-    awaited: tuple[int, ...]
-
-
-def form_buckets(order: ExecutionOrder, sharing: Sequence[Sharing | None]) -> tuple[UnitBucket, ...]:
-    """Return the buckets of a step that uses units in ``order``, in the order in which they are sent.
-
-    The forward alone decides which units share a bucket, and a first step has it too: sums over more than two ranks
-    depend on the position of an element in its bucket, so a run that restarts from a checkpoint or after a fault must
-    form the same buckets. Backward ends units in the opposite order of their first use.  When buckets are sent, and for
-    what they wait, depends on the backward of ``order`` if it has one.
-
-    Args:
-        order: the entries of a step, or of its forward.
-        sharing: of every unit, by number; None: it is in no bucket.
-    """
-    used = [entry.unit for entry in order.entries if entry.event is StepEvent.PRE_FORWARD]
-    runs: list[list[int]] = []
-    filling: dict[Hashable, list[int]] = {}
-    filled: dict[Hashable, int] = {}
-    for unit in reversed(list(dict.fromkeys(used))):
-        terms = sharing[unit]
-        if terms is None:
-            continue
-        if terms.key not in filling:
-            filling[terms.key], filled[terms.key] = [], 0
-            runs.append(filling[terms.key])
-        filling[terms.key].append(unit)
-        filled[terms.key] += terms.num_bytes
-        if filled[terms.key] >= terms.limit:
-            del filling[terms.key]
-    return _as_ended(order, runs)
-
-
-def split_unit(num_bytes: Sequence[int | None], limit: int) -> tuple[UnitBucket, ...]:
-    """Return the buckets of a unit that is alone in its model, whose parameters count as units.
-
-    In backward the gradients of later parameters arrive first.  Only the sizes decide, as in :func:`form_buckets`.
+    In backward the gradients of later parameters arrive first.  Only the sizes decide: sums over more than two ranks depend on
+    the position of an element in its bucket, so a run that restarts from a checkpoint must form the same buckets.
 
     Args:
         num_bytes: of every gradient, in the order of the parameters; None: it is in no bucket.
         limit: a bucket of that many bytes is full; the limit grows if there were too many buckets.
     """
     limit = max(limit, -(-sum(filter(None, num_bytes)) // _MOST_OF_UNIT))
-    order = ExecutionOrder(tuple([OrderEntry(index, StepEvent.PRE_FORWARD) for index in range(len(num_bytes))]))
-    return form_buckets(order, [None if each is None else Sharing("", each, limit) for each in num_bytes])
+    buckets: list[list[int]] = []
+    filled = limit
+    for ordinal, size in reversed([*enumerate(num_bytes)]):
+        if size is not None:
+            if filled >= limit:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(ordinal)
+            filled += size
+    return tuple(map(tuple, buckets))
 
 
 class Buckets:
-    """The progress of one backward through ``buckets``, which every rank launches in their order.
+    """The progress of one backward through ``buckets`` of parameters, which every rank launches in their order.
 
-    A bucket is launched once backward has ended all that it waits for and the buckets before it are launched, so ranks on
-    which units end in different orders launch the same buckets in the same order.
+    A bucket is launched once its gradients have arrived and the buckets before it are launched, so ranks on which gradients
+    arrive in different orders launch the same buckets in the same order.
 
     Attributes:
-        ended: units whose backward has ended; the caller adds to it.
+        arrived: ordinals of the parameters whose gradients have arrived; the caller adds to it.
     """
 
-    def __init__(self, buckets: Sequence[UnitBucket], ended: set[int]) -> None:
-        self._unsent, self.ended = list(buckets), ended
-
-    def of(self, unit: int) -> UnitBucket | None:
-        """Return the bucket of ``unit`` that is not launched yet; None if there is none."""
-        return next((bucket for bucket in self._unsent if unit in bucket.units), None)
+    def __init__(self, buckets: Sequence[tuple[int, ...]], arrived: set[int]) -> None:
+        self._unsent, self.arrived = list(buckets), arrived
 
     def is_ready(self) -> bool:
         """Return True if the next bucket may be launched."""
-        # The last is checked first: backward ends units, and parameters, in about this order.
-        return bool(self._unsent) and self.ended.issuperset(reversed(self._unsent[0].awaited))
+        # The last is checked first: gradients arrive in about this order.
+        return bool(self._unsent) and self.arrived.issuperset(reversed(self._unsent[0]))
 
-    def take(self) -> Iterator[UnitBucket]:
+    def take(self) -> Iterator[tuple[int, ...]]:
         """Yield the buckets to launch now."""
         while self.is_ready():
             yield self._unsent.pop(0)
-
-    def rest(self) -> list[UnitBucket]:
-        """Return the buckets that are left at the end of backward."""
-        rest, self._unsent = self._unsent, []
-        return rest
-
-
-def _as_ended(order: ExecutionOrder, runs: Sequence[Sequence[int]]) -> tuple[UnitBucket, ...]:
-    ends = {entry.unit: at for at, entry in enumerate(order.entries) if entry.event is StepEvent.POST_BACKWARD}
-    if not ends:
-        return tuple([UnitBucket(tuple(run), tuple(run)) for run in runs])
-    never = len(order.entries)
-    buckets = [UnitBucket(tuple(run), tuple([unit for unit in run if unit in ends])) for run in runs]
-    return tuple(sorted(buckets, key=lambda bucket: max([ends[unit] for unit in bucket.awaited], default=never)))
 
 
 _TRIES = 4  # until a plan stays within its bytes; each time with a limit lowered by the last excess
@@ -265,7 +203,6 @@ class UnitFacts:
         full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
         tied_units: units whose parameters its modules use too (weights tied across units).
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: as planned.
-        sharing: the terms on which its gradients share a bucket; None: they do not.
     """
 
     name: str
@@ -277,7 +214,6 @@ class UnitFacts:
     tied_units: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
-    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +242,6 @@ class StepPlan:
         prefetches: for each entry, the units to unshard right after it.
         starts: for each entry, the number of calls before its own; last, the number of calls before the commits.
         ahead_bytes: the limit for full parameters and staging if units are prefetched by bytes; else None.
-        buckets: units whose gradients are all-reduced together, in that order.
     """
 
     order: ExecutionOrder
@@ -314,7 +249,6 @@ class StepPlan:
     prefetches: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...] = ()
     ahead_bytes: int | None = None
-    buckets: tuple[UnitBucket, ...] = ()
 
 
 class _Simulation:
@@ -465,7 +399,4 @@ def plan_step(order: ExecutionOrder, units: Sequence[UnitFacts], budget: Prefetc
 def _simulated(order: ExecutionOrder, units: Sequence[UnitFacts], budget: PrefetchBudget) -> StepPlan:
     simulation = _Simulation(order, units, budget)
     simulation.run()
-    buckets = form_buckets(order, [facts.sharing for facts in units])
-    return StepPlan(
-        order, tuple(simulation.calls), tuple(simulation.prefetches), tuple(simulation.starts), buckets=buckets
-    )
+    return StepPlan(order, tuple(simulation.calls), tuple(simulation.prefetches), tuple(simulation.starts))

@@ -219,9 +219,7 @@ class Reproducible:
             1 + max(len(nodes_of(place.own[0], count)) for count in range(place.per_rank)),
         )
         of_shards, of_replicas = most_parts(place.of_shards()), most_parts(place.of_replicas())
-        for param, dtype in (
-            (each, group.dtypes.of_reduction(each)) for _, group in self._found for each in group.params
-        ):
+        for param, dtype in ((each, group.reduce_dtype(each)) for _, group in self._found for each in group.params):
             num_bytes = param.shard.section_numel * dtype.itemsize * param.sharded.requires_grad
             sent += num_bytes * (of_shards * (place.num_shards - 1) + (of_replicas + 2) * (replicas - 1) / replicas)
             held += num_bytes * place.num_shards * most

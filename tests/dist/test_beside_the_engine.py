@@ -18,7 +18,6 @@ from helpers.models import Block
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, vector_to_parameters
 
 from shardwise import ConfigError, DesyncError, StateError, fully_shard, replicate
@@ -286,7 +285,10 @@ def test_a_parameter_that_leaves_its_module_after_sharding_is_named() -> None:
         if warm:
             _step(model)
         parametrizations.weight_norm(model[0].up)
-        with pytest.raises(StateError, match=r"up\.weight was removed from its module .* Call them before fully_shard"):
+        with pytest.raises(
+            StateError,
+            match=r"up\.weight was removed from its module .* Call them, and remove",
+        ):
             _step(model)
     early, plain = _blocks(), _blocks()
     for each in (early, plain):
@@ -458,26 +460,31 @@ def test_a_step_without_any_gradient_after_a_backward_that_named_shards_is_warne
     assert "call backward() without inputs" in said[0]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("api", [fully_shard, replicate])
+@on_ranks(2)
 @pytest.mark.parametrize("warm", [True, False])
-def test_shards_can_be_moved_to_shared_memory_and_train_there(api: Any, warm: bool) -> None:
-    outer, plain = (
-        nn.Sequential(_blocks()),
-        nn.Sequential(_blocks()),
-    )  # a module that nobody has sharded asks the others
-    plain.load_state_dict(outer.state_dict())
-    api(outer[0])
+def test_shards_that_are_moved_to_shared_memory_are_named(warm: bool) -> None:
+    outer = nn.Sequential(fully_shard(_blocks()))  # a module that nobody has sharded asks the others
     if warm:
         outer(batch(0))
     outer.share_memory()
-    shards = [param.to_local() for param in outer.parameters() if isinstance(param, DTensor)]
-    assert all(shard.is_shared() for shard in shards if shard.numel())
-    kept = [shard.untyped_storage() for shard in shards]
-    assert_trains_alike(outer, plain)
-    assert [
-        param.to_local().untyped_storage().data_ptr() for param in outer.parameters() if isinstance(param, DTensor)
-    ] == [storage.data_ptr() for storage in kept]
+    with pytest.raises(StateError, match=r"was moved to shared memory by share_memory_\(\)"):
+        outer(batch(0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("holder", ["state dict", "optimizer"])
+def test_former_shards_that_are_held_while_others_are_assigned_are_named(holder: str) -> None:
+    model, plain = fully_shard(_blocks()), _blocks()
+    model(batch(0)).sum().backward()
+    model.zero_grad()
+    held: Any = model.state_dict() if holder == "state dict" else torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {name: value * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(StateError, match=r"a variable still holds its former shard"):
+        model(batch(0))
+    del held
+    plain.load_state_dict({name: value.full_tensor() for name, value in state.items()})
+    assert_trains_alike(model, plain)
 
 
 @on_ranks(2)

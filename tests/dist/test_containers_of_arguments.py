@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import ConfigError, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from shardwise import ConfigError, MixedPrecisionPolicy, StateError, fully_shard, register_fsdp_forward_method
 from shardwise.fsdp.unit import FULL
 
 # Every float32 tensor has to be cast, and rounding does not hide what is lost.
@@ -251,9 +251,9 @@ def test_a_returned_argument_is_the_callers_own() -> None:
 def test_containers_that_share_a_container_or_a_tensor_still_share_it() -> None:
     x = torch.ones(2)
     inner = [x]
-    (first, second, tensor), _ = filled(lambda a, b, x: (a["in"], b, x), {"in": inner}, inner, x)
-    assert first is second
-    assert first[0] is tensor
+    found, _ = filled(lambda a, b, x: (a["in"] is b, b[0] is x, x.dtype), {"in": inner}, inner, x)
+    assert found == (True, True, torch.float64)
+    assert inner[0] is x
 
 
 @pytest.mark.parametrize("inference", [True, False])
@@ -310,9 +310,10 @@ def test_a_block_gets_cast_tensors_and_the_caller_keeps_its_own(kind: str) -> No
     x, y = torch.full((2,), 1.0001), torch.full((3,), 1.0001)
     box = KINDS[kind](x, y)
     before = {*map(id, parts(box))}
-    got, _ = filled(lambda box: box, box, policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    assert type(got) is type(box)
-    assert {each.dtype for each in parts(got)} == {torch.bfloat16}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    got, _ = filled(lambda box: (type(box), [each.dtype for each in parts(box)]), box, policy=policy)
+    assert got[0] is type(box)
+    assert {*got[1]} == {torch.bfloat16}
     assert {*map(id, parts(box))} == before == {id(x), id(y)}
     assert x[0] == y[0] == torch.tensor(1.0001)
 
@@ -345,9 +346,24 @@ def test_other_objects_are_handed_on_as_they_are() -> None:
 
 
 @on_ranks(2)
-def test_a_container_that_cannot_be_copied_and_has_tensors_to_cast_is_named() -> None:
-    with pytest.raises(ConfigError, match="a Uncopied among a module's arguments .* TypeError: there is one of these"):
-        filled(lambda box: box, Uncopied(x=torch.ones(2)))
+def test_an_output_that_cannot_be_copied_and_has_tensors_to_cast_is_named() -> None:
+    box = Uncopied(x=torch.ones(2))
+    got, _ = filled(lambda box: box["x"].dtype, box)
+    assert got == torch.float64
+    policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="a Uncopied among a module's outputs .* TypeError: there is one of these"):
+        filled(lambda box: box, box, policy=policy, returns=True)
+
+
+@on_ranks(2)
+def test_the_caller_keeps_its_own_tensors_when_a_forward_is_refused() -> None:
+    box = [torch.full((2,), 1.0001)]
+    own = box[0]
+    model = fully_shard(Fills(lambda box: None), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.linear.weight = None
+    with pytest.raises(StateError, match="was removed from its module"):
+        model(torch.ones(2, 4), box)
+    assert box[0] is own
 
 
 @on_ranks(2)

@@ -214,7 +214,7 @@ def test_an_inner_module_cannot_have_the_switch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0]).set_allow_rank_divergence(True)
     fully_shard(model)
-    with pytest.raises(StateError, match="must be called on the root; it was called on 0"):
+    with pytest.raises(StateError, match="must be called on the root FSDP module; it was called on 0"):
         model(torch.ones(2, 4))
 
 

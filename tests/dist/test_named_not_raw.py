@@ -91,7 +91,7 @@ def test_two_models_over_one_trunk_are_sharded_by_their_parts() -> None:
         fully_shard(each)
     actor(batch(0))
     with pytest.raises(
-        ShardwiseError, match=r"lazily initialized for 0\n.*belongs to that.*call fully_shard on their parts"
+        ShardwiseError, match=r"lazily initialized for 0\n.*has run before.*call fully_shard on their parts"
     ):
         critic(batch(0))
     actor, critic = made()

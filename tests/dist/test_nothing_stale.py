@@ -310,7 +310,7 @@ def test_a_backward_that_needs_what_was_written_over_raises_as_on_one_process(
     for block in (model.first, model.middle, model.last):
         fully_shard(block, reshard_after_forward=reshard)
     fully_shard(model)
-    param, values = model.last.weight, model.state_dict()
+    param, values = model.last.weight, {name: value.clone() for name, value in model.state_dict().items()}
     if how == "other memory again":
         model.to_empty(device="cpu")
         model.load_state_dict(values)

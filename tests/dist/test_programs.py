@@ -64,18 +64,14 @@ def test_an_evaluation_that_comes_first_after_a_change_leaves_memory_to_train_in
     api(model)
     model.set_transport(transport)
     model(batch(0)).sum()
-    keeps: list[dict[str, torch.Tensor]] = []  # who holds memory keeps parameters from coming home to it
     for each in (model, plain):
-        old = each.state_dict()
-        each.load_state_dict({name: tensor * 0.5 for name, tensor in old.items()}, assign=True)
+        each.load_state_dict({name: tensor * 0.5 for name, tensor in each.state_dict().items()}, assign=True)
         with torch.inference_mode():
             each(batch(1))
         values = {name: tensor.clone() for name, tensor in each.state_dict().items()}
         each.to_empty(device="cpu")
         each.load_state_dict(values)
-        keeps += [old, each.state_dict()]
     assert_trains_alike(model, plain)
-    assert len(keeps) == 4
 
 
 @on_ranks()

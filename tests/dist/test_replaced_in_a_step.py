@@ -78,17 +78,16 @@ def test_a_parameter_that_is_replaced_before_its_unit_is_full_is_named(api: Any,
         for each in (model, plain):
             each(batch(0)).sum().backward()
             each.zero_grad()
-    weight = model[0].weight
-    handle = None
+    weights, handle = [model[0].weight], None
     if where == "forward":
-        handle = model.register_forward_pre_hook(lambda *_: setattr(model[0], "weight", _halved(weight)))
+        handle = model.register_forward_pre_hook(lambda *_: setattr(model[0], "weight", _halved(weights[0])))
     with pytest.raises(StateError, match=r"0\.weight was replaced while a forward or backward ran"):
         out = model(batch(0))
-        out.register_hook(lambda _: setattr(model[0], "weight", _halved(weight)))
+        out.register_hook(lambda _: setattr(model[0], "weight", _halved(weights[0])))
         out.sum().backward()
     if handle is not None:
         handle.remove()
-    assert model[0].weight is not weight
+    assert model[0].weight is not weights.pop()
     assert isinstance(model[0].weight, DTensor)
     with torch.no_grad():
         plain[0].weight.mul_(0.5)

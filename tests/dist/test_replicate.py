@@ -32,8 +32,8 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(Block(7, 15), Block(7, 9), nn.BatchNorm1d(7))
 
 
-def train_beside(reference: nn.Module, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    """Accumulate two microbatches a step; compare gradients, and count all-reduces: one for all units, in the second."""
+def train_beside(reference: nn.Module, model: nn.Module, optim: torch.optim.Optimizer, num_units: int = 1) -> None:
+    """Accumulate two microbatches a step; compare gradients, and count all-reduces: one for each unit, in the second."""
     assert isinstance(model, ReplicateModule)
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(4):
@@ -43,7 +43,7 @@ def train_beside(reference: nn.Module, model: nn.Module, optim: torch.optim.Opti
             loss = model(x).square().sum()
             with CommDebugMode() as counts:
                 loss.backward()
-            assert counts.get_comm_counts()[torch.ops.c10d.allreduce_] == microbatch
+            assert counts.get_comm_counts()[torch.ops.c10d.allreduce_] == microbatch * num_units
             reference(x).square().sum().backward()
         average_gradients(reference)
         for left, right in zip(model.parameters(), reference.parameters(), strict=True):
@@ -62,7 +62,8 @@ def test_parameters_and_gradients_are_replicated_dtensors(how: str) -> None:
     for block in list(model)[:2] if how == "a unit for each block" else []:
         replicate(block)
     replicate([model]) if how == "a list" else replicate(model)
-    train_beside(reference, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    num_units = 3 if how == "a unit for each block" else 1
+    train_beside(reference, model, torch.optim.SGD(model.parameters(), lr=0.1), num_units)
     loss = model(batch()).sum()
     loss.backward()
     for param in model.parameters():
@@ -181,19 +182,12 @@ def test_the_older_way_divides_what_ranks_have_summed_once(num_ranks: int) -> No
     model.set_requires_gradient_sync(True)
     model(inputs[3]).sum().backward()
     torch.testing.assert_close(model.weight.grad, parts[0] + parts[1] + parts[2] + parts[3])
-    model.set_requires_gradient_sync(False)
-    model(inputs[1]).sum().backward()
     model.set_gradient_divide_factor(4.0)
-    model.set_requires_gradient_sync(True)
+    shown = model.weight.grad
     for _ in range(2):  # nothing is half-changed by the first
-        with pytest.raises(
-            StateError, match="without sync: set_gradient_divide_factor would divide the first part twice"
-        ):
+        with pytest.raises(StateError, match="set_gradient_divide_factor on the root unit, whose parameters are plain"):
             model(inputs[1]).sum().backward()
-    model.zero_grad()
-    model.set_requires_gradient_sync(True)
-    model(inputs[1]).sum().backward()
-    torch.testing.assert_close(model.weight.grad, num_ranks * parts[1] / 4)
+    assert model.weight.grad is shown
 
 
 @on_ranks(1, 2)
@@ -210,20 +204,16 @@ def test_a_backward_that_is_refused_is_over_though_its_error_is_kept(num_ranks: 
     model(x).sum().backward()
     shown = model.weight.grad
     assert shown is not None
-    model.set_gradient_divide_factor(4.0)
-    model.set_requires_gradient_sync(False)
-    model(x).sum().backward()
-    with pytest.raises(StateError, match="would divide the first part twice") as kept:
+    with policy(model, divide_factor=4.0), pytest.raises(StateError, match="whose parameters are plain") as kept:
         model(x).sum().backward()
     assert model.weight.grad is shown
     model.zero_grad()
-    model.set_requires_gradient_sync(True)
     model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, assign=True)
     seen.clear()
     model.weight.register_post_accumulate_grad_hook(see)
     model(x).sum().backward()
     assert kept.value is not None
-    expected = torch.full((2, 3), num_ranks * 4 / 4.0)
+    expected = torch.full((2, 3), 4.0)
     torch.testing.assert_close(model.weight.grad, expected)
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], expected)
@@ -391,7 +381,7 @@ def test_a_rank_may_go_forward_alone(way: str) -> None:
 WAYS_TO_HOLD = ["no_sync", "flag", "forward only", "backward only", "nested", "raises"]
 
 
-def _hold(model: Any, what: str, x: torch.Tensor, is_last: bool) -> int:
+def _hold(model: Any, what: str, x: torch.Tensor, is_last: bool) -> bool:
     """Run one microbatch as users of DDP accumulate; return the number of all-reduces of its backward."""
     if what == "flag":
         model.require_backward_grad_sync = is_last
@@ -416,7 +406,7 @@ def _hold(model: Any, what: str, x: torch.Tensor, is_last: bool) -> int:
         if raises:
             raise ValueError("mine")
     assert model.require_backward_grad_sync is (is_last if what == "flag" else True)
-    return counts.get_comm_counts()[torch.ops.c10d.allreduce_]
+    return bool(counts.get_comm_counts()[torch.ops.c10d.allreduce_])
 
 
 @pytest.mark.parametrize("way", ["whole", "each", "older"])

@@ -118,7 +118,7 @@ def test_writes_to_their_memory_are_named(when: str) -> None:
     loss = model(batch(0)).square().mean()
     with torch.no_grad():
         model[0].weight.to_local().mul_(0.5)  # type: ignore[operator]
-    with pytest.raises(StateError, match=r"0\.weight .*was written to between forward and backward"):
+    with pytest.raises(StateError, match=r"0\.weight .*was written to, used in a loss or given a hook"):
         if when == "backward":
             loss.backward()
         else:
@@ -132,5 +132,5 @@ def test_losses_of_them_are_named() -> None:
     model = _sharded()
     loss = model(batch(0)).square().mean()
     weight: nn.Parameter = model[0].weight  # type: ignore[assignment]
-    with pytest.raises(StateError, match="was used in a loss after its forward"):
+    with pytest.raises(StateError, match="used in a loss or given a hook between forward"):
         (loss + full(weight.square().sum())).backward()

@@ -88,8 +88,7 @@ def test_the_trace_of_a_step_is_its_plan_with_times() -> None:
         assert counts["wait"] == 2 * planned[Op.WAIT]
         assert counts["all-gather on its way"] in (counts["wait"], 0)
         assert counts["reduce"] == 2 * planned[Op.REDUCE]
-        # Units that nothing is cut of share an all-reduce.
-        assert counts["reduction on its way"] == (2 if door in (hybrid, replicate) else counts["reduce"])
+        assert counts["reduction on its way"] == counts["reduce"]
         assert counts["forward"] == counts["backward"] == 2 * 4
         assert all(each.begin_s <= each.end_s for each in trace.spans)
         found = json.loads(trace.to_json())["traceEvents"]

@@ -210,6 +210,7 @@ def test_replaced_parameters_move_into_shared_memory() -> None:
         each(batch).sum().backward()
     for name, param in model.named_parameters():
         assert state[name].to_local().data_ptr() == param.to_local().data_ptr(), "an alias was left behind"
+    del state, param
     for each in (model, twin):
         each.load_state_dict({name: value * 2 for name, value in each.state_dict().items()}, assign=True)  # new memory
         each.zero_grad()

@@ -68,10 +68,14 @@ def _has_policies(case: Case, contender: Contender) -> bool:
 
 
 def _keeps_sums(case: Case, contender: Contender) -> bool:
-    """Whoever keeps ``.grad`` of plain parameters sees this rank's own sums in it while they are held back."""
+    """Whoever keeps ``.grad`` of plain parameters sees this rank's own sums in it while they are held back.
+
+    So they take no other divisor.
+    """
     takes = any(isinstance(each, (do.Take, do.Copy)) and each.what == "grads" for each in case.actions)
     holds = any(isinstance(each, do.Set) and each.method in HOLDING for each in case.actions)
-    return contender.door != "replicate_older" or not (takes and holds)
+    divides = any(isinstance(each, do.Set) and each.method == "gradient_divide_factor" for each in case.actions)
+    return contender.door != "replicate_older" or not (divides or (takes and holds))
 
 
 def _has_whole_matrices(case: Case, contender: Contender) -> bool:

@@ -27,7 +27,6 @@ PLACES: dict[str, tuple[str, ...]] = {
     "a unit ends when backward has left all its passes": ("checkpointing", "structure"),
     "a unit that lends a weight ends after the borrower": ("checkpointing", "structure"),
     "owned gradients are clipped by the norm of all": ("optimizers",),
-    "memory that somebody holds stays where it is": ("aliases",),
     "nothing gathered is read after its shards have changed": ("byhand", "changes", "accumulation"),
     "partial sums of deferred backwards count": ("meshes",),
     "names of parameters are no entry of param groups": ("resume",),

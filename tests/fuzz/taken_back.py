@@ -16,7 +16,7 @@ from shardwise.checkpoint.state import BufferCheck
 from shardwise.checks import model as unwritten
 from shardwise.checks import root
 from shardwise.collectives.host.local_peers import take_shareable
-from shardwise.fsdp import build, flat_buffer
+from shardwise.fsdp import build
 from shardwise.fsdp import build as copying
 from shardwise.fsdp import module as api_module
 from shardwise.fsdp.engine import Engine
@@ -37,7 +37,6 @@ from shardwise.zero.optimizer import ZeroBackend
 from shardwise.zero.partition import LocalOptimizer
 
 # What the functions of these modules look up by name.
-_IN_BUCKET = cast(Any, flat_buffer)
 _IN_BUILD = cast(Any, build)
 _IN_COPYING = cast(Any, copying)
 _IN_BACKEND_OF_ZERO = cast(Any, backend)
@@ -78,11 +77,6 @@ def _end_before_the_tied_unit() -> None:
 
 def _clip_by_own_norm() -> None:
     cast(Any, ZeroBackend).sum_over_ranks = lambda self, value, is_max=False: value
-
-
-def _move_what_is_held() -> None:
-    _IN_BUCKET.is_held = lambda tensor: False
-    _IN_BUCKET.is_own = lambda tensor: False
 
 
 def _trust_every_gather() -> None:
@@ -208,7 +202,6 @@ FIXES: dict[str, Callable[[], None]] = {
     "a unit ends when backward has left all its passes": _end_at_the_first_pass,
     "a unit that lends a weight ends after the borrower": _end_before_the_tied_unit,
     "owned gradients are clipped by the norm of all": _clip_by_own_norm,
-    "memory that somebody holds stays where it is": _move_what_is_held,
     "nothing gathered is read after its shards have changed": _trust_every_gather,
     "partial sums of deferred backwards count": _overwrite_partial_sums,
     "names of parameters are no entry of param groups": _write_names_into_groups,

@@ -87,13 +87,11 @@ def says_when_the_optimizer_is_done(model: Any, loss: Callable[[], torch.Tensor]
 
 
 def replaces_parameters(model: Any, loss: Callable[[], torch.Tensor]) -> None:
-    kept = list(model.parameters())  # somebody holds them: they stay where they are, and travel as copies
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    held = [param.detach() for param in model.parameters()]
+    loss()  # without a backward, so that copies of shards may still be on their way
+    model.double().float()  # the same parameters, in other memory
     says_when_the_optimizer_is_done(model, loss)
     model[0].unshard()
     loss().backward()
-    del kept, held
 
 
 def raises_in_forward(model: Any, loss: Callable[[], torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ def test_hooks_come_back_to_the_parameter_that_had_them() -> None:
     old, new, seen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), list[Any]()
     old.register_post_accumulate_grad_hook(seen.append)
     param, earlier = Plain(old), EarlierGradients()
-    earlier.stash([cast(ShardedParam, param)], is_exact=False)
+    earlier.stash([cast(ShardedParam, param)])
     old.sum().backward()
     assert not seen, "they follow when the sum is done"
     param.sharded = new
@@ -44,7 +44,7 @@ def test_what_was_put_in_place_has_no_gradient_of_the_one_before() -> None:
     old.grad = before = torch.ones(2)
     param, earlier = Plain(old), EarlierGradients()
     param.registered = new
-    earlier.stash([cast(ShardedParam, param)], is_exact=False)
+    earlier.stash([cast(ShardedParam, param)])
     earlier.unstash([cast(ShardedParam, param)])
     assert new.grad is None
     assert old.grad is before

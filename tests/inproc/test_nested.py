@@ -43,7 +43,7 @@ def test_every_tensor_is_found_and_replaced(value: object) -> None:
     before = list(tensors_in(value))
     assert before
     assert all(tensor is X for tensor in before)
-    doubled = Conversion(torch.float64)(value)
+    doubled = Conversion(torch.float64, copies=True)(value)
     assert type(doubled) is type(value)
     after = list(tensors_in(doubled))
     assert len(after) == len(before)
@@ -52,7 +52,7 @@ def test_every_tensor_is_found_and_replaced(value: object) -> None:
 
 
 def test_default_factory_survives() -> None:
-    result = Conversion(torch.float64)(collections.defaultdict(list, x=X))
+    result = Conversion(torch.float64, copies=True)(collections.defaultdict(list, x=X))
     assert result["missing"] == []
 
 
@@ -70,13 +70,16 @@ def test_what_is_moved_to_a_device_is_moved_in_containers_too() -> None:
         "n": torch.ones(2, dtype=torch.int64),
         "sequence": pack_sequence([X[:, None]], enforce_sorted=False),
     }
+    sequence = box["sequence"]
     conversion = Conversion(torch.bfloat16, meta)
     (x, moved), kwargs = conversion.arguments((X, box), {"y": X})
     assert x is kwargs["y"] is moved["x"][0]
     assert x.device == moved["n"].device == moved["sequence"].sorted_indices.device == meta
-    assert moved["sequence"].batch_sizes is box["sequence"].batch_sizes
+    assert moved["sequence"].batch_sizes is sequence.batch_sizes
     assert x.dtype == torch.bfloat16
     moved["x"].append("put")
-    conversion.take_back(None)
+    conversion.take_back()
+    assert moved is box
+    assert box["sequence"] is sequence
     assert box["x"][0] is X
     assert box["x"][1:] == ["put"]

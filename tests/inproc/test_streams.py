@@ -6,11 +6,10 @@ Each program runs once in this process, on tensors of the host, as one rank of a
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,7 @@ from helpers.streams import PROGRAMS, Seen, called, run
 
 from shardwise.collectives import c10d
 from shardwise.collectives.streams import CommStreams, SideStream
-from shardwise.fsdp import gradients as shared_buckets
+from shardwise.fsdp import gradients
 from shardwise.fsdp.gradients import Reduction
 from shardwise.fsdp.param_group import ParamGroup
 
@@ -124,14 +123,6 @@ def test_a_unit_takes_one_event_per_direction_and_pass() -> None:
 # ---- what runs beside what ----
 
 
-@dataclass(frozen=True)
-class _NoStream(AbstractContextManager[None]):
-    name: str
-
-    def __exit__(self, *_: Any) -> None:
-        return None
-
-
 def are_concurrent(one: Work, other: Work) -> bool:
     return not one.comes_after(other) and not other.comes_after(one)
 
@@ -174,19 +165,9 @@ def test_copies_to_the_host_run_beside_the_next_reduction() -> None:
     assert sum(any(are_concurrent(copy, scatter) for scatter in scatters) for copy in copies) >= 2 * 3
 
 
-def test_gradients_of_several_units_go_in_one_all_reduce_beside_what_follows() -> None:
-    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_STREAMS", 700):
-        seen = run(called("replicate, blocks"), keeps_works=True)
-    assert not seen.violations
-    sums = [work for work in seen.fake.timeline.works if work.what == "allreduce_"]
-    computing = [work for work in seen.fake.timeline.works if work.what == "gelu_backward"]
-    assert len(sums) == 2 * 3  # of three units
-    assert sum(any(are_concurrent(one, work) for work in computing) for one in sums) == 3
-
-
 @pytest.mark.parametrize("name", ["replicate", "replicate, bf16", "replicate, accumulates", "replicate, raises"])
 def test_one_unit_is_summed_beside_the_rest_of_its_backward(name: str) -> None:
-    with mock.patch.object(shared_buckets, "FULL_BYTES_ON_STREAMS", 300):
+    with mock.patch.object(gradients, "FULL_BYTES_ON_STREAMS", 300):
         seen = run(called(name), keeps_works=True)
     assert not seen.violations
     _, second, third = seen.live_bytes
@@ -194,13 +175,6 @@ def test_one_unit_is_summed_beside_the_rest_of_its_backward(name: str) -> None:
     sums = [work for work in seen.fake.timeline.works if work.what == "allreduce_"]
     computing = [work for work in seen.fake.timeline.works if work.what == "gelu_backward"]
     assert sum(any(are_concurrent(one, work) for work in computing) for one in sums) >= 3
-
-
-def test_units_of_other_streams_share_no_all_reduce() -> None:
-    streams = itertools.cycle(["one", "other"])
-    with mock.patch.object(SideStream, "here", side_effect=lambda: _NoStream(next(streams))):
-        seen = run(replace(called("replicate, blocks"), num_steps=1))
-    assert [work.name for work in seen.fake.collectives].count("allreduce_") == 2  # the first and the third
 
 
 def test_all_reduces_over_replicas_run_beside_the_next_reduce_scatter() -> None:

@@ -59,7 +59,7 @@ FOR_USERS = {
     "Trace": "calls exposed_s save spans table to_json",
     "UnitCompression": "gathers name reductions",
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",
-    "UnitTable": "ahead_bytes rows",
+    "UnitTable": "rows",
     "UnshardHandle": "wait",
     "Wire": "bytes_per_s latency_s",
     "use_in": "replaced",
