@@ -82,8 +82,9 @@ def run(
         model: Any = build("plain")
         for module in (*units_of("plain", model), model):
             fully_shard(module, **options)
+        # Its state has no numbers from torch.tensor(), whose memory the fake cannot follow in another thread.
         optimizer = ShardedOptimizer(
-            dict(model.named_parameters()), torch.optim.AdamW, lr=1e-2, foreach=False, offload=offload
+            dict(model.named_parameters()), torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=False, offload=offload
         )
         loss: Any = None
         for number in range(steps):
@@ -161,14 +162,14 @@ def test_a_step_leaves_no_memory_of_the_device_behind() -> None:
     offloaded, resident = run(OptimizerOffload(), {}), run(None, {})
     assert offloaded.live_bytes[1:] == offloaded.live_bytes[1:2] * 3
     num_bytes = sum(each.numel() * 4 for each in build("plain").parameters())
-    assert offloaded.live_bytes[-1] <= resident.live_bytes[-1] - 2 * num_bytes  # both moments of AdamW
+    assert offloaded.live_bytes[-1] <= resident.live_bytes[-1] - num_bytes  # the momentum
 
 
 def test_gradients_of_the_next_unit_arrive_while_one_is_updated() -> None:
     for undo in (True, False):
         works = run(OptimizerOffload(undo=undo), {}, True, keeps_works=True).fake.timeline
         down = [each for each in works.works if each.what == "copy_" and works.names[each.at.lane] == "offload down"]
-        update = [each for each in works.works if each.what == "addcdiv_" and works.names[each.at.lane] == "updates"]
+        update = [each for each in works.works if each.what == "add_" and works.names[each.at.lane] == "updates"]
         beside = [
             each for each in update if any(not one.comes_after(each) and not each.comes_after(one) for one in down)
         ]
