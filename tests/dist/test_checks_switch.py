@@ -72,6 +72,24 @@ def test_the_first_pass_after_a_change_is_checked() -> None:
 
 
 @on_ranks(2)
+def test_memory_that_is_put_under_a_full_parameter_while_it_is_freed_is_named_without_checks() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CHECKS", "off")
+        model = made()
+        for _ in range(3):
+            step(model)
+        assert isinstance(model, FSDPModule)
+        model.unshard()
+        full = model.weight
+        model.reshard()
+        full.data = torch.zeros(4, 4)
+        with pytest.raises(
+            StateError, match=r"a write to weight in forward, or while it was unsharded, through \.data"
+        ):
+            step(model)
+
+
+@on_ranks(2)
 def test_a_parameter_that_is_added_late_is_found_by_default_and_not_without_checks() -> None:
     for mode in ("first", "off"):
         with pytest.MonkeyPatch.context() as patch:
