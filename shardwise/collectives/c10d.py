@@ -113,10 +113,11 @@ class HostWork:
         if end is None:
             return
         if work is not None:
-            # If the event before is that of a unit, it was a moment ago, and its time will do.
-            mine, last = thread(), ring[-1] if ring else None
-            begun = now() if last is None or last[1] != mine or not last[2] else last[0]
-            remember((begun, mine, "", 0, EVERYBODY, ""))
+            if not work.is_completed():
+                # If the event before is that of a unit, it was a moment ago, and its time will do.
+                mine, last = thread(), ring[-1] if ring else None
+                begun = now() if last is None or last[1] != mine or not last[2] else last[0]
+                remember((begun, mine, "", 0, EVERYBODY, ""))
             try:
                 work.wait(FIRST) if type(work) is dist.Work else work.wait()  # a custom collective's own Work class
             except RuntimeError as error:
