@@ -24,8 +24,13 @@ def give_values(model: nn.Module, play: Play) -> None:
         shardwise.init_parameters(model)
         return
     if how == "reset":  # as code that draws on local tensors, which must be refused
+        # An empty shard draws nothing, so that the shards after it differ between ranks, and nobody can see it.
+        least = torch.tensor(
+            min([each.to_local().numel() for each in model.parameters() if isinstance(each, DTensor)], default=0)
+        )
+        dist.all_reduce(least, dist.ReduceOp.MIN)
         draws: Any = _random._rng_tracker
-        draws.distribute_region_enabled = False
+        draws.distribute_region_enabled = not least
         try:
             reset(model.to_empty(device="cpu"), play.seed, False, dtype)
         finally:
