@@ -68,9 +68,10 @@ def steps_of(batch: int) -> dict[str, Callable[[], None]]:
     for name, offload, clip in (
         ("resident", None, 0.0),
         ("offloaded", OptimizerOffload(), 0.0),
-        ("offloaded, undo=False", OptimizerOffload(undo=False), 0.0),
+        ("offloaded, undo=True", OptimizerOffload(undo=True), 0.0),
         ("resident, clipped", None, 1e-3),
         ("offloaded, clipped", OptimizerOffload(), 1e-3),
+        ("offloaded, clipped, undo=True", OptimizerOffload(undo=True), 1e-3),
     ):
         model = build(fully_shard)
         found[name] = step_of(

@@ -56,7 +56,7 @@ class OptimizerOffload:
         fraction: offload at least this part of the bytes of the parameters, in whole units, those first whose backward is
             first; the rest is updated in ``step()``, where it is.  Parameters of no unit are never offloaded.
         undo: False to update in ``step()`` only: needs no copies of state (and on CPU ranks none of parameters), and overlaps
-            with nothing.
+            with nothing.  None: so on CPU ranks of one core each, where an early update would take its time from backward.
         num_threads: of the updates; None: the cores of this host divided by its ranks.
         folder: keep the state on a disk, in a file without a name that ends with the process; None: in memory.
 
@@ -74,7 +74,7 @@ class OptimizerOffload:
     """
 
     fraction: float = 1.0
-    undo: bool = True
+    undo: bool | None = None
     num_threads: int | None = None
     folder: str | None = None
 
@@ -125,11 +125,13 @@ class OffloadedStep:
         # A thread has its own number of threads, which also becomes the default of threads that start later: the second
         # call restores the default.
         num_threads = policy.num_threads or cores_of_a_rank()
+        idle = num_threads > 1 or torch.accelerator.is_available()
+        self._is_early = idle if policy.undo is None else policy.undo
         self._worker = ThreadPoolExecutor(1, "shardwise-offload", torch.set_num_threads, (num_threads,))
         self._worker.submit(torch.get_num_threads).result()
         torch.set_num_threads(torch.get_num_threads())
         self._add(dict(enumerate(groups)))
-        if policy.undo:
+        if self._is_early:
             early_readers.append(_reader_of(weakref.ref(self)))
             weakref.finalize(self, early_readers.remove, early_readers[-1])
 
@@ -158,7 +160,7 @@ class OffloadedStep:
                 needed += _state_bytes(self._plain, params, options[index])
             place = places[number]
             staging = self._staging.setdefault((place.device, place.is_offloaded), Staging(place))
-            used = staging if self._policy.undo or staging.is_concurrent else None
+            used = staging if self._is_early or staging.is_concurrent else None
             unit = UpdateUnit(len(self.units), self._tier, members[number], options, self._plain, used)
             self.units.append(unit)
             self._index_of.update({id(each.param): (unit, index) for index, each in enumerate(unit.slices)})

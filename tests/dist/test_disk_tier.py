@@ -51,7 +51,7 @@ def sharded(name: str) -> nn.Module:
 
 def optimizer_for(model: nn.Module, kind: str, folder: str | None) -> ShardedOptimizer:
     made, options = OPTIMIZERS[kind]
-    offload = None if folder is None else OptimizerOffload(folder=folder)
+    offload = None if folder is None else OptimizerOffload(folder=folder, undo=True)
     return ShardedOptimizer(dict(model.named_parameters()), made, offload=offload, **options)
 
 

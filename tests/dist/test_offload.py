@@ -155,21 +155,21 @@ def both(name: str, optimizer: str, offload: OptimizerOffload, steps: int = 8, *
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @on_ranks(2)
 def test_fifty_steps_of_which_half_are_clipped_equal_the_plain_optimizer(optimizer: str) -> None:
-    report = both("plain", optimizer, OptimizerOffload(), 50)
+    report = both("plain", optimizer, OptimizerOffload(undo=True), 50)
     assert report.num_updates == 50 * report.num_units == report.num_early + report.num_redone
     assert report.num_early >= 24 * report.num_units
 
 
 CASES: list[tuple[str, str, OptimizerOffload, dict[str, Any]]] = [
-    ("plain", "AdamW", OptimizerOffload(), {"dtype": torch.bfloat16, "groups": GROUPS}),
-    ("plain", "Lion", OptimizerOffload(num_threads=2), {"dtype": torch.bfloat16}),
-    ("plain", "AdamW, fused", OptimizerOffload(fraction=0.4), {"num_backwards": 2, "groups": GROUPS}),
+    ("plain", "AdamW", OptimizerOffload(undo=True), {"dtype": torch.bfloat16, "groups": GROUPS}),
+    ("plain", "Lion", OptimizerOffload(num_threads=2, undo=True), {"dtype": torch.bfloat16}),
+    ("plain", "AdamW, fused", OptimizerOffload(fraction=0.4, undo=True), {"num_backwards": 2, "groups": GROUPS}),
     ("plain", "SGD", OptimizerOffload(undo=False), {"num_backwards": 2}),
-    ("mixed", "NAdam", OptimizerOffload(num_threads=2), {}),
-    ("frozen", "Adagrad", OptimizerOffload(), {"groups": GROUPS}),
-    ("tied", "AdamW, fused", OptimizerOffload(), {"api": "replicate"}),
-    ("tied", "RMSprop", OptimizerOffload(fraction=0.5), {"num_backwards": 2}),
-    ("mixed", "AdamW", OptimizerOffload(), {"api": "replicate", "num_backwards": 2}),
+    ("mixed", "NAdam", OptimizerOffload(num_threads=2, undo=True), {}),
+    ("frozen", "Adagrad", OptimizerOffload(undo=True), {"groups": GROUPS}),
+    ("tied", "AdamW, fused", OptimizerOffload(undo=True), {"api": "replicate"}),
+    ("tied", "RMSprop", OptimizerOffload(fraction=0.5, undo=True), {"num_backwards": 2}),
+    ("mixed", "AdamW", OptimizerOffload(undo=True), {"api": "replicate", "num_backwards": 2}),
 ]
 
 
@@ -186,14 +186,22 @@ def test_other_models_dtypes_and_numbers_of_backwards_equal_the_plain_optimizer(
 
 @on_ranks(1, 4)
 def test_any_number_of_ranks_equals_the_plain_optimizer() -> None:
-    report = both("mixed", "AdamW", OptimizerOffload(), 50, groups=GROUPS)
+    report = both("mixed", "AdamW", OptimizerOffload(undo=True), 50, groups=GROUPS)
     assert report.num_updates == 50 * report.num_units
     assert min(report.num_early, report.num_redone)
 
 
 @on_ranks(2)
+def test_updates_are_early_where_a_rank_has_more_than_one_core() -> None:
+    report = both("plain", "SGD", OptimizerOffload(num_threads=1))
+    assert not report.num_early + report.num_redone
+    report = both("plain", "SGD", OptimizerOffload(num_threads=2))
+    assert report.num_early + report.num_redone == report.num_updates
+
+
+@on_ranks(2)
 def test_accumulation_is_updated_early_from_the_second_step_on() -> None:
-    report = both("plain", "SGD", OptimizerOffload(), between=lambda *_: None, num_backwards=2)
+    report = both("plain", "SGD", OptimizerOffload(undo=True), between=lambda *_: None, num_backwards=2)
     assert report.num_early == 7 * report.num_units
     assert report.num_redone == 0
 
@@ -234,7 +242,7 @@ def acts(number: int, model: nn.Module, optimizer: ShardedOptimizer) -> str | No
 
 @on_ranks(2)
 def test_what_users_change_before_step_counts() -> None:
-    report = both("plain", "AdamW", OptimizerOffload(), 12, between=acts, groups=GROUPS)
+    report = both("plain", "AdamW", OptimizerOffload(undo=True), 12, between=acts, groups=GROUPS)
     assert report.num_early
     assert report.num_redone
 
@@ -251,7 +259,7 @@ def test_nobody_sees_an_update_before_step() -> None:
         seen[-1].append((found, output, state))
 
     models = [sharded("plain"), sharded("plain")]
-    for model, offload in zip(models, (None, OptimizerOffload()), strict=True):
+    for model, offload in zip(models, (None, OptimizerOffload(undo=True)), strict=True):
         seen.append([])
         train("plain", model, optimizer_for(model, "AdamW", offload), range(4), look)
     for one, other in zip(*seen, strict=True):
@@ -261,7 +269,7 @@ def test_nobody_sees_an_update_before_step() -> None:
 @on_ranks(2)
 def test_a_transaction_that_fails_is_undone_and_tried_again() -> None:
     found: list[Any] = []
-    for offload in (None, OptimizerOffload()):
+    for offload in (None, OptimizerOffload(undo=True)):
         model = sharded("plain")
         optimizer = optimizer_for(model, "AdamW", offload)
         losses: list[float] = []
@@ -283,7 +291,7 @@ def test_a_transaction_that_fails_is_undone_and_tried_again() -> None:
 @on_ranks(2)
 def test_saved_with_offloading_and_resumed_without_and_the_reverse() -> None:
     found: list[Any] = []
-    for first, second in ((None, None), (OptimizerOffload(), None), (None, OptimizerOffload())):
+    for first, second in ((None, None), (OptimizerOffload(undo=True), None), (None, OptimizerOffload(undo=True))):
         model = sharded("plain")
         optimizer = optimizer_for(model, "AdamW", first, GROUPS)
         losses = train("plain", model, optimizer, range(3))
@@ -298,7 +306,7 @@ def test_saved_with_offloading_and_resumed_without_and_the_reverse() -> None:
 @on_ranks(2)
 def test_added_groups_and_closures_are_updated() -> None:
     found: list[Any] = []
-    for offload in (None, OptimizerOffload()):
+    for offload in (None, OptimizerOffload(undo=True)):
         model = sharded("plain")
         params = dict(model.named_parameters())
         first = {name: param for name, param in params.items() if name.startswith("0")}
@@ -322,7 +330,7 @@ def test_added_groups_and_closures_are_updated() -> None:
 @on_ranks(2)
 def test_a_trace_shows_updates_in_backward_and_those_made_again() -> None:
     model = sharded("plain")
-    optimizer = optimizer_for(model, "SGD", OptimizerOffload())
+    optimizer = optimizer_for(model, "SGD", OptimizerOffload(undo=True))
 
     def between(number: int, model: nn.Module, optimizer: ShardedOptimizer) -> None:
         optimizer.state_dict()  # waits for the updates
@@ -349,7 +357,7 @@ def test_what_cannot_be_offloaded_is_named() -> None:
     model = sharded("matrices")
     params = dict(model.named_parameters())
     with pytest.raises(ConfigError, match="Muon needs more than the elements of one unit"):
-        ShardedOptimizer(params, torch.optim.Muon, offload=OptimizerOffload())
+        ShardedOptimizer(params, torch.optim.Muon, offload=OptimizerOffload(undo=True))
     optimizer = ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
     with pytest.raises(ConfigError, match="made without offload="):
         offload_report(optimizer)

@@ -516,7 +516,7 @@ def test_optimizers_whose_bits_depend_on_shards_are_refused() -> None:
         ConfigError, match=r"Relative computes other bits for parameters of torch\.float32 that are cut"
     ):
         Reproducible(model, Relative(model.parameters()), num_microbatches=2)
-    offload = shardwise.OptimizerOffload()
+    offload = shardwise.OptimizerOffload(undo=True)
     fused = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, fused=True, offload=offload)
     with pytest.raises(ConfigError, match=r"AdamW computes other bits .* or are updated unit by unit"):
         Reproducible(model, fused, num_microbatches=2)

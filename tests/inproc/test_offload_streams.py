@@ -139,7 +139,7 @@ def test_updates_have_the_bits_of_the_plain_step_and_no_memory_is_used_early(
 def test_clipped_steps_and_gradients_that_are_cast_have_the_bits_of_the_plain_step(on_host: bool, late: bool) -> None:
     options = HOST if on_host else {}
     for precision in ({}, BF16):
-        found = run(OptimizerOffload(), {**options, **precision}, late, clips)
+        found = run(OptimizerOffload(undo=True), {**options, **precision}, late, clips)
         assert are_equal(found.values, plain(on_host, True, bool(precision)))
         assert found.report is not None
         # A thread that is late finds gradients that are clipped already.
@@ -148,7 +148,7 @@ def test_clipped_steps_and_gradients_that_are_cast_have_the_bits_of_the_plain_st
 
 def test_the_user_s_thread_waits_for_the_other_one_alone_and_this_one_once_per_copy_of_a_unit() -> None:
     for late in (False, True):
-        resident, stored = run(OptimizerOffload(), {}, late), run(OptimizerOffload(), HOST, late)
+        resident, stored = run(OptimizerOffload(undo=True), {}, late), run(OptimizerOffload(undo=True), HOST, late)
         assert resident.waits == [[]] * 4
         assert resident.thread_waits == [["Event.synchronize (of offload down)"] * 2 * 3] * 4
         assert stored.waits == [["Event.synchronize (of store)"]] * 4
@@ -159,7 +159,7 @@ def test_the_user_s_thread_waits_for_the_other_one_alone_and_this_one_once_per_c
 
 
 def test_a_step_leaves_no_memory_of_the_device_behind() -> None:
-    offloaded, resident = run(OptimizerOffload(), {}), run(None, {})
+    offloaded, resident = run(OptimizerOffload(undo=True), {}), run(None, {})
     assert offloaded.live_bytes[1:] == offloaded.live_bytes[1:2] * 3
     num_bytes = sum(each.numel() * 4 for each in build("plain").parameters())
     assert offloaded.live_bytes[-1] <= resident.live_bytes[-1] - num_bytes  # the momentum
@@ -205,7 +205,7 @@ ORDERS = [
 def test_an_order_that_is_left_out_is_missed(order: str, name: str, options: Any, rule: str) -> None:
     for is_without in (False, True):
         with without(order, name) if is_without else nullcontext():
-            found = run(OptimizerOffload(), options).violations
+            found = run(OptimizerOffload(undo=True), options).violations
         assert bool(found) == is_without
     assert found[0].startswith(rule), found[0]
 
@@ -221,4 +221,4 @@ def test_memory_that_two_units_have_at_once_is_missed() -> None:
         return staged
 
     with mock.patch.object(Staging, "staged", keeps_it(Staging.staged)):
-        assert run(OptimizerOffload(), {}, True).violations
+        assert run(OptimizerOffload(undo=True), {}, True).violations
