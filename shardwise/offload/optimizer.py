@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -114,6 +114,9 @@ class OffloadedStep:
         self, policy: OptimizerOffload, plain: ElementwiseStep, groups: Groups, options: Callable[[], Options]
     ) -> None:
         self.optimizer = plain.optimizer
+        num_threads = policy.num_threads or cores_of_a_rank()
+        if policy.undo is None:
+            policy = replace(policy, undo=num_threads > 1 or torch.accelerator.is_available())
         self._policy, self._plain, self._options = policy, plain, options
         self._tier = policy.tier()
         self.units: list[UpdateUnit] = []
@@ -124,14 +127,11 @@ class OffloadedStep:
         self._staging: dict[tuple[torch.device, bool], Staging] = {}
         # A thread has its own number of threads, which also becomes the default of threads that start later: the second
         # call restores the default.
-        num_threads = policy.num_threads or cores_of_a_rank()
-        idle = num_threads > 1 or torch.accelerator.is_available()
-        self._is_early = idle if policy.undo is None else policy.undo
         self._worker = ThreadPoolExecutor(1, "shardwise-offload", torch.set_num_threads, (num_threads,))
         self._worker.submit(torch.get_num_threads).result()
         torch.set_num_threads(torch.get_num_threads())
         self._add(dict(enumerate(groups)))
-        if self._is_early:
+        if policy.undo:
             early_readers.append(_reader_of(weakref.ref(self)))
             weakref.finalize(self, early_readers.remove, early_readers[-1])
 
@@ -160,7 +160,7 @@ class OffloadedStep:
                 needed += _state_bytes(self._plain, params, options[index])
             place = places[number]
             staging = self._staging.setdefault((place.device, place.is_offloaded), Staging(place))
-            used = staging if self._is_early or staging.is_concurrent else None
+            used = staging if self._policy.undo or staging.is_concurrent else None
             unit = UpdateUnit(len(self.units), self._tier, members[number], options, self._plain, used)
             self.units.append(unit)
             self._index_of.update({id(each.param): (unit, index) for index, each in enumerate(unit.slices)})
