@@ -174,6 +174,10 @@ class SideStream:
         if mark is not None:
             self._device.current_stream().wait_event(mark)
 
+    def here(self) -> Stream | None:
+        """Return the current stream; None on the host, which has no streams."""
+        return self._device.current_stream() if self.is_concurrent else None
+
     @property
     def is_started(self) -> bool:
         """True once work was sent to it."""
