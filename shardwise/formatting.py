@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
@@ -72,6 +73,17 @@ def format_size(num_bytes: int) -> str:
         if num_bytes >= 1024**power and len(text) < 7 and int(float(text) * 1024**power) == num_bytes:
             return text + unit
     return str(num_bytes)
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes of ``0``, ``4096``, ``512k``, ``1.5M`` or ``2 GiB``, None for another text; units are powers of 1024.
+
+    Example:
+        >>> parse_size("2 GiB"), parse_size("two")
+        (2147483648, None)
+    """
+    match = re.fullmatch(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKmMgG]?)(?:i?[bB])?", text.strip())
+    return match and int(float(match["number"]) * 1024 ** " kmg".index(match["unit"].lower() or " "))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import platform
+import resource
 import sys
 from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
@@ -51,6 +53,12 @@ def host_memory_bytes(root: Path = Path("/")) -> int | None:
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             found.append(int((root / limit).read_text()))
     return min(found, default=None)
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory now; their peak where the system tells no more."""
+    fields = read_proc("self/statm").split()
+    return int(fields[1]) * mmap.PAGESIZE if fields else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def stay_on_loopback(environment: MutableMapping[str, str]) -> None:

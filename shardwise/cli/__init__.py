@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
 from collections.abc import Sequence
 
 from shardwise.errors import ConfigError
+from shardwise.formatting import parse_size
 
 # ---- Packages that only some commands need.
 
@@ -34,14 +34,11 @@ STORE_VARIABLE = "SHARDWISE_STORE"
 ATTEMPT_VARIABLE = "SHARDWISE_ATTEMPT"
 
 
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKmMgG]?)(?:i?[bB])?")
-
-
 def read_num_bytes(text: str) -> int:
     """Read ``0``, ``4096``, ``512k``, ``1.5M`` or ``2GiB``; units are powers of 1024.  Raises: ArgumentTypeError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    found = parse_size(text)
+    if found is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no size, expected a number of bytes such as 0, 4096, 512k or 1.5M"
         )
-    return int(float(match["number"]) * 1024 ** " kmg".index(match["unit"].lower() or " "))
+    return found

@@ -9,29 +9,25 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.cli import read_num_bytes
 from shardwise.errors import ConfigError
-from shardwise.formatting import format_bytes
-from shardwise.planner.advice import Choices, Plan, plan
+from shardwise.planner.advice import Choices, plan
 from shardwise.planner.hardware import (
     HARDWARE,
     OPTIMIZERS,
     STRATEGIES,
-    Wire,
-    measured_disk,
     read_hardware,
     with_hosts,
     with_memory,
 )
-from shardwise.recipes.config import ENGINE_SHARDS, NUM_BYTES, PRESETS, TrainConfig
+from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
-from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own, peak_bytes
+from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own
 from shardwise.safe_files import replace_file
 
 _GPT = "gpt-"
@@ -111,6 +107,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         accumulate=arguments.accumulate,
         optimizer=arguments.optimizer,
         disk=arguments.disk,
+        keep_blocks=arguments.memory is not None,
         tensor=tuple(arguments.tp),
         tensor_plan=_tensor_plan_of(arguments),
     )
@@ -129,32 +126,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
     """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0."""
-    print(_plan_run(config, ranks, device, {}))
-    return 0
-
-
-def fit_training(config: TrainConfig, ranks: int, device: str, memory_bytes: int, folder: Path) -> TrainConfig:
-    """Return ``config`` with the recomputation and the place of optimizer state with which a rank needs ``memory_bytes``.
-
-    Prints why.  ``folder``: on the disk that would have the state.  Raises: ConfigError if nothing fits.
-    """
-    choices: dict[str, Any] = {"disk": True, "recompute": (True,) if config.recompute else (False, True)}
-    if device != "cpu" and config.shard in ENGINE_SHARDS:
-        choices["offload"] = (False, True)
-    _plan_run(config, ranks, device, {})
-    found = _plan_run(config, ranks, device, choices, memory_bytes, measured_disk(folder))
-    if found.best is None:
-        raise ConfigError(f"--memory {format_bytes(memory_bytes)}: {found.why()}")
-    print(found.why(), flush=True)
-    best = found.best.setting
-    state = {"optimizer_state": "disk", "optimizer_share": best.disk_share} if best.disk_share else {}
-    return replace(config, recompute=best.recompute, offload=best.offload, **state)
-
-
-def _plan_run(
-    config: TrainConfig, ranks: int, device: str, more: Mapping[str, Any], memory_bytes: int = 0, disk: float = 0.0
-) -> Plan:
-    """Return the plan of a run of the command; ``more``: choices; ``disk``: bytes per second of the host's."""
     choices = Choices(
         strategies=(config.shard,),
         unit_bytes=(config.min_unit_bytes,),
@@ -169,12 +140,6 @@ def _plan_run(
     hardware = HARDWARE["cpu" if device == "cpu" else "h100"]
     if device == "cpu":  # all ranks of the command are on this host
         hardware = with_hosts(hardware, ranks, 1)
-    if memory_bytes:
-        hardware = replace(with_memory(hardware, memory_bytes), disk=Wire(disk / hardware.ranks_per_host, 1e-4))
-        if (
-            device == "cpu"
-        ):  # a rank is a process such as this one, after it has planned: both have loaded what a step loads
-            hardware = replace(hardware, library_bytes=peak_bytes(torch.device("cpu")))
     size = (batch, config.model.context)
 
     def build() -> nn.Module:
@@ -182,7 +147,8 @@ def _plan_run(
             return build_own(config.model_from, config.seed, NUM_BYTES, config.model.context)
         return GPT(config.model)
 
-    return plan(build, size, ranks, hardware=hardware, choices=replace(choices, **more))
+    print(plan(build, size, ranks, hardware=hardware, choices=choices))
+    return 0
 
 
 def _model_of(arguments: argparse.Namespace) -> Callable[[], nn.Module]:

@@ -118,8 +118,7 @@ _OF_CONFIG = frozenset({*_OF_SHAPE, *(each.name for each in fields(TrainConfig))
 class TrainRequest:
     """What was asked for.  ``nproc`` None means: choose; ``launched_ranks`` is set when a launcher started us.
 
-    ``terms``: of restarts by our own launcher.  ``only``: "plan" or "print_config": print that and stop.  ``memory_bytes``:
-    of a rank, into which the run is to be made to fit.
+    ``terms``: of restarts by our own launcher.  ``only``: "plan" or "print_config": print that and stop.
     """
 
     config: TrainConfig
@@ -129,7 +128,6 @@ class TrainRequest:
     launched_ranks: int | None
     terms: RestartPolicy
     only: str = ""
-    memory_bytes: int | None = None
 
 
 def add_train_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
@@ -330,6 +328,7 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
         trace_steps=given.get("trace", 0),
         record_digests=records,
         compare_with=None if other is None else Path(other),
+        memory_bytes=given.get("memory"),
     )
     start = _restarted(start, environment)
     if given.get("trace", 1) < 1:
@@ -349,26 +348,22 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
     nproc = given.get("nproc")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc is {nproc}, expected at least 1.")
-    _check_fit(given, config, environment)
+    if start.memory_bytes is not None:
+        _check_fit(given, config)
     only = "print_config" if given.get("print_config") else "plan" if given.get("plan") else ""
-    return TrainRequest(
-        config, start, nproc, given.get("device", "auto"), launched_ranks, terms, only, given.get("memory")
-    )
+    return TrainRequest(config, start, nproc, given.get("device", "auto"), launched_ranks, terms, only)
 
 
-def _check_fit(given: Mapping[str, Any], config: TrainConfig, environment: Mapping[str, str]) -> None:
+def _check_fit(given: Mapping[str, Any], config: TrainConfig) -> None:
     """Refuse what --memory does not go with.  Raises: ConfigError."""
-    if given.get("memory") is None:
-        return
     options = {"--plan": given.get("plan"), "--experts": config.model.experts, "--reproducible": config.reproducible}
+    options |= {
+        "--tp": config.tp > 1,
+        f"--shard {config.shard}": config.shard not in ("zero3", "zero2", "ddp"),
+    }
     if odd := [name for name, value in options.items() if value]:
         raise ConfigError(
             f"--memory does not go with {odd[0]}, whose memory is not planned or not to be changed. Leave one out."
-        )
-    if "RANK" in environment and LAUNCHER_VARIABLE not in environment:  # each rank would measure, and choose, by itself
-        raise ConfigError(
-            "--memory: these ranks were started by another launcher. Run shardwise train --memory once without it, and give "
-            "the --recompute and --optimizer-state that it chose."
         )
 
 
@@ -645,9 +640,6 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
         return plan_training(request.config, nproc, device_type)
     _check_memory(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
-    if request.memory_bytes is not None:
-        request, chosen = _fitted(request, request.memory_bytes, device_type, nproc)
-        words = [*words, *chosen]
     if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:
         raise ConfigError(
             f"--min-nproc is {request.terms.min_nproc}, expected at most the {nproc} rank(s) of the start."
@@ -666,28 +658,13 @@ def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequ
     config, start, terms = request.config, request.start, request.terms
     options = {"--trace": start.trace_steps, "--record-digests": start.record_digests, "--tp": config.tp > 1}
     options |= {"--compare-with": start.compare_with, "--shard hsdp": config.shard == "hsdp"}
-    options["--optimizer-state disk"] = config.optimizer_state == "disk"
+    options |= {"--optimizer-state disk": config.optimizer_state == "disk", "--memory": start.memory_bytes}
     if odd := [name for name, value in options.items() if value]:
         raise ConfigError(f"--elastic does not go with {odd[0]}, which needs the ranks of the start. Leave one out.")
     if start.resume is None:
         words = [*words, "--out", str(new_folder(start.out).absolute())]
     members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1)
     return launch_elastic(members, words, terms.leave_s)
-
-
-def _fitted(request: TrainRequest, memory_bytes: int, device_type: str, nproc: int) -> tuple[TrainRequest, list[str]]:
-    """Return ``request`` such that a rank needs no more than --memory, and the options that say so to ranks.
-
-    Raises: ConfigError.
-    """
-    from shardwise.cli.plan import fit_training
-
-    folder = request.start.resume or request.start.out or Path.cwd()
-    disk = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
-    config = fit_training(request.config, nproc, device_type, memory_bytes, disk)
-    switches = [f"--{'' if getattr(config, name) else 'no-'}{name}" for name in ("recompute", "offload")]
-    state = ["--optimizer-state", config.optimizer_state, "--optimizer-share", str(config.optimizer_share)]
-    return replace(request, config=config), [*switches, *state]
 
 
 def _check_memory(request: TrainRequest, device_type: str, num_ranks: int, local_ranks: int) -> None:

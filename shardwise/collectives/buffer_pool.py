@@ -22,6 +22,15 @@ from shardwise.errors import StateError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _MOST_OF_HEAP = 1 << 25  # larger allocations get pages of their own; the largest that mallopt accepts
+_least_alone: list[int] = []  # of limit_heap(): the heap is that of the process
+
+
+def limit_heap(least_bytes: int = 1 << 17) -> None:
+    """Let allocations of ``least_bytes`` have pages of their own in later steps, so that what is freed is not resident.
+
+    In the heap some 25 % of what a step of a GPT holds is holes.  Pages of their own take a page fault per 4 KiB.
+    """
+    _least_alone[:] = [least_bytes]
 
 
 def keep_heap(owner: object, device: torch.device) -> None:
@@ -29,8 +38,10 @@ def keep_heap(owner: object, device: torch.device) -> None:
     library = ctypes.CDLL(None)
     if device.type == "cpu" and hasattr(library, "gnu_get_libc_version"):
         # A fixed trim threshold ends the growth of the other one, which would leave it at 128 KiB.
-        library.mallopt(_MMAP_THRESHOLD, _MOST_OF_HEAP)
+        library.mallopt(_MMAP_THRESHOLD, *(_least_alone or [_MOST_OF_HEAP]))
         library.mallopt(_TRIM_THRESHOLD, sys.maxsize >> 32)
+        if _least_alone:
+            library.malloc_trim(0)  # what the model had before it was sharded
         weakref.finalize(owner, library.malloc_trim, 0).atexit = False
 
 

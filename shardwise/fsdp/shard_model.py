@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +20,7 @@ from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
 from shardwise.fsdp.mesh import DataParallelMeshDims, Placements, row_of
 from shardwise.fsdp.module import FSDPModule
-from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, precision_from
+from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, precision_from
 from shardwise.observe import say
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks, repeated_blocks
 
@@ -111,6 +111,16 @@ def _structure(module: nn.Module) -> Hashable:
     return tuple((name, tuple(param.shape), param.dtype) for name, param in named)
 
 
+class MemoryPolicy(Protocol):
+    """Makes a step of a model fit into memory; :class:`shardwise.MemoryLimit` is one."""
+
+    def fit(
+        self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
+    ) -> bool:
+        """Change what blocks of ``model`` keep for backward, before it is sharded; return whether shards must be offloaded."""
+        ...
+
+
 @explains_arguments
 def shard_model(
     model: nn.Module,
@@ -126,6 +136,7 @@ def shard_model(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression: CompressionPolicy | None = None,
     sync_module_states: bool = False,
+    memory: MemoryPolicy | None = None,
 ) -> FSDPModule:
     """Call :func:`fully_shard` on the repeated blocks of ``model``, several small ones in one unit, and on ``model``.
 
@@ -156,6 +167,7 @@ def shard_model(
             ``output_dtype`` of ``mp_policy`` applies to the outputs of ``model`` only; activations between blocks stay in the
             compute dtype.
         ignored_params, dp_mesh_dims, compression, sync_module_states: as for :func:`fully_shard`, for all units.
+        memory: a :class:`MemoryLimit`, with which a step fits into so much memory.
 
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
 
@@ -177,6 +189,10 @@ def shard_model(
     check_whole("min_unit_bytes", min_unit_bytes, 0, "; 0 never merges blocks")
     modules_in(model, "shard_model")
     row = None if strategy is None else row_of(strategy)
+    if memory is not None:
+        mesh = mesh if mesh is not None else default_mesh()
+        if memory.fit(model, mesh, "zero3" if row is None else row.strategy, min_unit_bytes, mp_policy):
+            offload_policy = CPUOffloadPolicy()
     if row is not None and "sharded" not in row.optimizer:
         given = reshard_after_forward, shard_placement_fn, dp_mesh_dims
         if any(each is not None for each in given) or sync_module_states:

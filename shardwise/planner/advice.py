@@ -35,9 +35,10 @@ from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankTime, ran
 def code_of(setting: Setting, device: str) -> str:
     """Return the call that shards ``model`` on all ranks, under ``torchrun``; comments say what else ``setting`` asks."""
     has_units, is_bf16 = setting.strategy in UNIT_STRATEGIES, setting.precision == "bf16"
+    blocks = f"every block but the last {setting.keep_blocks}" if setting.keep_blocks else "every block"
     notes = (
         ("parallelize_module(block, mesh['tp'], tensor_plan) of every block comes first", setting.tensor > 1),
-        ("every block under torch.utils.checkpoint", setting.recompute),
+        (f"{blocks} under torch.utils.checkpoint", setting.recompute),
         ("forward and loss under torch.autocast", is_bf16 and not has_units),
         ("policy(model, sync=False) around all microbatches but the last", setting.accumulate > 1 and has_units),
     )
@@ -70,8 +71,7 @@ def code_of(setting: Setting, device: str) -> str:
 # ---- The search: the ways to train, their costs, which to take, and what to change if none fits.
 
 _MOST_RANKS = 1 << 17
-# (precision of the dry run, recomputation, ranks of a split) -> profile
-ProfileOf = Callable[[str, bool, int], Profile]
+ProfileOf = Callable[[Setting], Profile]  # of the precision, recomputation and split of a setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class Choices:
         strategies: as ``shardwise train --shard`` names them.
         unit_bytes: sizes up to which blocks are merged; sizes that give the same units count once.
         recompute, offload: whether to try without, with, or both.
+        keep_blocks: where nothing fits without recomputation, as many blocks as fit may do without.
         disk: on CPU ranks, as little optimizer state as makes a way fit may be on disk.
         precision: "fp32" or "bf16".
         accumulate: microbatches of a step.
@@ -93,6 +94,7 @@ class Choices:
     strategies: tuple[str, ...] = ("zero3", "hsdp", "ddp", "zero2", "zero1")
     unit_bytes: tuple[int, ...] = (DEFAULT_MIN_UNIT_BYTES, 64 << 20, 512 << 20, ONE_UNIT)
     recompute: tuple[bool, ...] = (False, True)
+    keep_blocks: bool = False
     offload: tuple[bool, ...] = (False, True)
     disk: bool = False
     precision: str = "bf16"
@@ -218,7 +220,7 @@ class Search:
         return SearchResult(tuple(candidates), changes, tuple(dict.fromkeys(self.left_out)))
 
     def _evaluate(self, setting: Setting, batch: int = 0) -> Candidate:
-        profile = self.profile_of(setting.computes_in, setting.recompute, setting.tensor)
+        profile = self.profile_of(setting)
         return evaluate(profile.for_batch(batch) if batch else profile, setting, self.hardware)
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -226,7 +228,7 @@ class Search:
         for setting in self._settings():
             has_units = setting.strategy in UNIT_STRATEGIES
             offloads = has_units and False not in choices.offload
-            numel = 0 if has_units else self.profile_of(choices.precision, False, 1).numel
+            numel = 0 if has_units else self.profile_of(Setting(precision=choices.precision)).numel
             if 8 * numel > self.hardware.limit_bytes:  # a dry run is not worthwhile
                 words = f"whole fp32 parameters and gradients alone are {8 * numel / 1e9:.4g} GB on every rank"
                 self.left_out.append(f"{setting.strategy}: {words}")
@@ -234,7 +236,8 @@ class Search:
             may_offload = has_units and len(set(choices.offload)) == 2 and self.hardware.device != "cpu"
             for recompute in choices.recompute:
                 found = self._evaluate(replace(setting, recompute=recompute, offload=offloads))
-                yield self._with_disk(found) if has_units and self.hardware.device == "cpu" else found
+                found = self._with_disk(found) if has_units and self.hardware.device == "cpu" else found
+                yield self._with_kept_blocks(found) if choices.keep_blocks and recompute else found
                 # State in the host's memory costs time, so it is tried only if nothing else fits, and if it frees enough.
                 left = found.peak.total - sum(found.peak.held[:3])  # without parameters, optimizer, gradients
                 if may_offload and not found.fits and left <= self.hardware.limit_bytes:
@@ -245,6 +248,15 @@ class Search:
         shares = range(1, 11) if self.choices.disk and not found.fits else ()
         tried = (self._evaluate(replace(found.setting, disk_share=tenths / 10)) for tenths in shares)
         return next((each for each in tried if each.fits), found)
+
+    def _with_kept_blocks(self, found: Candidate) -> Candidate:
+        """Return ``found``, or with the most blocks that keep their activations with which it fits."""
+        low, high = 0, len(self.profile_of(found.setting).blocks) - 1 if found.fits else 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self._evaluate(replace(found.setting, keep_blocks=middle))
+            low, high, found = (middle, high, tried) if tried.fits else (low, middle, found)
+        return found
 
     def _settings(self) -> Iterator[Setting]:
         choices = self.choices
@@ -272,7 +284,7 @@ class Search:
         """Yield the settings whose units differ."""
         seen: set[tuple[tuple[str, ...], ...]] = set()
         for setting in settings:
-            profile = self.profile_of(setting.computes_in, self.choices.recompute[0], setting.tensor)
+            profile = self.profile_of(replace(setting, recompute=self.choices.recompute[0]))
             paths = tuple(unit_paths(profile, setting))
             if paths not in seen:
                 seen.add(paths)
@@ -322,7 +334,7 @@ class Search:
             yield _Attempt("split", f"split every block over {tensor} ranks (tensor parallelism)", split)
             tensor *= 2
         first = settings[0]
-        batch = whole = self.profile_of(first.computes_in, first.recompute, first.tensor).batch
+        batch = whole = self.profile_of(first).batch
         while batch > 1:
             batch //= 2
             more = -(-whole // batch)
@@ -505,9 +517,13 @@ def plan(
     machine = hardware if isinstance(hardware, Hardware) else read_hardware(hardware)
 
     @functools.cache
-    def profile_of(precision: str, recompute: bool, tensor: int) -> Profile:
+    def profile(precision: str, recompute: bool, keep_blocks: int, tensor: int) -> Profile:
+        recomputed = recompute and slice(1, -keep_blocks or None)
         split = TensorSplit(tensor, choices.tensor_plan) if tensor > 1 else None
-        return dry_run(built, given, loss, precision=precision, recompute=recompute, split=split)
+        return dry_run(built, given, loss, precision=precision, recompute=recomputed, split=split)
+
+    def profile_of(setting: Setting) -> Profile:
+        return profile(setting.computes_in, setting.recompute, setting.keep_blocks, setting.tensor)
 
     found = Search(profile_of, ranks, machine, choices).run()
     first = next(each for each in given if isinstance(each, torch.Tensor))

@@ -31,6 +31,7 @@ from shardwise import torch_private
 from shardwise.errors import ConfigError
 from shardwise.fsdp.mesh import STRATEGIES as ROWS
 from shardwise.fsdp.shard_model import families_of
+from shardwise.one_host import resident_bytes
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks
 from shardwise.plan.schedule import StepEvent
 
@@ -55,7 +56,7 @@ class Hardware:
         flops_per_s: dense, by precision ("fp32", "bf16"), of the data sheet.  efficiency: the part that matrix products
             of transformers reach.
         memory_bytes_per_s: of the device.
-        library_bytes: of ``memory_bytes``, for workspaces of the device's libraries.
+        library_bytes: of ``memory_bytes``, for workspaces of the device's libraries; on CPU, for the process.
         host_s_per_op: for launching one operation.  host_s_per_unit: for one unit, forward and backward.
         host_s_per_update: of the optimizer for one parameter of a unit, in addition to its elements.
         inside, between: links within a host and between hosts.  host_memory: to the memory of the host (offload).
@@ -156,6 +157,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         ),
     }
 )
+_REPEATS = 2  # of a measurement
 _WIRES = ("inside", "between", "host_memory", "shared", "disk")
 
 
@@ -224,6 +226,43 @@ def with_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
     return replace(hardware, memory_bytes=memory_bytes, usable=1.0)
 
 
+def measured(dtype: torch.dtype, own_bytes: int, folder: Path | None) -> list[float]:
+    """Return figures of this CPU rank, of which the least over ranks counts; ranks that call it together share cores.
+
+    They are: the negative bytes of its process (but ``own_bytes``), after it has loaded what a step loads; floating-point
+    operations per second of a matrix product in ``dtype``; bytes per second of an operation in memory; both with results in
+    pages that are new; bytes per second of the disk with ``folder``.
+    """
+    rows, weight = (torch.randn(size, dtype=dtype, device="cpu") for size in ((1 << 14, 512), (512, 1024)))
+    F.gelu(rows[:64] @ weight.requires_grad_()).sum().backward()
+
+    def seconds_of(run: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        for _ in range(_REPEATS):
+            run()
+        return (time.perf_counter() - began) / _REPEATS
+
+    product, memory = seconds_of(lambda: rows @ weight.detach()), seconds_of(lambda: F.gelu(rows))
+    disk = HARDWARE["cpu"].disk.bytes_per_s if folder is None else measured_disk(folder)
+    process = resident_bytes() - own_bytes - rows.nbytes
+    return [-process, 2 * rows.numel() * weight.shape[1] / product, 2 * rows.nbytes / memory, disk]
+
+
+def this_host(device: str, ranks: int, memory_bytes: int, figures: Sequence[float]) -> Hardware:
+    """Return the hardware of ``ranks`` on this host, of which a plan may fill ``memory_bytes``; on CPU with these figures."""
+    if device != "cpu":
+        return with_memory(HARDWARE["h100"], memory_bytes)
+    process, flops, memory, disk = figures
+    return replace(
+        with_memory(with_hosts(HARDWARE["cpu"], ranks, 1), memory_bytes),
+        flops_per_s={"fp32": flops, "bf16": flops},
+        efficiency=1.0,
+        memory_bytes_per_s=memory,
+        disk=Wire(disk, 1e-4),
+        library_bytes=int(-process),
+    )
+
+
 def measured_disk(folder: Path, num_bytes: int = 64 << 20) -> float:
     """Return bytes per second of the disk with ``folder``: one file is written and synchronized, then read."""
     data, began = os.urandom(num_bytes), time.perf_counter()
@@ -269,7 +308,7 @@ class Setting:
             with units.  replicas: with "hsdp", the number of groups that each have a full copy.
         min_unit_bytes: smaller blocks are merged; ``ONE_UNIT``: all parameters are one unit.
         precision: "fp32" or "bf16" (computed in bf16, gradients reduced and stored in fp32).
-        recompute: repeated blocks are recomputed in backward.
+        recompute: repeated blocks are recomputed in backward.  keep_blocks: but not the last so many, which are first in it.
         offload: shards, gradients and optimizer state are in the host's memory.
         disk_share: the part of the optimizer state that is on disk between updates.
         accumulate: microbatches of a step.
@@ -284,6 +323,7 @@ class Setting:
     min_unit_bytes: int = DEFAULT_MIN_UNIT_BYTES
     precision: str = "fp32"
     recompute: bool = False
+    keep_blocks: int = 0
     offload: bool = False
     disk_share: float = 0.0
     accumulate: int = 1
@@ -334,7 +374,8 @@ class Setting:
             )
         if self.tensor > 1:
             words.append(f"tp {self.tensor}")
-        words += [word for word, is_on in (("recompute", self.recompute), ("offload", self.offload)) if is_on]
+        recompute = f"recompute all but {self.keep_blocks} blocks" if self.keep_blocks else "recompute"
+        words += [word for word, is_on in ((recompute, self.recompute), ("offload", self.offload)) if is_on]
         if self.disk_share:
             words.append(f"{self.disk_share:.0%} of the optimizer state on disk")
         if self.accumulate > 1:
@@ -656,7 +697,7 @@ def dry_run(
     loss: Loss = default_loss,
     *,
     precision: str = "fp32",
-    recompute: bool = False,
+    recompute: bool | slice = False,
     split: TensorSplit | None = None,
 ) -> Profile:
     """Run ``loss(model, *inputs).backward()`` on fake tensors and return what it does.
@@ -666,7 +707,7 @@ def dry_run(
         inputs: of one microbatch of one rank; only shape and dtype of tensors matter; dim 0 of the first is the batch.
         loss: called with ``model`` and the inputs.
         precision: "fp32": the model unchanged; "bf16": parameters are cast, as the engine does; "autocast": torch's.
-        recompute: save only the inputs of repeated blocks, as ``torch.utils.checkpoint`` does.
+        recompute: save only the inputs of blocks, as ``torch.utils.checkpoint`` does: of all, or of a slice of ``blocks``.
         split: tensor parallelism, as on the first of its ranks, with the collectives of DTensor.
 
     Raises: ConfigError if parameters are sharded already.  Errors of the model pass through. Cost: about 0.3 ms per
@@ -692,6 +733,7 @@ def dry_run(
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
         watch = OpWatch([*map(torch_private.local_of, fakes.values()), *buffers.values(), *tensors])
         steps = _Steps(model, blocks, watch, precision)
+        numbers = recompute if isinstance(recompute, slice) else slice(1 if recompute else len(blocks), None)
 
         def run() -> None:
             with torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext():
@@ -703,7 +745,7 @@ def dry_run(
                 run()
                 for fake in fakes.values():
                     fake.grad = None
-            with steps.hooked(fakes, recompute):
+            with steps.hooked(fakes, range(len(blocks))[numbers]):
                 with torch_private.watching(watch.after):
                     run()
                 watch.end()
@@ -716,7 +758,7 @@ def dry_run(
             families=families,
             stretches=tuple(watch.stretches),
             precision=precision,
-            recomputes=recompute,
+            recomputes=bool(recompute),
             batch=tensors[0].shape[0] if tensors and tensors[0].ndim else 1,
             tensor=1 if split is None else split.ranks,
         )
@@ -784,14 +826,14 @@ class _Steps:
         self._order = {id(param): number for number, param in enumerate(model.parameters())}
 
     @contextmanager
-    def hooked(self, fakes: dict[int, nn.Parameter], recompute: bool) -> Generator[None, None, None]:
-        """Hook the modules, which recompute in backward if ``recompute``."""
+    def hooked(self, fakes: dict[int, nn.Parameter], recomputed: range) -> Generator[None, None, None]:
+        """Hook the modules, of which those numbered ``recomputed`` recompute in backward."""
         replaced: list[nn.Module] = []
         handles: list[Any] = []
         for number, module in enumerate(self._modules):
             if self._casts:
                 handles.append(module.register_forward_pre_hook(_cast_inputs, with_kwargs=True, prepend=True))
-            if recompute and number != ROOT and "forward" not in vars(module):
+            if number in recomputed and "forward" not in vars(module):
                 module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
                 replaced.append(module)
         for number, module in enumerate(self._modules):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardwise.collectives.buffer_pool import size_class
-from shardwise.collectives.host.shared_memory import NUM_SLOTS
+from shardwise.collectives.host.shared_memory import NUM_SLOTS, sum_slot_bytes, sums_bytes
 from shardwise.formatting import format_bytes
 from shardwise.fsdp.flat_buffer import KEPT_BYTES
 from shardwise.layout import Bucket, ChunkShard, align, build_bucket, by_size
@@ -276,7 +276,8 @@ KINDS: tuple[str, ...] = (
     "staging",  # of collectives
     "activations",  # and temporaries of operations
     "idle buffers",  # of the buffer pool, on CPU; elsewhere the device's allocator has them
-    "libraries",  # workspaces of the accelerator's libraries
+    "libraries",  # workspaces of the accelerator's libraries; on CPU, the process before it has a model
+    "other ranks",  # shards and gradients of other ranks of this host, which are resident where they are read
 )
 
 
@@ -399,6 +400,11 @@ def _walk(memory: _Memory, clock: _Clock, profile: Profile, steps: Steps) -> flo
     memory.note("optimizer step", 0)
     if has_units:
         memory.held["gradients"] = sum(of.kept for of in memory.units)  # zero_grad
+    if setting.disk_share:  # a checkpoint reads all state into memory
+        state = memory.held["optimizer"]
+        memory.held["optimizer"] = sum(of.unit.state_numel for of in memory.units) * setting.state_bytes
+        memory.note("checkpoint", 0)
+        memory.held["optimizer"] = state
     return compute
 
 
@@ -448,9 +454,15 @@ class _Memory:
             self.held["parameters"] += shards
             self.held["optimizer"] = state_bytes
         if setting.transport == SHARED and setting.num_shards > 1:
-            outboxes = [unit.outbox_bytes for unit in (*reversed(units[1:]), units[0]) if unit.outbox_bytes]
             # pages of shared memory take memory when they are written
-            self.held["staging"] = sum(max(outboxes[slot::NUM_SLOTS], default=0) for slot in range(NUM_SLOTS))
+            reduced = [(u.outbox_bytes, u.section_bytes) for u in (*reversed(units[1:]), units[0]) if u.outbox_bytes]
+            slots = [max(reduced[slot::NUM_SLOTS], default=(0, 0)) for slot in range(NUM_SLOTS)]
+            self.held["staging"] = sum(written for written, _ in slots)
+            self.held["other ranks"] = (setting.num_shards - 1) * (shards + sum(read for _, read in slots))
+        if setting.transport == SHARED and 1 < setting.num_replicas <= hardware.data_ranks_per_host(setting.tensor):
+            sums = sums_bytes(sum_slot_bytes(sum(unit.section_bytes for unit in units)))
+            self.held["staging"] += sums
+            self.held["other ranks"] += sums * 2 * (setting.num_replicas - 1) // setting.num_replicas
 
     @property
     def is_on_host(self) -> bool:

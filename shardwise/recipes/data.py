@@ -12,6 +12,7 @@ import codecs
 import hashlib
 import importlib
 import json
+import mmap
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -515,10 +516,11 @@ def digest_of(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The windows of one memory-mapped file."""
+    """The windows of one memory-mapped file; ``mapping``: of it."""
 
     text: NDArray[np.unsignedinteger[Any]]
     context: int
+    mapping: mmap.mmap | None = None
 
     def __len__(self) -> int:
         return count_windows(self.text.shape[0], self.context)
@@ -526,6 +528,8 @@ class Windows:
     def stack(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return (inputs, targets), each (len(indices), context) int64; reads only these windows from the file."""
         rows = np.stack([self.text[i * self.context : (i + 1) * self.context + 1] for i in indices]).astype(np.int64)
+        if self.mapping is not None:  # what was read is not to stay resident
+            self.mapping.madvise(mmap.MADV_DONTNEED)
         both = torch.from_numpy(rows)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
@@ -533,7 +537,8 @@ class Windows:
 def open_windows(path: Path, context: int, itemsize: int = 1) -> Windows:
     """Map a cached file of numbers of ``itemsize`` bytes; nothing is read before a window is requested."""
     with open_input(path.parent, path.name) as file:
-        return Windows(np.memmap(file, dtype=f"<u{itemsize}", mode="r"), context)
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return Windows(np.frombuffer(mapping, dtype=f"<u{itemsize}"), context, mapping)
 
 
 def count_windows(length: int, context: int) -> int:

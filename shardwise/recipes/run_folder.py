@@ -124,15 +124,15 @@ def progress_from_json(values: Mapping[str, Any]) -> RunProgress:
     return typed(RunProgress, {name: values[name] for name in _FIELDS} | {"model": shape}, "the checkpoint's progress")
 
 
-def start_saving(folder: Path, progress: RunProgress, entries: Mapping[str, Any], keep: int) -> None:
+def start_saving(folder: Path, progress: RunProgress, entries: Mapping[str, Any], keep: int, wait: bool) -> None:
     """Begin a checkpoint with all ranks; files are written while training continues.
 
     Args:
-        entries: of :func:`entries_of`.
+        entries: of :func:`entries_of`.  wait: until they are written, which needs no copy of what is in host memory.
     Raises: CheckpointError on every rank if this one cannot begin, or the one before was not written.
     """
     state = {**entries, _PROGRESS: asdict(progress)}
-    save(folder, state, step=progress.step, keep=keep, wait=False, buffers="rank0")
+    save(folder, state, step=progress.step, keep=keep, wait=wait, buffers="rank0")
 
 
 def load_newest(folder: Path, entries: Mapping[str, Any]) -> Resumed:
@@ -172,6 +172,7 @@ class Start:
         job: a name of the process that would restart the run; None if none would.
         restart: set after a restart: ``out`` is resumed if this same job began it with the same config.
         trace_steps: how many steps after the first are traced.
+        memory_bytes: what a rank may need, with which the run is made to fit.
         record_digests: write those of each step.  compare_with: the run folder whose digests they are compared with.
     """
 
@@ -182,6 +183,7 @@ class Start:
     trace_steps: int = 0
     record_digests: bool = False
     compare_with: Path | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,7 +355,7 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def _engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
+def engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
     precision = MixedPrecisionPolicy()
     if config.dtype == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -366,7 +366,7 @@ def _engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
 def _shard_fully(
     model: nn.Module, config: TrainConfig, mesh: DeviceMesh, placements: Placements | None = None
 ) -> nn.Module:
-    options = _engine_options(config, mesh)
+    options = engine_options(config, mesh)
     for expert in experts_of(model):
         fully_shard(expert, placements=placements, **options)
     sharded = shard_model(model, strategy=placements, min_unit_bytes=config.min_unit_bytes, **options)
@@ -375,7 +375,7 @@ def _shard_fully(
 
 def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
     for module in (*experts_of(model), *blocks_of(model), model):
-        replicate(module, **_engine_options(config, mesh))
+        replicate(module, **engine_options(config, mesh))
     return _with_options(cast(FSDPModule, model), config)
 
 

@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 
 from shardwise import (
     ActivationPolicy,
+    MemoryLimit,
     Reproducible,
     RunDigests,
     StepMeter,
@@ -71,6 +72,7 @@ from shardwise.recipes.sharding import (
     build_meshes,
     build_own,
     compile_blocks,
+    engine_options,
     load_init,
     local_optimizer,
     measure_held,
@@ -115,6 +117,7 @@ class Trainer:
     unsharded: HeldBytes  # a rank's memory without any sharding
     damaged: tuple[str, ...]  # newer checkpoints than that with which the run goes on
     fixed: Reproducible | None = None  # with --reproducible
+    memory: MemoryLimit | None = None  # with --memory
 
     @property
     def config(self) -> TrainConfig:
@@ -142,7 +145,7 @@ class Stopped:
     signal: int
 
 
-def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
+def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = None) -> Trainer:
     """Build model and optimizer with the chosen sharding strategy, and load the checkpoint if the run has one.  Collective."""
     config = run.config
     strategy = STRATEGIES[config.shard]
@@ -154,7 +157,11 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
         split_heads(plain, meshes.tensor)
     if config.compile:
         compile_blocks(plain, config.compile_backend)
-    if config.recompute:
+    memory = None
+    if memory_bytes is not None:
+        memory, config = _fit(run, ranks, plain, meshes.data, memory_bytes)
+        run = replace(run, config=config)
+    elif config.recompute:
         blocks = set(blocks_of(plain))
         paths = [path for path, module in plain.named_modules() if module in blocks]
         apply_activations(plain, ActivationPolicy(dict.fromkeys(paths, "recompute")))
@@ -173,7 +180,22 @@ def build_trainer(run: TrainRun, ranks: RunRanks) -> Trainer:
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
     damaged = resumed.skipped if resumed else ()
-    return Trainer(run, ranks, strategy, model, optimizer, train, validation, num_parameters, unsharded, damaged, fixed)
+    numbers = num_parameters, unsharded, damaged
+    return Trainer(run, ranks, strategy, model, optimizer, train, validation, *numbers, fixed, memory)
+
+
+def _fit(
+    run: TrainRun, ranks: RunRanks, plain: nn.Module, mesh: DeviceMesh, num_bytes: int
+) -> tuple[MemoryLimit, TrainConfig]:
+    """Let blocks of ``plain`` recompute; return the choice, and the config with the place of optimizer state."""
+    config = run.config
+    sizes = config.batch // (ranks.num_ranks * config.accumulate), config.model.context
+    memory = MemoryLimit(num_bytes, sizes, folder=str(run.folder), accumulate=config.accumulate)
+    policy = engine_options(config, mesh)["mp_policy"]
+    offload = memory.fit(plain, mesh, config.shard, config.min_unit_bytes, policy)
+    place, share = ("device", 1.0) if memory.offload is None else ("disk", memory.offload.fraction)
+    recompute = memory.plan is not None and memory.plan.best is not None and memory.plan.best.setting.recompute
+    return memory, replace(config, recompute=recompute, offload=offload, optimizer_state=place, optimizer_share=share)
 
 
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
@@ -393,7 +415,7 @@ def save(trainer: Trainer, done: int) -> None:
         raise _diverged(trainer, done, "parameters are not finite")
     progress = RunProgress(done, done * config.batch, config.model, trainer.num_parameters)
     entries = entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed)
-    start_saving(trainer.run.checkpoints, progress, entries, config.keep)
+    start_saving(trainer.run.checkpoints, progress, entries, config.keep, wait=trainer.memory is not None)
 
 
 def finish_saves(trainer: Trainer) -> None:
@@ -432,7 +454,7 @@ def train(start: Start, config: TrainConfig, ranks: RunRanks, listening: Listeni
         if ranks.is_first:
             stack.enter_context(lock_run(run.folder))
         try:
-            trainer = build_trainer(run, ranks)
+            trainer = build_trainer(run, ranks, start.memory_bytes)
         except ConfigError:
             stack.close()  # before the re-raise, so that no record is written about wrong options
             if ranks.is_first and is_new:
@@ -596,6 +618,8 @@ def _say_start(trainer: Trainer, run_log: RunLog) -> None:
         f"text: {facts.description}, {facts.num_files} files, {train:,} {facts.unit}s to train on, "
         f"{validation:,} to validate; unigram entropy {facts.unigram_nats:.4f} nats per {facts.unit}"
     )
+    if trainer.memory is not None and trainer.memory.plan is not None:
+        run_log.say(trainer.memory.plan.why())
     if trainer.config.shard in ENGINE_SHARDS:
         run_log.say(str(describe_units(trainer.model)))
     if trainer.fixed is not None:

@@ -48,6 +48,8 @@ def test_recomputation_keeps_the_inputs_of_blocks() -> None:
     assert kept(again) == [64 * 32 * 4] * 3
     assert all(few < many / 8 for few, many in zip(kept(again), kept(plain), strict=True))
     assert again.flops > plain.flops
+    some = dry_run(blocks(), [torch.empty(64, 32)], recompute=slice(1, -1))
+    assert kept(some) == [*kept(again)[:2], kept(plain)[2]]
 
 
 def test_gradients_come_once_for_each_parameter_and_blocks_in_reverse() -> None:

@@ -37,27 +37,34 @@ BLOCK, NORM = 4_096_000, 4096  # bytes of the parameters of a block, and of the 
 PARAMETERS, GRADIENTS, FULL = (KINDS.index(kind) for kind in ("parameters", "gradients", "full parameters"))
 
 
-def a_profile(num_blocks: int = 3, rows: int = 1000, width: int = 1024, recompute: bool = False) -> Profile:
-    """A root without parameters of its own but a norm, and blocks of one matrix that keep 8 MB each."""
+def a_profile(
+    num_blocks: int = 3, rows: int = 1000, width: int = 1024, recompute: bool = False, keep_blocks: int = 0
+) -> Profile:
+    """A root without parameters of its own but a norm, and blocks of one matrix that keep 8 MB each, 2 if recomputed."""
     params = [ParamFacts("norm", (width,), "float32", 4, True, True, 0)]
     params += [
         ParamFacts(f"blocks.{i}.weight", (rows, width), "float32", 4, True, True, i + 1) for i in range(num_blocks)
     ]
-    work, kept = Work(1e12, 1e9, 10), 2 * MB if recompute else 8 * MB
+    work = Work(1e12, 1e9, 10)
+    num_recomputed = num_blocks - keep_blocks if recompute else 0
+
+    def kept_after(block: int) -> int:
+        return 2 * MB * min(block, num_recomputed) + 8 * MB * max(block - num_recomputed, 0)
+
     steps = [(StepMark(StepEvent.PRE_FORWARD), 0)]
     for block in range(1, num_blocks + 1):
         steps += [
-            (StepMark(StepEvent.PRE_FORWARD, block), block * kept),
-            (StepMark(StepEvent.POST_FORWARD, block), block * kept),
+            (StepMark(StepEvent.PRE_FORWARD, block), kept_after(block)),
+            (StepMark(StepEvent.POST_FORWARD, block), kept_after(block)),
         ]
     steps += [
-        (StepMark(StepEvent.POST_FORWARD), num_blocks * kept),
-        (StepMark(StepEvent.PRE_BACKWARD), num_blocks * kept),
+        (StepMark(StepEvent.POST_FORWARD), kept_after(num_blocks)),
+        (StepMark(StepEvent.PRE_BACKWARD), kept_after(num_blocks)),
     ]
     for block in range(num_blocks, 0, -1):
         steps += [
-            (StepMark(StepEvent.PRE_BACKWARD, block), (block - 1) * kept),
-            (StepMark(None, block, block), (block - 1) * kept),
+            (StepMark(StepEvent.PRE_BACKWARD, block), kept_after(block - 1)),
+            (StepMark(None, block, block), kept_after(block - 1)),
         ]
     steps.append((StepMark(None, 0, 0), 0))
     stretches = tuple(Stretch(mark, left + MB, left, work) for mark, left in steps)
@@ -169,7 +176,7 @@ def test_a_thousand_ranks_cost_no_more_planning_than_two() -> None:
     profile = a_profile(2)
     labels = []
     for ranks in (16, 1 << 40):
-        search = Search(lambda *_: profile, ranks, HARDWARE["h100"], Choices(strategies=("zero3",), recompute=(False,)))
+        search = Search(lambda _: profile, ranks, HARDWARE["h100"], Choices(strategies=("zero3",), recompute=(False,)))
         labels.append([candidate.setting.label for candidate in search.run().candidates])
     assert sorted(labels[0]) == sorted(labels[1])
 
@@ -178,7 +185,7 @@ def test_what_fits_nowhere_gets_the_smallest_change_that_makes_it_fit() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
     choices = Choices(strategies=("zero3",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
     tight = replace(HARDWARE["h100"], memory_bytes=50 * MB, library_bytes=0, usable=1.0)
-    found = Search(lambda _, recompute, __: profiles[recompute], 8, tight, choices).run()
+    found = Search(lambda setting: profiles[setting.recompute], 8, tight, choices).run()
     assert not any(candidate.fits for candidate in found.candidates)
     assert found.changes[0].words == "recompute blocks in backward"
     assert found.changes[0].best.setting.recompute
@@ -189,7 +196,7 @@ def test_state_that_is_too_large_needs_more_ranks() -> None:
     profile = a_profile(8, recompute=True)
     choices = Choices(strategies=("zero3",), recompute=(False,), unit_bytes=(0,), offload=(False,), precision="fp32")
     tight = replace(HARDWARE["h100"], memory_bytes=60 * MB, library_bytes=0, usable=1.0)
-    found = Search(lambda *_: profile, 2, tight, choices).run()
+    found = Search(lambda _: profile, 2, tight, choices).run()
     more = next(change for change in found.changes if "ranks in place of 2" in change.words)
     assert more.best.fits
     assert not evaluate(profile, replace(more.best.setting, ranks=more.best.setting.ranks // 2), tight).fits
@@ -197,7 +204,7 @@ def test_state_that_is_too_large_needs_more_ranks() -> None:
 
 def test_of_what_fits_the_fastest_is_first() -> None:
     profiles = {False: a_profile(8), True: a_profile(8, recompute=True)}
-    found = Search(lambda _, recompute, __: profiles[recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
+    found = Search(lambda setting: profiles[setting.recompute], 8, HARDWARE["h100"], Choices(precision="fp32")).run()
     fitting = [candidate.time.step_s for candidate in found.candidates if candidate.fits]
     assert fitting == sorted(fitting)
     assert {candidate.setting.strategy for candidate in found.candidates} == set(Choices().strategies)
@@ -210,7 +217,9 @@ STATE = (3 * BLOCK + NORM) * 2  # AdamW's two averages of all parameters
 def test_optimizer_state_on_disk_leaves_that_of_two_units_in_memory() -> None:
     profile, setting = a_profile(), Setting(ranks=1, min_unit_bytes=0)
     found = held(profile, replace(setting, disk_share=1.0), "cpu")
-    assert {moment.held[OPTIMIZER] for moment in found.moments} == {4 * BLOCK}
+    assert {moment.held[OPTIMIZER] for moment in found.moments if moment.place != "checkpoint"} == {4 * BLOCK}
+    assert found.moments[-1].place == "checkpoint"
+    assert found.moments[-1].held[OPTIMIZER] == STATE
     offloaded = replace(setting, offload=True)
     host, rest = (held(profile, replace(offloaded, disk_share=share)).host_bytes for share in (0.0, 1.0))
     assert host - rest == STATE - 4 * BLOCK
@@ -236,7 +245,7 @@ def test_as_little_state_as_makes_it_fit_goes_to_disk() -> None:
 
     def share(memory_bytes: float, device: str = "cpu") -> float:
         hardware = replace(HARDWARE[device], memory_bytes=int(memory_bytes), usable=1.0)
-        first = Search(lambda *_: profile, 1, hardware, choices).run().candidates[0]
+        first = Search(lambda _: profile, 1, hardware, choices).run().candidates[0]
         assert first.fits == (first.peak.total <= memory_bytes)
         return first.setting.disk_share
 
@@ -244,6 +253,41 @@ def test_as_little_state_as_makes_it_fit_goes_to_disk() -> None:
     assert share(whole - state * 0.2) == pytest.approx(0.5)  # of which two units, a quarter, are in memory at a time
     assert share(whole - 2 * state) == 0  # nothing fits, so nothing is moved
     assert share(whole / 2, "h100") == 0
+
+
+def test_as_few_blocks_are_recomputed_as_make_it_fit() -> None:
+    choices = Choices(
+        strategies=("zero3",), unit_bytes=(0,), offload=(False,), precision="fp32", keep_blocks=True, disk=True
+    )
+
+    def best(memory_bytes: int) -> Setting:
+        hardware = replace(HARDWARE["cpu"], memory_bytes=memory_bytes, usable=1.0)
+
+        def profile_of(setting: Setting) -> Profile:
+            return a_profile(8, recompute=setting.recompute, keep_blocks=setting.keep_blocks)
+
+        first = Search(profile_of, 1, hardware, choices).run().candidates[0]
+        assert first.fits
+        more = replace(first.setting, keep_blocks=first.setting.keep_blocks + 1)
+        if first.setting.recompute and more.keep_blocks < 8:
+            assert not evaluate(profile_of(more), more, hardware).fits
+        return first.setting
+
+    whole = evaluate(a_profile(8), Setting(min_unit_bytes=0), HARDWARE["cpu"]).peak.total
+    assert not best(whole).recompute
+    assert [best(whole - 6 * MB * blocks).keep_blocks for blocks in (1, 3)] == [7, 5]
+    assert best(whole - 6 * MB * 8).recompute
+    assert best(whole - 6 * MB * 3).label.endswith("recompute all but 5 blocks")
+
+
+def test_shards_of_other_ranks_are_resident_where_they_are_read() -> None:
+    profile, other = a_profile(), KINDS.index("other ranks")
+    alone, near = (
+        held(profile, Setting(ranks=4, min_unit_bytes=0, transport=each), "cpu").peak for each in (COLLECTIVE, SHARED)
+    )
+    assert alone.held[other] == 0
+    # shards, and this rank's part of the gradients in the three slots of each outbox
+    assert near.held[other] == 3 * ((3 * BLOCK + NORM) // 4 + 3 * (BLOCK // 4))
 
 
 def test_one_unit_is_the_root() -> None:

@@ -30,7 +30,7 @@ FOR_USERS = {
     "CompressionPolicy": "block error_feedback exact gather min_bytes reduce warn_above",
     "CompressionState": "load_state_dict state_dict",
     "CPUOffloadPolicy": "pin_memory",
-    "Choices": "accumulate disk offload optimizer precision recompute strategies tensor tensor_plan unit_bytes",
+    "Choices": "accumulate disk keep_blocks offload optimizer precision recompute strategies tensor tensor_plan unit_bytes",
     "DDPMeshInfo": _MESH,
     "DataParallelMeshDims": "replicate shard",
     "DiskOffloadPolicy": "folder pin_memory",
@@ -42,6 +42,7 @@ FOR_USERS = {
         host_s_per_update inside library_bytes limit_bytes memory_bytes memory_bytes_per_s name overlaps ranks_per_host
         shared usable""",
     "Loaded": "missing num_bytes_read path skipped step unexpected",
+    "MemoryLimit": "accumulate fit folder inputs limit loss offload plan",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
     "OffloadReport": "num_early num_redone num_units num_updates offloaded_bytes resident_bytes",
     "OptimizerOffload": "folder fraction num_threads over tier undo",

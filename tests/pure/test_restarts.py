@@ -92,7 +92,6 @@ def test_a_restart_resumes_the_run_that_its_own_job_has_begun_and_no_other(tmp_p
         (["--min-nproc", "2"], {}, "together with --max-restarts"),
         (["--min-nproc", "0", "--max-restarts", "1"], {}, "--min-nproc is 0"),
         (["--max-restarts", "1"], {"RANK": "0", "WORLD_SIZE": "1"}, "Give the option to torchrun"),
-        (["--memory", "1G"], {"RANK": "0", "WORLD_SIZE": "1"}, "without it, and give the --recompute"),
         (
             [],
             {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "2"},

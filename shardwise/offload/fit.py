@@ -1,0 +1,107 @@
+"""``MemoryLimit``: the recomputation and the place of optimizer state with which a step fits into the memory of a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DeviceMesh
+
+from shardwise.arguments import explains_fields
+from shardwise.collectives.buffer_pool import limit_heap
+from shardwise.consistency.agreement import open_store_gather
+from shardwise.errors import ConfigError
+from shardwise.formatting import format_bytes, parse_size
+from shardwise.fsdp.precision import MixedPrecisionPolicy
+from shardwise.fsdp.shard_model import blocks_of
+from shardwise.observe import say
+from shardwise.offload.activations import ActivationPolicy, apply_activations
+from shardwise.offload.optimizer import OptimizerOffload
+from shardwise.planner.advice import Choices, Plan, plan
+from shardwise.planner.hardware import UNIT_STRATEGIES, Hardware, Loss, default_loss, measured, this_host
+
+
+@explains_fields
+@dataclass(slots=True)
+class MemoryLimit:
+    """The memory that a rank may need, for ``shard_model(memory=)``, which then plans a step and makes it fit.
+
+    As few blocks as possible are recomputed in backward, and as little optimizer state as possible is on a disk; on
+    accelerators shards and state are in host memory where nothing else fits.
+
+    Args:
+        limit: bytes of a rank, on CPU with those of its process, or a text: "8 GiB".
+        inputs, loss: of one microbatch of a rank, as for :func:`plan`.
+        folder: on a local disk that may have optimizer state, on CPU ranks; None: it stays in memory.
+        accumulate: microbatches of a step.
+
+    Attributes:
+        plan: set by ``shard_model``: what a step holds and takes, and why.
+        offload: set by ``shard_model``: for :class:`ShardedOptimizer`; None where all state stays in memory.
+
+    Example:
+        >>> memory = shardwise.MemoryLimit("8 GiB", (4, 512), folder="/scratch")  # doctest: +SKIP
+        >>> model = shardwise.shard_model(model, memory=memory)  # doctest: +SKIP
+        >>> print(memory.plan.why())  # doctest: +SKIP
+    """
+
+    limit: int | str
+    inputs: Sequence[object] | tuple[int, int]
+    loss: Loss = default_loss
+    folder: str | None = None
+    accumulate: int = 1
+    plan: Plan | None = field(default=None, init=False)
+    offload: OptimizerOffload | None = field(default=None, init=False)
+
+    def fit(
+        self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
+    ) -> bool:
+        """Plan a step, let blocks of ``model`` recompute, and return whether shards must be in host memory.  Collective.
+
+        Raises: ConfigError on every rank if nothing fits.
+        """
+        limit = parse_size(self.limit) if isinstance(self.limit, str) else self.limit
+        if limit is None or mesh.ndim > 1 or strategy not in UNIT_STRATEGIES:
+            raise ConfigError(
+                f"MemoryLimit({self.limit!r}) for {strategy} on a mesh of {mesh.ndim} axes; expected bytes or a text such as "
+                "'8 GiB', and zero3, zero2 or ddp on one axis"
+            )
+        choices = Choices(
+            strategies=(strategy,),
+            unit_bytes=(min_unit_bytes,),
+            keep_blocks=True,
+            offload=(False,) if mesh.device_type == "cpu" else (False, True),
+            disk=self.folder is not None,
+            precision="bf16" if precision.param_dtype == torch.bfloat16 else "fp32",
+            accumulate=self.accumulate,
+        )
+
+        def plan_for(hardware: Hardware | str) -> Plan:
+            return plan(model, self.inputs, mesh.size(), hardware=hardware, loss=self.loss, choices=choices)
+
+        plan_for("cpu")  # so that this process has loaded what a step loads
+        tensors = [*model.parameters(), *model.buffers()]
+        own = sum(each.numel() * each.element_size() for each in tensors if each.device.type == "cpu")
+        folder = None if self.folder is None else Path(self.folder)
+        gather = open_store_gather(mesh.get_group(), "memory of ranks")
+        gather.call("")  # so that ranks measure at the same time
+        texts = gather.call(json.dumps(measured(precision.param_dtype or torch.float32, own, folder)))
+        figures = [min(each) for each in zip(*map(json.loads, texts), strict=True)]
+        self.plan = plan_for(this_host(mesh.device_type, mesh.size(), limit, figures))
+        if self.plan.best is None:
+            raise ConfigError(f"MemoryLimit({format_bytes(limit)}): {self.plan.why()}")
+        say(self.plan.why())
+        best, peak = self.plan.best.setting, self.plan.best.peak.total
+        if mesh.device_type == "cpu" and peak + (peak - self.plan.hardware.library_bytes) // 2 > limit:
+            limit_heap()  # else there is room for the holes in the heap
+        if best.recompute:
+            blocks = [path for path, module in model.named_modules() if module in blocks_of(model).values()]
+            chosen = blocks[: len(blocks) - best.keep_blocks]
+            apply_activations(model, ActivationPolicy(dict.fromkeys(chosen, "recompute")))
+        if best.disk_share:
+            self.offload = OptimizerOffload(best.disk_share, undo=False, folder=self.folder)
+        return best.offload

@@ -1,0 +1,125 @@
+"""A model is made to fit into the memory of a rank: it trains as the plain one, and all ranks refuse what cannot fit."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.commands import COMMAND, options
+from helpers.forked_commands import run_forked
+from helpers.ranks import on_ranks
+from helpers.runs import metrics_of, write_text
+from torch import nn
+
+from shardwise import ConfigError, MemoryLimit, OptimizerOffload, ShardedOptimizer, clip_grad_norm_, shard_model
+from shardwise.offload import fit
+from shardwise.planner.hardware import Setting
+
+WIDTH, BATCH, BLOCKS, STEPS = 128, 2048, 6, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.down(self.up(x).tanh())
+
+
+def a_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(BLOCKS)])
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def losses_of(model: nn.Module, offload: OptimizerOffload | None = None) -> list[float]:
+    optimizer = ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3, fused=True, offload=offload)
+    losses: list[float] = []
+    for step in range(STEPS):
+        data = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = model(data).square().mean()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+PROCESS = 300_000_000  # bytes of a rank: that of a process which runs tests changes from one to the next
+
+
+def fitted(limit: int | str, folder: str | None = None) -> tuple[nn.Module, MemoryLimit, Setting]:
+    memory = MemoryLimit(limit, (torch.empty(BATCH, WIDTH),), folder=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "measured", lambda *_: [-PROCESS, 1e11, 3e9, 1e9])
+        model = shard_model(a_net(), memory=memory, min_unit_bytes=0)
+    assert memory.plan is not None
+    assert memory.plan.best is not None
+    return model, memory, memory.plan.best.setting
+
+
+@on_ranks(2, 4)
+def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
+    expected = losses_of(shard_model(a_net(), min_unit_bytes=0))
+    model, memory, chosen = fitted("64 GiB")
+    assert not chosen.recompute
+    assert memory.offload is None
+    assert losses_of(model) == expected
+    folder, seen = tempfile.mkdtemp(), set[int]()
+    assert memory.plan is not None
+    above = memory.plan.candidates[0].peak.total - PROCESS
+    for tenths in range(9, 0, -1):
+        try:
+            model, memory, chosen = fitted(PROCESS + above * tenths // 10, folder)
+        except ConfigError:
+            break
+        before = [block.calls for block in blocks_of(model)]  # of plans
+        assert losses_of(model, memory.offload) == expected
+        calls = [block.calls - calls for block, calls in zip(blocks_of(model), before, strict=True)]
+        recomputed = BLOCKS - chosen.keep_blocks if chosen.recompute else 0
+        assert calls == [2 * STEPS] * recomputed + [STEPS] * (BLOCKS - recomputed)
+        assert (memory.offload is not None) == (chosen.disk_share > 0)
+        seen.add(recomputed)
+    assert any(0 < recomputed < BLOCKS for recomputed in seen)
+
+
+@on_ranks(2)
+def test_what_cannot_fit_is_refused_by_all_ranks() -> None:
+    for limit, message in (
+        ("1 MiB", "Nothing fits in 1.05 MB. The smallest change that makes it fit: devices with"),
+        ("much", "MemoryLimit.'much'. for zero3 on a mesh of 1 axes; expected bytes or a text such as"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fitted(limit)
+    with pytest.raises(ConfigError, match="for zero1 on a mesh"):
+        shard_model(a_net(), strategy="zero1", memory=MemoryLimit("1 GiB", (torch.empty(2, WIDTH),)))
+
+
+def test_a_run_that_is_made_to_fit_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    text = write_text(tmp_path / "text")
+    words = [*COMMAND, *options(data=text, nproc=2, shard="zero3", layers=4, width=64, context=128, batch=64, steps=6)]
+    ended = run_forked([*words, "--out", str(tmp_path / "none"), "--memory", "1M"])
+    assert ended.code == 2
+    assert "MemoryLimit(1.05 MB): Nothing fits" in ended.err
+    assert not (tmp_path / "none").exists()
+    least = float(ended.err.split("devices with ")[1].split()[0]) * 1e9
+    runs = {"plain": 64 << 30, "fitted": math.ceil(1.05 * least)}
+    told = {
+        name: run_forked([*words, "--out", str(tmp_path / name), "--memory", str(size)]) for name, size in runs.items()
+    }
+    assert {ended.code for ended in told.values()} == {0}, told
+    assert "recompute" not in told["plain"].out
+    assert "recompute" in told["fitted"].out
+    plain, fitted = ([line["loss"] for line in metrics_of(tmp_path / name)] for name in runs)
+    assert plain == fitted
