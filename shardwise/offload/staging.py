@@ -161,7 +161,7 @@ class Staging:
 
     def begin(self) -> Any:
         """Return an event after which parameters and gradients are as ``step()`` has found them."""
-        self._now = stream.record_event() if (stream := self._down.here()) is not None else None
+        self._now = self._place.on.current_stream().record_event() if self.is_concurrent else None
         return self._now
 
     def end(self) -> None:
