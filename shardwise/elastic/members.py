@@ -227,7 +227,9 @@ class Process:
         self.generation: Generation | None = None
         self.newest = Generation(0, (), False, "", 0.0)
         self._phase = ""  # "entering" a generation, "leaving" one, or neither
-        self._joined: dist.Store | None = None
+        # C++ does not keep the Python part of a store.  The end of a group waits for its threads: of one that has lost a rank
+        # they may wait for a message that was cut, for half an hour, whenever the user's last reference goes.
+        self._kept: list[object] = []
         self._left = 0  # the number of the last generation that it was a rank of
         self._lost_in = 0  # the newest generation that begins with a loss
         self._leaving = threading.Lock()  # what makes a generation fail must not reach the next one
@@ -316,8 +318,9 @@ class Process:
         self.generation = Generation(newest.number, used, newest.is_urgent, newest.cause, newest.seen_s)
         self._phase = "entering"
         self.listen()
-        self._joined = _GenerationStore(self._store, self, newest.number)  # C++ does not keep its Python part
-        store = dist.PrefixStore(f"elastic/{newest.number}", self._joined)
+        joined = _GenerationStore(self._store, self, newest.number)
+        self._kept.append(joined)
+        store = dist.PrefixStore(f"elastic/{newest.number}", joined)
         store.set(f"here/{self.number}", "")
         store.wait([f"here/{each}" for each in used], timedelta(days=1))
         # Nothing interrupts gloo while it connects, to a rank that was killed after it had come: then this is how long.
@@ -344,6 +347,7 @@ class Process:
     def leave(self) -> None:
         """Leave the generation: nothing of its groups stays."""
         with self._leaving:
+            self._kept += torch_private.all_groups() if self.is_superseded() else []
             self.generation, self._phase = None, "leaving"
         waits.leave()
         if not dist.is_initialized():  # an interrupted start leaves names of groups behind, which a destruction resets

@@ -58,6 +58,7 @@ def _run(words: list[str], folder: str) -> tuple[int, str]:
                 if caught >> (signal.SIGUSR2 - 1) & 1:
                     os.kill(pid, signal.SIGUSR2)
             time.sleep(1.0)
+            command.kill()
             return -1, f"it has not ended within {LIMIT_S:g} s: {command.errors()}"
         assert command.returncode is not None
         return command.returncode, err
