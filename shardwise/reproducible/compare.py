@@ -115,9 +115,9 @@ class RunDigests:
         """Return this rank's part of the digest of a parameter or a gradient: 0 for copies of what another rank has."""
         cut, axes = cut_of(values), self._fixed.axes
         replica = 0 if axes.replicate_mesh_dim is None else axes.mesh.get_local_rank(axes.replicate_mesh_dim)
-        if replica or (cut.is_whole and axes.shard_rank):
+        if replica or (cut.num_shards == 1 and axes.shard_rank):
             return torch.zeros((), dtype=torch.int64, device=axes.device)
-        start = 0 if cut.is_whole else cut.rows(axes.shard_rank).start
+        start = cut.rows(axes.shard_rank).start
         return digest_of_part(torch_private.local_of(values).detach(), cut.dim, start, cut.size)
 
     def _settle(self, found: Mapping[str, torch.Tensor], step: int) -> None:

@@ -31,8 +31,8 @@ def clip_by_rows(params: Sequence[torch.Tensor], limit: Limit, axes: MeshAxes) -
     found: list[torch.Tensor] = []
     for gradient, cut in zip(gradients, cuts, strict=True):
         rows = torch.zeros(cut.size, dtype=torch.float64, device=axes.device)
-        if not cut.is_whole or axes.shard_rank == 0:  # of what all ranks have, one gives the norms
-            own = cut.rows(axes.shard_rank) if not cut.is_whole else range(cut.size)
+        if cut.num_shards > 1 or axes.shard_rank == 0:  # of what all ranks have, as scalars, one gives the norms
+            own = cut.rows(axes.shard_rank)
             rows[own.start : own.stop] = _norms_of_rows(torch_private.local_of(gradient), cut.dim, limit)
         found.append(rows)
     whole = torch.cat(found)

@@ -75,7 +75,7 @@ class EqualSteps:
         for group in optimizer.param_groups:
             groups.append({**options_of(group), "params": []})
             for param in group["params"]:
-                if param.grad is not None and torch_private.local_of(param).numel() % _WIDTH:
+                if param.grad is not None and param.ndim and torch_private.local_of(param).numel() % _WIDTH:
                     end = self._ends[param] = torch.nn.Parameter(_in_vectors(_end_of(param)))
                     end.grad = _in_vectors(_end_of(param.grad))
                     groups[-1]["params"].append(end)

@@ -117,6 +117,17 @@ def test_a_run_that_is_resumed_at_other_numbers_of_ranks_has_the_same_bits(
     assert differences(pool, way, [(1, 0), (3, 0), (4, 0)] if is_flat else [(1, 1), (3, 3), (4, 2)], tmp_path, 4) == []
 
 
+class Scaled(nn.Linear):
+    """Has a scalar, of which every rank has all."""
+
+    def __init__(self, width: int = 9, out: int = 5) -> None:
+        super().__init__(width, out)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale
+
+
 @on_ranks(2)
 def test_options_that_are_loaded_keep_the_bits() -> None:
     """A checkpoint restores fused=True, whose kernel rounds the end of a vectorized loop differently."""
@@ -126,7 +137,7 @@ def test_options_that_are_loaded_keep_the_bits() -> None:
         if dist.get_rank() >= ranks:
             continue
         torch.manual_seed(0)
-        model: Any = shard_model(nn.Linear(65, 31), mesh=mesh)
+        model: Any = shard_model(Scaled(65, 31), mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         fixed = Reproducible(model, optimizer, num_microbatches=2)
         optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), lr=0.05, fused=True).state_dict())
@@ -138,6 +149,25 @@ def test_options_that_are_loaded_keep_the_bits() -> None:
             optimizer.zero_grad()
         results.append(model.weight.full_tensor().tolist())
     assert results[0] == results[-1]
+
+
+@on_ranks(2)
+def test_scalars_count_once_in_norms_and_digests(tmp_path: Path) -> None:
+    norms: list[float] = []
+    for ranks in (1, 2):
+        mesh = mesh_of(ranks, 0)
+        if dist.get_rank() < ranks:
+            torch.manual_seed(0)
+            model = shard_model(Scaled(), mesh=mesh)
+            fixed = Reproducible(model, num_microbatches=2)
+            against = None if ranks == 1 else tmp_path / "1"
+            dist.barrier(mesh.get_group())
+            with shardwise.RunDigests(fixed, tmp_path / f"{ranks}", against=against):
+                for _ in fixed.microbatches():
+                    _backward(model)
+                norms.append(float(fixed.clip_grad_norm_(1.0)))
+        dist.barrier()
+    assert norms[0] == norms[-1] > 0
 
 
 # ---- Gradients are whole after the loop; in it nobody may use them.

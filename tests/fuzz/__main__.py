@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from fuzz import fixed_sums
 from fuzz.areas import AREAS
 from fuzz.campaign import Campaign, Tally
 from fuzz.case import from_json
@@ -34,7 +35,9 @@ def main() -> None:
         default="cpu",
         help="of the ranks; they may share a GPU (without the area meta, whose models are made on the host)",
     )
-    parser.add_argument("--area", default="", help=f"one or several of {','.join(AREAS)} (default: all), or divergence")
+    parser.add_argument(
+        "--area", default="", help=f"one or several of {','.join(AREAS)} (default: all), or divergence, or reproducible"
+    )
     parser.add_argument("--avoid", default="", help="leave out cases that use one of these, e.g. Follower,convert")
     parser.add_argument("--found", type=Path, default=Path("found"), help="folder for the scripts of failures")
     parser.add_argument(
@@ -47,6 +50,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if args.area == "divergence":
         sys.exit(divergence.run_for(args.minutes * 60, args.cases, args.seed, args.ranks))
+    if args.area == "reproducible":
+        if args.replay is not None:
+            sys.exit(fixed_sums.replay(args.replay))
+        sys.exit(fixed_sums.run_for(args.minutes * 60, args.cases, args.seed, args.ranks))
     areas = args.area.split(",") if args.area else [each for each in AREAS if (args.device, each) != ("cuda", "meta")]
     unknown = sorted(set(areas) - set(AREAS))
     if unknown:

@@ -1,0 +1,405 @@
+"""The area ``reproducible``: drawn programs with ``Reproducible``, which must agree to the bit at all numbers of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import dropout
+
+import shardwise
+from fuzz import case as cases
+from fuzz.case import WIDTH, Model, Settings, decode, encode
+from fuzz.draw_model import draw_model
+from fuzz.optims import OPTIMIZERS
+from fuzz.phases import Play
+from fuzz.render import render
+from fuzz.shrink import candidates as smaller_cases
+from fuzz.weights import ODDMENTS, Weights, table
+from fuzz.zoo import unbox
+from shardwise.checkpoint import finish, load, save
+from shardwise.testing.pool import WorkerPool
+
+DOORS = ("fully_shard", "fully_shard", "zero3", "zero2", "hsdp", "hfsdp", "ddp", "zero1", "replicate")
+PLAIN = ("small_sgd", "adamw", "adam", "foreach", "fused", "adagrad", "rmsprop")
+USES = ("", "", "", "scale", "value", "drop", "unscale", "hook")
+KINDS = table(Mlp=6, Oddments=3, Conv=1, Lookup=1, Lstm=0.3, Norm=0.1)
+WEIGHTS = Weights(
+    kinds=KINDS, real_kinds=table(), oddments=ODDMENTS, twice=0.15, recompute=0.15, tie=0.15, frozen=0.1, formats=True
+)
+BATCH, LIMIT_S, MORE_S = 4, 20.0, 10.0  # cases per call of the pool; seconds of a call, and of each case
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step.
+
+    Attributes:
+        loops: over all microbatches; their gradients add up.  backwards: of each microbatch, the first without sync.
+        clip: the type of the norm; 0: does not clip.  use: what is done to the gradients after the loop.
+        zero: how gradients are cleared: "none", "zeros", or "" to keep them.
+    """
+
+    loops: int = 1
+    backwards: int = 1
+    clip: float = 0.0
+    use: str = ""
+    zero: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A program.
+
+    Attributes:
+        seed: of values and batches.  num_ranks: the most.  num: microbatches of a step.
+        sharded: ``ShardedOptimizer`` in place of torch's class.  precision: "fp32", "mixed", or "bf16" for parameters.
+        columns: matrices are cut along their second dim.  drops: dropout on the output.  moves: each step runs at another
+            number of ranks, from a checkpoint.
+    """
+
+    seed: int
+    num_ranks: int
+    model: Model
+    steps: tuple[Step, ...]
+    num: int = 4
+    door: str = "fully_shard"
+    optimizer: str = "adamw"
+    sharded: bool = False
+    precision: str = "fp32"
+    transport: str = "auto"
+    reshard: bool = True
+    columns: bool = False
+    drops: bool = False
+    moves: bool = False
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Numbers of ranks, and of replicas: 0 for meshes with one axis."""
+        ranks = [each for each in range(1, self.num_ranks + 1) if self.num % each == 0]
+        if self.door not in ("hsdp", "hfsdp"):
+            return [(each, 0) for each in ranks]
+        if self.door == "hfsdp":  # makes a group of its mesh, which torch wants all ranks to make
+            ranks = [self.num_ranks]
+        return [(each, replicas) for each in ranks for replicas in range(1, each + 1) if each % replicas == 0]
+
+
+def draw(seed: int, num_ranks: int) -> Fixed:
+    """Return the program of ``seed``."""
+    random = Random(f"{seed} {num_ranks} reproducible")
+    choose, door = random.choice, random.choice(DOORS)
+    steps = tuple(
+        Step(
+            choose((1, 1, 1, 2)),
+            choose((1, 1, 2)),
+            choose((0.0, 2.0, 1.0, torch.inf, 0.5, 3.0)),
+            choose(USES),
+            choose(("none", "none", "zeros", "")),
+        )
+        for _ in range(choose((1, 2, 3)))
+    )
+    is_matrix = door in ("fully_shard", "zero3", "zero2") and random.random() < 0.15
+    return Fixed(
+        seed,
+        num_ranks,
+        draw_model(random, WEIGHTS, reals=True),
+        steps,
+        choose((4, 8, 12, 12)),
+        door,
+        "muon" if is_matrix else choose(PLAIN),
+        is_matrix or (door not in ("zero1", "ddp", "replicate") and random.random() < 0.4),
+        choose(("fp32", "fp32", "mixed", "bf16")),
+        choose(("auto", "gloo", "collective")),
+        random.random() < 0.7,
+        door in ("fully_shard", "zero3") and random.random() < 0.15,
+        random.random() < 0.5,
+        random.random() < 0.4,
+    )
+
+
+def candidates(case: Fixed) -> Iterator[Fixed]:
+    """Yield smaller programs."""
+    for number in range(len(case.steps) if len(case.steps) > 1 else 0):
+        yield replace(case, steps=case.steps[:number] + case.steps[number + 1 :])
+    for other in smaller_cases(_as_case(case)):
+        if other.model != case.model:
+            yield replace(case, model=other.model)
+    plain = Fixed(case.seed, case.num_ranks, case.model, case.steps)
+    for name in (field.name for field in fields(Fixed) if getattr(case, field.name) != getattr(plain, field.name)):
+        yield replace(case, **{name: getattr(plain, name)})
+    for number, step in enumerate(case.steps):
+        for name in (field.name for field in fields(Step) if getattr(step, field.name) != getattr(Step(), field.name)):
+            simpler = replace(step, **{name: getattr(Step(), name)})
+            yield replace(case, steps=(*case.steps[:number], simpler, *case.steps[number + 1 :]))
+
+
+def shrink(case: Fixed, fails: Callable[[Fixed], bool], tries: int) -> Fixed:
+    """Return a smaller program that fails, too, after at most ``tries`` runs."""
+    progress = True
+    while progress:
+        progress = False
+        for each in candidates(case):
+            tries -= 1
+            if tries < 0:
+                return case
+            if fails(each):
+                case, progress = each, True
+                break
+    return case
+
+
+def to_json(case: Fixed) -> str:
+    """Return ``case`` as one line of JSON."""
+    return json.dumps(encode(case))
+
+
+def from_json(text: str) -> Fixed:
+    """Return the case that :func:`to_json` wrote."""
+    return decode(Fixed, json.loads(text))
+
+
+# ---- on the ranks ----
+
+
+def _as_case(case: Fixed) -> cases.Case:
+    settings = Settings(arithmetic="reals")
+    return cases.Case(case.seed, "reproducible", case.num_ranks, case.model, settings, ())
+
+
+class _Run:
+    """The model, the optimizer and the loop of ``case`` over the ranks of ``mesh``."""
+
+    def __init__(self, case: Fixed, mesh: DeviceMesh, group: Any) -> None:
+        self.case, self.group, play = case, group, Play.load(render(_as_case(case)))
+        torch.manual_seed(0)
+        model = play.build()
+        model = model.bfloat16() if case.precision == "bf16" else model
+        dtype = None if case.precision == "fp32" else torch.bfloat16
+        options: dict[str, Any] = {"mp_policy": shardwise.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
+        if case.columns:
+            options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() > 1 else None
+        if case.door == "fully_shard":
+            for paths in play.units:
+                modules = [model.get_submodule(path) for path in paths]
+                root = modules if len(modules) > 1 else modules[0]
+                shardwise.fully_shard(root, mesh=mesh, reshard_after_forward=case.reshard, **options)
+        elif case.door == "replicate":
+            shardwise.replicate(model, mesh=mesh, **options)
+        else:
+            shardwise.shard_model(model, strategy=case.door, mesh=mesh, min_unit_bytes=0, **options)
+        self.model: Any = model
+        if case.door != "replicate":
+            self.model.set_transport(case.transport)
+        self.optimizer = self._optimizer()
+        self.fixed = shardwise.Reproducible(model, self.optimizer, num_microbatches=case.num, seed=case.seed)
+
+    def _optimizer(self) -> Any:
+        case, named = self.case, dict(self.model.named_parameters())
+        if case.optimizer == "muon":
+            named = {name: param for name, param in named.items() if param.ndim == 2 and param.requires_grad}
+            return shardwise.ShardedOptimizer(named, torch.optim.Muon, lr=0.05) if named else None
+        kind = OPTIMIZERS[case.optimizer]
+        if case.door == "zero1":
+            partition = "whole" if case.seed % 2 else "even"
+            own = [param for param in named.values() if param.requires_grad]
+            return shardwise.ZeroRedundancyOptimizer(
+                own, kind.make, process_group=self.group, partition=partition, **kind.options
+            )  # fmt: skip
+        if case.sharded:
+            return shardwise.ShardedOptimizer(named, kind.make, flat=case.seed % 3 > 0, **kind.options)
+        make: Any = kind.make
+        return make(named.values(), **kind.options)
+
+    def step(self, step: Step) -> Iterator[tuple[str, torch.Tensor]]:
+        case, fixed, params = self.case, self.fixed, [*self.model.parameters()]
+        trained = [param for param in params if param.requires_grad][: step.use == "hook"]
+        hooks = [param.register_hook(lambda grad: grad * 0.75) for param in trained]
+        for _ in range(step.loops):
+            losses: list[torch.Tensor] = []
+            for number in fixed.microbatches():
+                loss = torch.zeros(())
+                for part in range(step.backwards):
+                    with shardwise.policy(self.model, sync=part == step.backwards - 1):
+                        noise = torch.Generator("cpu").manual_seed(1000 * fixed.step + 10 * number + part)
+                        batch = torch.randn(2, WIDTH, generator=noise)
+                        if case.precision == "bf16":
+                            batch = batch.bfloat16()
+                        batch.requires_grad_()  # reentrant checkpoints need it
+                        output = unbox(self.model(batch)).float()
+                        loss = dropout(output, 0.3 if case.drops else 0.0).square().mean() / case.num
+                        loss.backward()
+                losses.append(loss.detach())
+            yield "loss", fixed.sum(losses)
+        for hook in hooks:
+            hook.remove()
+        grads = [param.grad for param in params if param.grad is not None]
+        if step.use == "scale":
+            for grad in grads:
+                grad.mul_(0.3)
+        elif step.use == "value":
+            nn.utils.clip_grad_value_(params, 0.01)
+        elif step.use == "drop" and grads:
+            next(param for param in params if param.grad is not None).grad = None
+        elif step.use == "unscale" and self.optimizer is not None and case.door not in ("zero1",) and not case.sharded:
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(self.optimizer)
+        if step.clip:
+            yield "norm", fixed.clip_grad_norm_(0.02, step.clip)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if step.zero:
+            self.model.zero_grad(set_to_none=step.zero == "none")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
+        return {"model": self.model, "fixed": self.fixed, **optimizer}
+
+    def params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, param in self.model.named_parameters():
+            yield name, param.full_tensor() if isinstance(param, DTensor) else param.detach()
+
+
+Answer = list[tuple[str, str]]
+
+
+def _digest(value: torch.Tensor) -> str:
+    flat = value.detach().contiguous().reshape(-1)
+    text = f"{flat[:3].tolist()}" if flat.numel() <= 1 else ""
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() + text
+
+
+def _train(case: Fixed, places: Sequence[Any], folder: str) -> Answer:
+    """Return what a run gives that takes its steps on ``places`` by turns."""
+    found: Answer = []
+    run: _Run | None = None
+    for number, step in enumerate(case.steps):
+        mesh, group, ranks = places[number % len(places)]
+        if dist.get_rank() < ranks and (run is None or len(places) > 1):
+            run = _Run(case, mesh, group)
+            if number:
+                load(f"{folder}/{number - 1}", run.state, group=group)
+        if dist.get_rank() < ranks:
+            assert run is not None
+            found += [(f"step {number}: {name}", _digest(value)) for name, value in run.step(step)]
+            found += [(f"step {number}: {name}", _digest(value)) for name, value in run.params()]
+            if len(places) > 1:
+                save(f"{folder}/{number}", run.state, step=number, group=group)
+                finish(f"{folder}/{number}", group)
+        if len(places) > 1:
+            dist.barrier()
+    return found
+
+
+def run_rank(texts: list[str]) -> list[list[tuple[str, Answer]]]:
+    """Run cases on this rank; return what each gives over each of its shapes."""
+    answers: list[list[tuple[str, Answer]]] = []
+    for case in map(from_json, texts):
+        rank, places = dist.get_rank(), list[Any]()
+        folders = [tempfile.mkdtemp() if not rank else ""]
+        dist.broadcast_object_list(folders)
+        for ranks, replicas in case.shapes:
+            chosen = torch.arange(ranks)
+            mesh = DeviceMesh("cpu", chosen.view(replicas, -1), mesh_dim_names=("r", "s")) if replicas else None
+            places.append((mesh or DeviceMesh("cpu", chosen), dist.new_group(range(ranks)), ranks))
+        runs = [[place] for place in places] + [[places[-1], places[0], *places[1:-1]]] * case.moves
+        keeps_gradients = any(not step.zero for step in case.steps)
+        answers.append([])
+        for way in runs[: len(places) if keeps_gradients else None]:  # a checkpoint has no gradients
+            name = "moves" if len(way) > 1 or (way is not runs[0] and len(runs) == 1) else f"{way[0][2]} ranks"
+            try:
+                answer = _train(case, way, folders[0])
+            except (RuntimeError, shardwise.ShardwiseError) as error:
+                answer = [("refused", f"{type(error).__name__}: {str(error)[:120]}")]
+            answers[-1].append((name, answer))
+            dist.barrier()
+        if not rank:
+            shutil.rmtree(folders[0], ignore_errors=True)
+    return answers
+
+
+# ---- beside the ranks ----
+
+
+def failures_of(pool: WorkerPool, programs: list[Fixed]) -> list[str]:
+    """Run ``programs``; return the failure of each, whose first line tells kinds apart; "" if there is none."""
+    answers = pool.attempt(
+        run_rank,
+        num_ranks=programs[0].num_ranks,
+        timeout_s=LIMIT_S + MORE_S * len(programs),
+        group_timeout_s=60.0,
+        texts=[to_json(each) for each in programs],
+    )
+    errors = [answer.error for answer in answers if answer.error]
+    if not errors:
+        return [_in_words(found) for found in answers[0].value]
+    pool.replace()
+    if len(programs) > 1:
+        return [failures_of(pool, [each])[0] for each in programs]
+    raised = [error.strip().splitlines()[-1] for error in errors if "did not return" not in error]
+    return ["\n".join([f"raises {raised[0]}" if raised else "hangs", *errors])]
+
+
+REFUSED: Counter[str] = Counter()
+
+
+def _in_words(found: list[tuple[str, Answer]]) -> str:
+    _, expected = found[0]
+    if expected[0][0] == "refused":
+        REFUSED[expected[0][1][:60]] += 1
+    for name, answer in found[1:]:
+        if len(answer) != len(expected) or [key for key, _ in answer] != [key for key, _ in expected]:
+            return f"{name} gives {answer[0]} ({len(answer)}), {found[0][0]} {expected[0]} ({len(expected)})"
+        for (what, mine), (_, theirs) in zip(answer, expected, strict=True):
+            if mine != theirs and what != "refused":
+                return (
+                    f"differs in {what.split(': ')[-1].split('.')[-1]}\n{name}: {what}: {mine}, {found[0][0]}: {theirs}"
+                )
+    return ""
+
+
+def run_for(seconds: float, max_cases: int, seed: int, max_ranks: int) -> bool:
+    """Run programs from ``seed`` on; 100 without a limit.  Returns True if any failed."""
+    end, count, kinds = time.monotonic() + seconds, 0, Counter[str]()
+    max_cases = max_cases or (not seconds) * 100
+    with WorkerPool(max_ranks, preload=("torch", "torch.distributed.tensor", "fuzz.fixed_sums")) as pool:
+        while (not seconds or time.monotonic() < end) and (not max_cases or count < max_cases):
+            programs = [draw(each, max_ranks) for each in range(seed, seed + BATCH)]
+            for case, failure in zip(programs, failures_of(pool, programs), strict=True):
+                count += 1
+                if failure:
+                    kind = "".join(each for each in failure.split("\n")[0][:80] if not each.isdigit())
+                    kinds[kind] += 1
+                    print(f"seed {case.seed}, {max_ranks} ranks: {failure[:400]}", flush=True)
+                    if kinds[kind] == 1:
+                        small = shrink(case, lambda each, of=failure[:10]: failures_of(pool, [each])[0][:10] == of, 60)
+                        print(f"{failures_of(pool, [small])[0][:1500]}\nreplay: {to_json(small)}\n", flush=True)
+            seed += BATCH
+    print(
+        f"{count} cases on {max_ranks} ranks; the next seed is {seed}; failures: {dict(kinds)}; refused: {dict(REFUSED)}"
+    )
+    return bool(kinds)
+
+
+def replay(path: Path) -> bool:
+    """Run the program in a file; return True if it fails."""
+    case = from_json(path.read_text())
+    with WorkerPool(case.num_ranks) as pool:
+        failure = failures_of(pool, [case])[0]
+    print(failure or "equal")
+    return bool(failure)
