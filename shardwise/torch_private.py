@@ -968,7 +968,7 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 def sequence_of(group: dist.ProcessGroup) -> int:
     """Return how many collectives and messages this process has begun in ``group``, which has gloo."""
-    return group._get_sequence_number_for_group()
+    return cast(Any, group)._get_sequence_number_for_group()
 
 
 def replace_gloo(group: dist.ProcessGroup, prefix: str, kind: int) -> None:

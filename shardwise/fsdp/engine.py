@@ -560,7 +560,7 @@ class Engine:
         """Restore stashed gradients, with those of this backward added, and show which gradients wait."""
         for unit in self._plain:
             for group in unit.groups:
-                unit.earlier.unstash(group.in_place)
+                unit.earlier.unstash(group.in_place, group.sums is None)
         self.reductions.show_waiting(self.units)
 
     def abort_backward(self) -> None:

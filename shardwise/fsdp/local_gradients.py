@@ -223,8 +223,14 @@ class EarlierGradients:
             else:
                 self.stashed[param] = gradient
 
-    def unstash(self, params: Sequence[ShardedParam]) -> None:
-        """Restore stashed gradients and hooks, and add the gradients of this backward."""
+    def unstash(self, params: Sequence[ShardedParam], adds_means: bool) -> None:
+        """Restore stashed gradients and hooks, and add the gradients of this backward.
+
+        Args:
+            adds_means: a later reduction takes means over ranks, which leave the reduced part of a sum as it is.
+
+        Raises: StateError if that is false, and a sum has a reduced part and one of this rank.
+        """
         for param in [param for param in params if param in self.deferred_hooks] if self.deferred_hooks else ():
             torch_private.restore_hooks(*self.deferred_hooks.pop(param))
         for param in params:
@@ -238,6 +244,11 @@ class EarlierGradients:
                 param.sharded.grad = gradient if gradient is None else gradient.to(param.sharded.dtype)
             else:
                 param.sharded.grad = synced.add_(held)  # in place like autograd, for references of user code
+                if not adds_means:
+                    raise StateError(
+                        f".grad of {param.fqn} has the sum of an earlier loop over Reproducible.microbatches(), to which a "
+                        "backward without sync has added: call zero_grad() before each loop, or leave out policy(sync=False)"
+                    )
 
 
 def _sum_of(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,30 @@ def test_gradients_of_two_loops_add_up() -> None:
         for _ in fixed.microbatches():
             model(torch.ones(1, 4)).sum().backward()
     assert full_of(model.weight.grad).tolist() == [[8.0] * 4] * 2
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "zero1"])
+@on_ranks(1, 2)
+def test_backwards_without_sync_in_a_second_loop_add_up_or_are_named(strategy: str) -> None:
+    model = nn.Linear(3, 2)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    shard_model(model, strategy=strategy)
+    fixed = Reproducible(model, num_microbatches=2)
+    found: list[torch.Tensor] = []
+
+    def loop() -> None:
+        for number in fixed.microbatches():
+            for sync in (False, True):
+                with shardwise.policy(model, sync=sync):
+                    model(torch.full((1, 3), 1.0 + number)).sum().backward()
+        found.append(full_of(next(model.parameters()).grad).clone())
+
+    loop()
+    with pytest.raises(StateError, match="zero_grad") if strategy == "zero1" else nullcontext():
+        loop()
+    assert found[0].tolist() == [[6.0] * 3] * 2
+    assert strategy == "zero1" or torch.equal(found[1], 2 * found[0])
 
 
 @on_ranks(2)
