@@ -231,6 +231,16 @@ def _torch_can(case: Case, contender: Contender) -> bool:
     return not takes_largest and all(rows % case.num_ranks == 0 for rows in rows_of_codes(case.model.root))
 
 
+def _clips_shards(case: Case, contender: Contender) -> bool:
+    """torch's ``clip_grad_value_`` finds no gradients in full parameters that a forward has left registered."""
+    is_full = False
+    for action in case.actions:
+        is_full = isinstance(action, do.Forward) or (is_full and not isinstance(action, do.Backward))
+        if is_full and isinstance(action, do.Clip) and action.how == "value":
+            return not is_engines(contender)
+    return True
+
+
 def _means_the_same(case: Case, contender: Contender) -> bool:
     """Doors with whole parameters show held gradients in ``.grad``, have no units, and DDP wants its turns."""
     if is_engines(contender):
@@ -270,6 +280,7 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _wraps,
     _torch_is_right,
     _torch_can,
+    _clips_shards,
     _means_the_same,
 )
 
