@@ -378,7 +378,7 @@ cut_of = lru_cache(maxsize=4096)(ChunkShard)
 
 # ---- Many tensors of one dtype in one flat buffer: the offset of each.
 
-LARGE_NUMEL = 16_384  # a shard of this many elements is worth a message of its own
+LARGE_NUMEL = 16_384  # a shard of this many elements is worth a part of its own
 
 
 def align(numel: int, alignment: int) -> int:
@@ -465,7 +465,7 @@ class Bucket:
 
     @cached_property
     def tail_numel(self) -> int:
-        """Elements of the tail, which is sent as one message."""
+        """Elements of the tail, which is sent as one part."""
         return self.section_numel - self.tail_start
 
     def parts(self, rank: int) -> tuple[Move, ...]:

@@ -1,4 +1,4 @@
-"""Transfers between owners and the other ranks: parameters out, states to one rank.
+"""Transfers between owners and the other ranks, and sums of values that every rank has.
 
 ZeroRedundancyOptimizer calls ``torch.distributed`` in this file only, and looks collectives up when it calls them.
 Every function issues its calls in an order that depends on its arguments alone.

@@ -111,9 +111,9 @@ def set_default_transport(transport: Transport) -> None:
     """Set the transport of CPU tensors for models without their own (:meth:`FSDPModule.set_transport`).
 
     Args:
-        transport: "auto": shared memory if all ranks of a group are processes of one host, else "gloo".  "gloo": messages
-            over the network, sent and received in place.  "collective": the backend's own collectives.  The ranks of a group
-            use a transport that all of them allow.  Models that have run a forward keep theirs.
+        transport: "auto": shared memory if all ranks of a group are processes of one host, else "gloo".  "gloo": gloo's
+            all-gather, and an all-to-all whose parts are summed in rank order.  "collective": the backend's own collectives.
+            The ranks of a group use a transport that all of them allow.  Models that have run a forward keep theirs.
 
     Raises: ConfigError for another name.
     """
@@ -244,7 +244,7 @@ class LinkSource(Protocol):
     """Makes the link of one process group, and a new one when the sizes of shards have changed."""
 
     def prepare(self) -> Link | None:
-        """Return the link for the next pass, None if there is none.  It is a collective if it makes a link."""
+        """Return the link at the first collective of a pass, None if there is none.  It is a collective if it makes a link."""
         ...
 
     def is_for(self, users: LinkUsers, transport: Transport) -> bool:
@@ -293,7 +293,7 @@ class _LinkState:
 
 
 class PassTracker:
-    """Tracks the passes of one engine, each a forward or a backward from its outermost begin to its end.  Shards do not change.
+    """Tracks the passes of one engine, each a forward or a backward from its outermost begin to its end.
 
     The first collective that can use a link opens it, so a rank that runs a forward without collectives (replicas) waits for
     no other rank.
@@ -313,7 +313,7 @@ class PassTracker:
         self.number: int | None = None
 
     def register(self, group: dist.ProcessGroup, prepare: Callable[[], Link | None]) -> None:
-        """Let ``prepare`` return the link of ``group`` before each pass; None: no link."""
+        """Let ``prepare`` return the link of ``group`` at its first collective in a pass; None: no link."""
         old = self.entries.get(group.group_name)
         self.entries[group.group_name] = _LinkState(prepare, old.link if old is not None else None)
 

@@ -2,7 +2,7 @@
 
 The engine uses a device through one class, :class:`Device`, with three kinds: the host, the real
 accelerator through ``torch.accelerator``, and the fake one of the tests (``fake_accelerator``), which records its
-calls.  Only this file uses streams.
+calls.
 """
 
 from __future__ import annotations
@@ -173,10 +173,6 @@ class SideStream:
         """Start the current stream's next work after ``mark``."""
         if mark is not None:
             self._device.current_stream().wait_event(mark)
-
-    def here(self) -> Stream | None:
-        """Return the current stream; None on the host, which has no streams."""
-        return self._device.current_stream() if self.is_concurrent else None
 
     @property
     def is_started(self) -> bool:

@@ -12,7 +12,7 @@ from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 
-# ---- The registry of all units: a new unit may take parameters from the unit of an outer module that was sharded first.
+# ---- The registry of all units: a new unit is refused parameters that the unit of an outer module has.
 
 # It is global, since an inner module has no reference to the units of outer modules.  The order is that of creation, which is
 # the same on all ranks.
@@ -20,7 +20,7 @@ _units: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit) -> None:
-    """Add ``unit`` to the registry, so that later units find its parameters; give these their ordinals."""
+    """Add ``unit`` to the registry, so that later units know its parameters; give these their ordinals."""
     _units[unit] = None
     for ordinal, param in enumerate(unit.params):
         param.ordinal, param.unit = ordinal, weakref.ref(unit)

@@ -636,7 +636,7 @@ class Engine:
         self.manual.forget()
         self.run_hooks(params)
 
-    # ---- gradient accumulation without no_sync (fsdp/reductions.py) ----
+    # ---- backwards of pipeline stages, and passes that only other ranks run ----
 
     def hold_assigned(self) -> None:
         """Prepare for one more backward: see :func:`shardwise.fsdp.reductions.hold_assigned`."""

@@ -368,7 +368,7 @@ class Shards:
 
 
 class ShardEnds:
-    """The sending and receiving side of one bucket, for transports that send shards one by one."""
+    """The sending and receiving side of one bucket, for transports that read shards one by one."""
 
     def __init__(self, shards: Shards, index: int, full: FullBuffer, pool: BufferPool) -> None:
         bucket = shards.buckets[index]
@@ -399,16 +399,14 @@ class ShardEnds:
 class Delivery:
     """The sending and receiving side of an all-gather from ``shards`` into ``fulls``, which take memory from ``pool``.
 
-    ``sends_alone``: transports may send the shards one by one.  ``shard()`` returns this rank's section.
+    ``has_parts``: transports may read the shards one by one.  ``shard()`` returns this rank's section.
     """
 
     __slots__ = ("_ends", "_full_windows", "_packed_windows", "fulls", "pool", "shard", "shards", "take_over")
 
-    def __init__(
-        self, shards: Shards, fulls: Sequence[FullBuffer], pool: BufferPool, sends_alone: bool = False
-    ) -> None:
+    def __init__(self, shards: Shards, fulls: Sequence[FullBuffer], pool: BufferPool, has_parts: bool = False) -> None:
         self.shards, self.fulls, self.pool = shards, fulls, pool
-        self._ends = [ShardEnds(shards, number, full, pool) for number, full in enumerate(fulls) if sends_alone]
+        self._ends = [ShardEnds(shards, number, full, pool) for number, full in enumerate(fulls) if has_parts]
         self.shard = shards.section
         self.take_over = fulls[0].take_over if shards.are_full(fulls) else None
         self._full_windows: list[torch.Tensor] | None = None
@@ -467,9 +465,9 @@ class Packing:
         self.travelling = [full for full in self.fulls if not full.aliases_shards]
         self.delivery: Delivery | None = None
 
-    def bind(self, pool: BufferPool, sends_alone: bool) -> Delivery | None:
-        """Return :attr:`delivery`, with full buffers in ``pool``; ``sends_alone``: transports may send shards one by one."""
-        self.delivery = Delivery(self.shards, self.travelling, pool, sends_alone) if self.travelling else None
+    def bind(self, pool: BufferPool, has_parts: bool) -> Delivery | None:
+        """Return :attr:`delivery`, with full buffers in ``pool``; ``has_parts``: transports may read shards one by one."""
+        self.delivery = Delivery(self.shards, self.travelling, pool, has_parts) if self.travelling else None
         return self.delivery
 
     def make_full(self, param: ShardedParam, pool: BufferPool) -> nn.Parameter:

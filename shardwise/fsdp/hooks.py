@@ -75,7 +75,7 @@ _MOST_SIZES = 32  # graphs of other sizes are not searched: modules whose every 
 
 
 class Hooks:
-    """The hooks on the modules of one attachment; their state is in the attachment."""
+    """The hooks on the modules of one attachment, and what they note of the forwards that run now."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment

@@ -127,7 +127,7 @@ def run_gradient_hooks(params: Iterable[ShardedParam], failed: BaseException | N
 
 
 class EarlierGradients:
-    """Gradients that are neither in a reduction nor in ``.grad`` of a shard.  Only the methods write the attributes.
+    """Gradients that are neither in a reduction nor in ``.grad`` of a shard.
 
     Attributes:
         held: unsynced gradients (``no_sync``) per parameter, in the reduce dtype.

@@ -111,7 +111,7 @@ def _copy_here(delivery: Delivery | None) -> Handle | None:
 
 
 class ParamGroup:
-    """Parameters of one unit that share a mesh.
+    """Parameters of one unit that share a mesh: a unit has one group per mesh.
 
     Attributes:
         params: the parameters in the order of the modules.
@@ -124,8 +124,9 @@ class ParamGroup:
             than one reduce dtype is missing.
         compression: the compression of parameters and gradients; None: they are sent uncompressed.
         custom: replacements of the backend's collectives that the user has set.
-        gather: launches the all-gather of the full parameters; its handle is None if there is nothing to wait for.  The caller
-            has called :meth:`ensure_packed`, and has ordered the gather stream after its copies.
+        gather: launches the all-gather of the full parameters, as :meth:`_prepare_gather` has chosen; its handle is None if
+            there is nothing to wait for.  The caller has called :meth:`ensure_packed`, and has ordered the gather stream after
+            its copies.
         sums: sums gradients over microbatches and ranks in a fixed order; None: ranks add in rank order.
         bound_comm: the communicators and the pool; None before an engine has bound them, when :attr:`comm` raises.
         is_collective: gathering and reducing take a collective.
@@ -383,7 +384,7 @@ class ParamGroup:
 
     def _prepare_gather(self, packing: Packing, comm: GroupComm) -> None:
         """Choose how :attr:`gather` gets full parameters: a step then decides nothing, and makes no objects for it."""
-        delivery = packing.bind(comm.pool, sends_alone=not self.extended.params)
+        delivery = packing.bind(comm.pool, has_parts=not self.extended.params)
         if self.extended.params:
             self.gather = partial(self.extended.gather, delivery, comm.shards, comm.pool)
         elif delivery is not None and comm.shards is not None:

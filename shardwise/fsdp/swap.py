@@ -14,8 +14,8 @@ from shardwise import torch_private
 from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam
 
-# ``map`` queries the tensors, since a Python loop takes
-# several times as long, and every forward and backward does this for every unit.
+# ``map`` queries the tensors, since a Python loop takes several times as long, and every forward and backward does this for
+# every unit.
 
 _ADDRESS = torch.Tensor.data_ptr
 _FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")

@@ -18,7 +18,7 @@ from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Call, Listener, listening
 
-_COMPUTATION = frozenset({"forward", "backward", "recompute", "step"})
+_COMPUTATION = frozenset({"forward", "backward", "recompute"})
 _WAITS = frozenset({"wait", "wait for gradients"})
 _WITH_BYTES = frozenset({"unshard", "wait", "reduce", "reduction", "all-gather", "exchange"})
 _BLOCKING = frozenset({"wait", "wait for gradients", "exchange", "all-reduce"})

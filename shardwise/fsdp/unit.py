@@ -51,11 +51,11 @@ def _no_op() -> None:
 
 
 class UnitBackward:
-    """The progress of one unit's backward.  Other classes may read the attributes; only the methods write them.
+    """The progress of one unit's backward.
 
     Attributes:
         callbacks: returns the engine, which acts on gradients, or None.  unit: weak reference to the unit.
-        stage: how far it is; only the methods here change it.
+        stage: how far it is.
         task: the autograd task in which it began; with nested backwards, the last one.
         arrived: ordinals of the parameters whose gradients have arrived.
         counted: the number of trainable parameters, and of all parameters.
@@ -136,7 +136,7 @@ class UnitBackward:
             elif backward.stage is Stage.IDLE:
                 backward.first = ordinal
                 backward.stage = Stage.ARRIVING
-            # The callbacks is the engine: this leads to ``Engine.gradient_arrived``.
+            # The callbacks are the engine: this leads to ``Engine.gradient_arrived``.
             callbacks, unit = backward.callbacks(), backward.unit()
             if callbacks is not None and unit is not None:
                 callbacks.gradient_arrived(unit)
@@ -242,7 +242,7 @@ class Schedule(Protocol):
 
 
 class Unit:
-    """The parameters of one ``fully_shard`` or ``replicate`` call.
+    """The parameters of one ``fully_shard`` or ``replicate`` call, which FSDP2 calls a param group.
 
     ``state`` says which parameters are registered.  Each transition is one method: :meth:`unshard` only launches the
     all-gather, so that it overlaps the computation of other units; :meth:`wait` ends it and registers the full parameters.
@@ -343,7 +343,7 @@ class Unit:
 
     @property
     def route(self) -> str:
-        """The names of the links that gather the parameters; of unbound groups nothing is known."""
+        """The names of the links that gather the parameters; before the first forward ``collectives``."""
         return ", ".join(dict.fromkeys(route for group in self.groups if (route := group.route)))
 
     @property
@@ -488,9 +488,9 @@ class Unit:
 
     def discard(self) -> None:
         """Cancel an all-gather that was not waited for."""
-        for handles in self.handles:
-            if handles is not None:
-                handles.cancel()
+        for handle in self.handles:
+            if handle is not None:
+                handle.cancel()
         for group in self.groups:
             group.register_sharded(self.policy.keeps_full_memory)
         self.state, self.handles = SHARDED, ()

@@ -1,4 +1,4 @@
-"""Choose which neighbouring blocks form one unit.  Pure; no function takes a rank, so all ranks choose the same."""
+"""Choose which neighbouring blocks form one unit, and print units.  No function takes a rank: all ranks choose alike."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class UnitRow:
         numel: elements of its parameters, unsharded.
         num_bytes: bytes of these, in their stored dtypes.
         padding_ratio: elements that an all-gather moves divided by ``numel``; 1.0: no padding.
-        route: how ranks exchange its parameters ("shared memory", "send/recv", "collectives"); "" while that is
-            unknown, before the second forward, or if they do not.
+        route: how ranks exchange its parameters ("shared memory", "collectives"); "" if they do not.
     """
 
     name: str
