@@ -223,7 +223,7 @@ class EarlierGradients:
             else:
                 self.stashed[param] = gradient
 
-    def unstash(self, params: Sequence[ShardedParam], adds_means: bool) -> None:
+    def unstash(self, params: Sequence[ShardedParam], adds_means: bool = True) -> None:
         """Restore stashed gradients and hooks, and add the gradients of this backward.
 
         Args:
