@@ -76,7 +76,7 @@ class ExchangeLink(Link):
         return 2 * self._size * layout.section_numel * itemsize
 
     def all_gather(self, ends: GatherEnds) -> Handle:
-        raise NotImplementedError  # takes_gather() takes none
+        raise AssertionError("takes_gather() is False: gathers are collectives of the backend")
 
     def reduce_scatter(self, ends: ScatterEnds, scale: Scale) -> Handle:
         numel, size = ends.section_numel * self._size, self._size
