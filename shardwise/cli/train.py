@@ -360,10 +360,13 @@ def _check_fit(given: Mapping[str, Any], config: TrainConfig) -> None:
     options |= {
         "--tp": config.tp > 1,
         f"--shard {config.shard}": config.shard not in ("zero3", "zero2", "ddp"),
+        "--recompute, which it chooses": given.get("recompute"),
+        "--offload, which it chooses": given.get("offload"),
+        "--optimizer-state, which it chooses": given.get("optimizer_state", "device") != "device",
     }
     if odd := [name for name, value in options.items() if value]:
         raise ConfigError(
-            f"--memory does not go with {odd[0]}, whose memory is not planned or not to be changed. Leave one out."
+            f"--memory does not go with {odd[0]}: memory is not planned or not to be changed there. Leave one out."
         )
 
 

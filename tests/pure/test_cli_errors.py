@@ -68,6 +68,8 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
         (["--memory", "1GiB", "--plan"], "--memory does not go with --plan"),
         (["--memory", "1GiB", "--experts", "4"], "--memory does not go with --experts"),
         (["--memory", "1GiB", "--reproducible", "4"], "--memory does not go with --reproducible"),
+        (["--memory", "1GiB", "--recompute"], "--memory does not go with --recompute, which it chooses"),
+        (["--memory", "1GiB", "--optimizer-state", "disk"], "--memory does not go with --optimizer-state"),
         (["--memory", "1GiB", "--tp", "2"], "--memory does not go with --tp"),
         (["--memory", "1GiB", "--shard", "zero1"], "--memory does not go with --shard zero1"),
         (["--optimizer-state", "disk", "--shard", "zero1"], "--optimizer-state disk does not go with --shard zero1"),
