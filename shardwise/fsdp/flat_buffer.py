@@ -31,6 +31,11 @@ def view_of(flat: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...],
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
+def _place_of(shard: torch.Tensor) -> int:
+    """Return the address of ``shard``; the identity of its storage if it is empty: all ranks find the same replaced."""
+    return shard.data_ptr() if shard.numel() else torch_private.storage_id(shard)
+
+
 @dataclass(slots=True, eq=False)
 class SubBucket:
     """This rank's shards on the smaller mesh of ``reshard_after_forward``; for attributes see :class:`FlatBucket`."""
@@ -74,8 +79,7 @@ class FlatBucket:
         self.local, self.place = self._storage.allocate(self.layout.section_numel, self.dtype, device)
         shapes = [param.shard_shape for param in self.params]
         packed = suballocate_all(self.local, [*zip(self.layout.offsets, shapes, strict=True)])
-        # The address is None for an empty shard.
-        self._packed = [(shard.untyped_storage(), shard.data_ptr() if shard.numel() else None) for shard in packed]
+        self._packed = [(shard.untyped_storage(), _place_of(shard)) for shard in packed]
         for index in range(len(packed)):
             self._pack(index)
 
@@ -102,8 +106,8 @@ class FlatBucket:
         ``host_waits``: waits for copies on streams that may read the section; called before the host writes to it.
         """
         away: list[int] = []
-        for index, (param, (storage, address)) in enumerate(zip(self.params, self._packed, strict=True)):
-            if not self.travels or address is None or param.local.data_ptr() == address:
+        for index, (param, (storage, place)) in enumerate(zip(self.params, self._packed, strict=True)):
+            if not self.travels or _place_of(param.local) == place:
                 continue
             if param.local.device.type == "cpu" and param.local.is_shared():
                 raise StateError(f"{param.fqn} was moved to shared memory by share_memory_(): share the plain model")

@@ -487,6 +487,21 @@ def test_former_shards_that_are_held_while_others_are_assigned_are_named(holder:
     assert_trains_alike(model, plain)
 
 
+@on_ranks(2, 4)
+def test_a_former_shard_that_is_held_is_named_by_ranks_whose_shard_of_it_is_empty() -> None:
+    model, plain = fully_shard(nn.Linear(6, 1)), nn.Linear(6, 1)  # rank 0 has the only row
+    model(batch(0)).sum().backward()
+    model.zero_grad()
+    held = [param.to_local() for param in model.parameters()]
+    state = {name: value * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(StateError, match=r"a variable still holds its former shard"):
+        model(batch(0))
+    del held
+    plain.load_state_dict({name: value.full_tensor() for name, value in state.items()})
+    assert_trains_alike(model, plain)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("api", [fully_shard, replicate])
 def test_a_sharded_module_is_not_pickled_and_the_error_says_what_to_save(api: Any) -> None:

@@ -265,6 +265,10 @@ class EngineSide(Side):
             attachment = attachment_of(self.model)
             units = live_engine(attachment).units if attachment is not None else []
             self.hidden = frozenset({"grad"}) if any(unit.earlier.unsynced for unit in units) else frozenset()
+        if self.settings.meta == "reset" and self._maker.is_ours:
+            # The first forward refuses values that every rank has drawn by itself.
+            attachment = attachment_of(self.model)
+            self.hidden = frozenset({"param", "kept"} if attachment is not None and attachment.is_root is None else ())
         return super().record(moment)
 
     def notes(self) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, _random, distribute_tensor
 
@@ -14,6 +15,17 @@ import shardwise
 from fuzz.initial_values import reset
 from fuzz.phases import Play
 from fuzz.zoo import Rope
+
+
+def assign_tied(net: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put the tensors of ``state`` in place of the parameters, and tie what was tied: torch assigns name by name."""
+    names: dict[int, list[str]] = {}
+    for name, param in net.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    net.load_state_dict(state, assign=True)
+    for first, *others in names.values():
+        for path, _, name in (other.rpartition(".") for other in others):
+            setattr(net.get_submodule(path), name, net.get_parameter(first))
 
 
 def give_values(model: nn.Module, play: Play) -> None:
@@ -44,7 +56,7 @@ def give_values(model: nn.Module, play: Play) -> None:
     for name, tensor in state.items():
         is_cut = isinstance(tensor, DTensor)
         state[name] = distribute_tensor(whole[name], tensor.device_mesh, tensor.placements) if is_cut else whole[name]
-    model.load_state_dict(state, assign=True)
+    assign_tied(model, state)
     for module in model.modules():
         if isinstance(module, Rope):
             module.reset_parameters()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fuzz.case import WIDTH
+from fuzz.from_meta import assign_tied
 from fuzz.optims import OPTIMIZERS, groups_of
 from fuzz.phases import Play, Seat
 from fuzz.record import Held, Part, Record, part_of, parts_in
@@ -227,13 +228,7 @@ class Side:
 
     def assign(self, state: Mapping[str, Tensor]) -> None:
         """Put the tensors of ``state`` in place of the parameters, and tie what was tied: torch assigns name by name."""
-        names: dict[int, list[str]] = {}
-        for name, param in self.net.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
-        self.net.load_state_dict(state, assign=True)
-        for first, *others in names.values():
-            for path, _, name in (other.rpartition(".") for other in others):
-                setattr(self.net.get_submodule(path), name, self.net.get_parameter(first))
+        assign_tied(self.net, state)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients there are, by name."""
