@@ -346,6 +346,8 @@ class Side:
         mine = {name for name, _ in self.net.named_buffers()} | self.ignored
         for name, tensors in self.kept.items():
             for path, part in parts_in(tensors, f"kept:{name}").items():
+                if path.endswith(":step]"):  # ShardedOptimizer gives copies of step counts
+                    continue
                 is_own = any(path.endswith(f"[{name}]") for name in mine)
                 (own if is_own else shared)[path] = part
         own |= {key: shared.pop(key) for key in [*shared] if key.split(":")[1] in self.ignored}
