@@ -78,7 +78,9 @@ def test_a_tower_on_some_ranks(kind: str, transport: str, num_ranks: int) -> Non
     check(tower(num_ranks), kind, transport)
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("sharded", 4), ("kept", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [pytest.param("sharded", 4, marks=pytest.mark.exhaustive), ("kept", 2), ("hsdp", 4)]
+)
 @on_ranks()
 def test_ways_of_units_whose_parameters_are_sent_one_by_one(kind: str, num_ranks: int) -> None:
     with parts_from(6):
@@ -86,7 +88,7 @@ def test_ways_of_units_whose_parameters_are_sent_one_by_one(kind: str, num_ranks
         check(drawn(1, num_ranks, 3), kind, "gloo", joins=True)
 
 
-@pytest.mark.parametrize(("joins", "kind", "transport", "num_ranks"), few(JOINING, 2))
+@pytest.mark.parametrize(("joins", "kind", "transport", "num_ranks"), few(JOINING, 5))
 @on_ranks()
 def test_ways_drawn_at_random(joins: bool, kind: str, transport: str, num_ranks: int) -> None:
     """Each case has a program of its own."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from helpers.divergent import Divergent, Signs, Steps, Way, alone, assert_same, inputs, on_all, run_forward
 from helpers.jobs import Job
 from helpers.live_bytes import LiveBytes
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,14 +113,14 @@ def fails(where: str, transport: str, fault: Any) -> str:
     [
         ("own forward", "auto", "kill", 4),
         ("own forward", "auto", "raise", 2),
-        ("own forward", "collective", "kill", 2),
+        pytest.param("own forward", "collective", "kill", 2, marks=pytest.mark.exhaustive),
         ("waits", "auto", "kill", 2),
         ("waits", "collective", "kill", 4),
         ("all-gather", "collective", "kill", 2),
         ("all-gather", "collective", "raise", 4),
         ("reduction", "auto", "kill", 4),
-        ("reduction", "collective", "kill", 2),
-        ("reduction", "collective", "kill", 4),
+        pytest.param("reduction", "collective", "kill", 2, marks=pytest.mark.exhaustive),
+        pytest.param("reduction", "collective", "kill", 4, marks=pytest.mark.exhaustive),
         ("reduction", "collective", "raise", 2),
     ],
 )
@@ -310,7 +310,12 @@ def test_accumulation_over_backwards_trains_as_one_process(setting: str) -> None
 
 
 @pytest.mark.parametrize(
-    "middle", [[Way((0,))] * 4, [Way((0, 1, 2, 3)), Way((3, 2, 1, 0))] * 2, [Way((rank,)) for rank in range(4)]]
+    "middle",
+    [
+        pytest.param([Way((0,))] * 4, marks=pytest.mark.exhaustive),
+        pytest.param([Way((0, 1, 2, 3)), Way((3, 2, 1, 0))] * 2, marks=pytest.mark.exhaustive),
+        [Way((rank,)) for rank in range(4)],
+    ],
 )
 @on_ranks(4)
 def test_sums_over_the_shard_axis_are_kept_until_replicas_are_summed(middle: list[Way]) -> None:
@@ -321,7 +326,7 @@ def test_sums_over_the_shard_axis_are_kept_until_replicas_are_summed(middle: lis
     )
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_optimizers_in_hooks_of_gradients_step_on_ranks_that_only_serve() -> None:
     model, plain, rank, size = sharded(), Divergent(), dist.get_rank(), dist.get_world_size()
     for each in (model, plain):
@@ -348,7 +353,7 @@ def test_optimizers_in_hooks_of_gradients_step_on_ranks_that_only_serve() -> Non
         assert torch.equal(param.full_tensor(), expected), name
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_gradient_scaler_takes_the_steps_of_one_process() -> None:
     steps, rank, plain = towers(dist.get_world_size()), dist.get_rank(), Divergent()
     expected, model = alone(steps, plain), sharded()
@@ -393,7 +398,7 @@ def test_a_disabled_join_and_one_of_equal_numbers_change_nothing(size_divides: b
     check(steps, model, around=around)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_join_that_throws_on_early_termination_throws_on_every_rank_and_later_steps_work() -> None:
     model, rank = sharded(), dist.get_rank()
     with pytest.raises(RuntimeError, match="exhausted"), Join([model], throw_on_early_termination=True):
@@ -404,7 +409,7 @@ def test_a_join_that_throws_on_early_termination_throws_on_every_rank_and_later_
     check(towers(dist.get_world_size()), model)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_an_exception_of_all_ranks_in_a_join_leaves_nothing_behind() -> None:
     model = sharded()
     with pytest.raises(KeyError), Join([model]):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import Block
+from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from torch import nn
 
@@ -80,8 +81,7 @@ def _try(api: str, failure: str, warm: bool) -> weakref.ref[nn.Module]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(("api", "warm"), checkered(APIS, [False, True]))
 def test_a_model_whose_step_failed_is_freed_with_all_it_holds(api: str, warm: bool) -> None:
     for failure in FAILURES:
         freed = _try(api, failure, warm)

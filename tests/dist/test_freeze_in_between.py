@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.compare import average_gradients, full
 from helpers.models import Block
+from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from helpers.trains_alike import batch
 from torch import nn
@@ -74,8 +75,9 @@ def _train(net: _Net, is_sharded: bool) -> list[tuple[str, torch.Tensor | None]]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["", "reentrant", "saved"])
-@pytest.mark.parametrize("way", ["reshards", "keeps", "default", "replicate"])
+@pytest.mark.parametrize(
+    ("kind", "way"), checkered(["", "reentrant", "saved"], ["reshards", "keeps", "default", "replicate"])
+)
 def test_freezing_and_thawing_at_any_time_gives_the_gradients_of_one_process(kind: str, way: str) -> None:
     options = {"reshards": {"reshard_after_forward": True}, "keeps": {"reshard_after_forward": False}}.get(way, {})
     expected = _train(_Net(kind), is_sharded=False)

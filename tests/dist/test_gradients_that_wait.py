@@ -64,13 +64,18 @@ def optimizers_of(model: nn.Module, plain: nn.Module, **options: Any) -> list[to
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("name", "api", "way", "clearing", "had_gradient"),
-    pairwise(
-        ["plain", "mixed", "tied", "frozen"],
-        ["fully_shard", "hsdp", "replicate", "diverging"],
-        list(WAYS),
-        list(CLEARING),
-        [True, False],
-    ),
+    [  # the first twelve have every value, and most pairs
+        pytest.param(*case, marks=[pytest.mark.exhaustive] * (number >= 12))
+        for number, case in enumerate(
+            pairwise(
+                ["plain", "mixed", "tied", "frozen"],
+                ["fully_shard", "hsdp", "replicate", "diverging"],
+                list(WAYS),
+                list(CLEARING),
+                [True, False],
+            )
+        )
+    ],
 )
 def test_what_user_code_clears_is_not_added_later(
     name: str, api: str, way: str, clearing: str, had_gradient: bool

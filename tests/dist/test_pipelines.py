@@ -134,7 +134,12 @@ def two_by_two() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
 
 
-LIKE_OTHERS = ("gpipe", "interleaved", "bfs")  # they ask units for nothing that "1f1b" and "zero bubbles" do not
+LIKE_OTHERS = (
+    "gpipe",
+    "interleaved",
+    "bfs",
+    "dual",
+)  # they ask units for nothing that "1f1b", "zero bubbles" and "zbv" do not
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.models import Block
+from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh, rand
@@ -66,8 +67,8 @@ def _same(sharded: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(whole, expected), name
 
 
-@pytest.mark.parametrize("what", DRAWS)
-@on_ranks(2, 4)
+@pytest.mark.parametrize(("what", "num_ranks"), checkered(DRAWS, [4, 2]))
+@on_ranks()
 def test_a_random_operation_gives_the_values_of_one_process(what: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         plain, sharded = _layer(dtype), fully_shard(_layer(dtype))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from helpers.compare import average_gradients, local
 from helpers.inside import parts_from
 from helpers.models import Block
+from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from helpers.sharded import batch
 from torch import nn
@@ -409,8 +410,7 @@ def _hold(model: Any, what: str, x: torch.Tensor, is_last: bool) -> bool:
     return bool(counts.get_comm_counts()[torch.ops.c10d.allreduce_])
 
 
-@pytest.mark.parametrize("way", ["whole", "each", "older"])
-@pytest.mark.parametrize("what", WAYS_TO_HOLD)
+@pytest.mark.parametrize(("what", "way"), checkered(WAYS_TO_HOLD, ["whole", "each", "older"]))
 @on_ranks(2)
 def test_gradients_are_held_as_users_of_ddp_do(what: str, way: str) -> None:
     """With no_sync and with the flag: the forward decides whether its backward reduces."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.compare import REORDERED, assert_same, average_gradients, full
 from helpers.models import build
-from helpers.pairs import pairwise
+from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +30,7 @@ def made(api: str, name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("api", "name", "evaluation"),
-    pairwise(["fully_shard", "hsdp", "replicate", "int"], ["plain", "tied", "mixed"], EVALUATIONS),
+    checkered(["fully_shard", "hsdp", "replicate", "int"], ["plain", "tied", "mixed"], EVALUATIONS, every=4),
 )
 @on_ranks(2)
 def test_after_an_evaluation_the_modules_have_what_the_optimizer_has(api: str, name: str, evaluation: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import comparable
+from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed._composable import replicate as torchs_replicate
@@ -39,9 +40,7 @@ def _model() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("theirs", TORCHS)
-@pytest.mark.parametrize("ours", OURS)
-@pytest.mark.parametrize("is_inside", [True, False], ids=["ours inside", "ours around"])
+@pytest.mark.parametrize(("ours", "theirs", "is_inside"), checkered(OURS, TORCHS, [True, False]))
 @on_ranks(2)
 def test_each_trains_what_it_was_called_on_as_one_process_does(
     ours: Callable[[Any], Any], theirs: Callable[[Any], Any], is_inside: bool

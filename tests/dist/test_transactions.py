@@ -89,7 +89,9 @@ def test_a_step_is_made_again_over_connections_that_were_closed(transport: str) 
         assert_all_undone(api, transport, ["data", "backward", "stepped"])
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo", pytest.param("collective", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "transport", ["auto", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gloo", "collective"))]
+)
 @on_ranks(4, **PATIENT)
 def test_ranks_that_wait_for_ranks_that_wait_hear_of_it(transport: str) -> None:
     apis = {"auto": ("fully_shard", "zero1"), "gloo": ("hsdp",), "collective": ("fully_shard",)}

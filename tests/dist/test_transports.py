@@ -91,7 +91,7 @@ def run_all_transports(large_numel: int, halves: bool) -> None:
         pytest.param(2, 1, id="2-large", marks=pytest.mark.exhaustive),
         pytest.param(2, 12, id="2-mixed"),
         pytest.param(2, 16_384, id="2-small", marks=pytest.mark.exhaustive),
-        pytest.param(3, 12, id="3-mixed"),
+        pytest.param(3, 12, id="3-mixed", marks=pytest.mark.exhaustive),
         pytest.param(4, 1, id="4-large"),
     ],
 )

@@ -28,6 +28,19 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[index] for axis, index in zip(values, case, strict=True)) for case in chosen]
 
 
+def checkered(*axes: Iterable[Any], every: int = 2) -> list[Any]:
+    """Return the product of ``axes`` as parameters, of which one of ``every`` in each direction is for ``make test``.
+
+    The others are for ``make test-exhaustive``.  Of two axes, each value of one meets every ``every``-th of the other.
+    """
+    return [
+        pytest.param(
+            *(value for _, value in case), marks=[pytest.mark.exhaustive] * (sum(n for n, _ in case) % every > 0)
+        )
+        for case in itertools.product(*map(enumerate, axes))
+    ]
+
+
 def few(cases: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
     """Return ``cases`` as parameters; all but one of each ``every`` are for ``make test-exhaustive``."""
     return [pytest.param(*case, marks=[pytest.mark.exhaustive] * (n % every > 0)) for n, case in enumerate(cases)]
