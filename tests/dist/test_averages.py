@@ -98,8 +98,14 @@ def assert_average_is_that_of_one_process(
         torch.testing.assert_close(full(one), other)
 
 
-@pytest.mark.parametrize("api", APIS)
-@on_ranks(2, 4)
+@pytest.mark.parametrize(
+    ("api", "num_ranks"),
+    [
+        *SIZES.items(),
+        *(pytest.param(api, 6 - size, marks=pytest.mark.exhaustive) for api, size in SIZES.items()),
+    ],
+)
+@on_ranks()
 def test_averaged_model_of_torch(api: str) -> None:
     def start(model: nn.Module) -> nn.Module:
         return AveragedModel(model, avg_fn=lambda mean, value, _: mean.lerp(value, 0.1))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -120,7 +120,7 @@ def _step(params: dict[str, torch.Tensor], optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_state_by_blocks_declared_elementwise_is_refused() -> None:
     """On every rank, before anything has moved, with what it keeps and what to do."""
     for form in FORMS:
@@ -133,7 +133,7 @@ def test_state_by_blocks_declared_elementwise_is_refused() -> None:
             ZeroRedundancyOptimizer(plain, BlockMomentum, partition="even", form=form)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_state_by_blocks_is_found_out_when_it_turns_up() -> None:
     """State that turns up in the third step, or for tensors larger than those that were tried: an error, not a silence."""
     for options, num_fine in (({"form": "later"}, 2), ({"min_numel": 1 << 17}, 0)):
@@ -208,7 +208,7 @@ def test_whole_tensors_are_right_with_zero() -> None:
         assert [n for n, p in params.items() if not torch.equal(p, values[n])] == []
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_plain_parameters_are_not_joined() -> None:
     """Neighbours in memory, not sharded: each is a tensor of its own for the optimizer, as it is without us."""
     for form in FORMS:
@@ -224,7 +224,7 @@ def test_plain_parameters_are_not_joined() -> None:
         assert [n for n, p in params.items() if not torch.equal(p, values[n])] == []
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_state_of_another_form_is_not_taken() -> None:
     params = _sharded()
     blocks = ShardedOptimizer(params, BlockMomentum, update="whole_matrix", form="class")
@@ -234,7 +234,7 @@ def test_state_of_another_form_is_not_taken() -> None:
         found.load_state_dict(blocks.state_dict())
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_blocks_over_fully_shard() -> None:
     torch.manual_seed(0)
     model, plain = (nn.Sequential(nn.Linear(96, 100), nn.Linear(100, 96)) for _ in range(2))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,7 +76,7 @@ def test_buffers_that_differ_are_refused_by_name_on_every_rank(wait: bool, tmp_p
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("choice", ["rank0", "per_rank"])
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_what_is_saved_is_what_the_user_chooses(choice: Any, wait: bool, tmp_path: Path) -> None:
     model = _trained()
     for step in (1, 2):  # the second save may use the plan of the first
@@ -128,7 +128,7 @@ def test_other_choices_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_folders_that_differ_between_ranks_are_named_on_every_rank_and_the_next_save_is_right(
     wait: bool, tmp_path: Path
 ) -> None:
@@ -185,14 +185,14 @@ def _steps(api: Callable[[nn.Module], Any], seed: int, num_steps: int = 5) -> li
 
 
 @pytest.mark.parametrize("api", [fully_shard, partial(replicate, broadcast_buffers=False)])
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_buffers_that_differ_are_named_once_in_the_first_steps_on_every_rank(api: Any) -> None:
     names = r"codes, norm.running_mean, norm.running_var; rank 0 and rank \d have different values"
     (found,) = _steps(api, dist.get_rank())
     assert re.match(rf"after the first step buffers differ between ranks: {names}.*SyncBatchNorm", found), found
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_buffers_that_a_broadcast_or_the_same_inputs_keep_equal_are_not_named() -> None:
     assert _steps(partial(replicate, broadcast_buffers=True), dist.get_rank()) == []
     assert _steps(fully_shard, 0) == []

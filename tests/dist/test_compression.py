@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import full, local
 from helpers.inside import start_peak
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
@@ -97,7 +97,7 @@ def test_gradients_are_within_half_a_step_of_each_rank_and_small_ones_are_exact(
                 assert 0 < off <= 1.1 * largest.item() / 127, (name, key)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_every_rank_computes_with_the_same_bits_near_the_shards(num_ranks: int) -> None:
     model, plain = twins()
     fully_shard(model, compression=BOTH)
@@ -114,7 +114,7 @@ def test_every_rank_computes_with_the_same_bits_near_the_shards(num_ranks: int) 
     assert all(torch.equal(local(p), m) for p, m in zip(model.parameters(), masters, strict=True)), "masters stay"
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_what_was_sent_over_steps_follows_the_sum_of_gradients(num_ranks: int) -> None:
     for name, shard in apis(num_ranks).items():
         model, plain = twins()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.plans import planned_calls
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import build_sharded, loss_of, noise
 from helpers.trains_alike import assert_trains_alike
 from torch import nn
@@ -79,7 +79,7 @@ def test_a_parameter_that_some_rank_has_no_row_of_is_copied_out_and_right() -> N
     assert not any(used == gathered for used, gathered in zip(model.addresses, seen, strict=True))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_one_parameter_trains_as_on_one_process() -> None:
     embed, plain = (nn.Embedding.from_pretrained(torch.ones(11, 6), freeze=False) for _ in range(2))
     fully_shard(embed, reshard_after_forward=False)
@@ -98,7 +98,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 @pytest.mark.parametrize("name", ["plain", "matrices", "tied"])
 def test_gathers_of_one_parameter_copy_nothing(name: str) -> None:
     model = build_sharded(name)

@@ -141,7 +141,7 @@ def test_sync_module_states_gives_all_ranks_the_values_of_the_first(api: Api, de
         assert torch.equal(found, expected), name
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_first_rank_without_values_is_refused_on_every_rank() -> None:
     model = Net(device="meta" if dist.get_rank() == 0 else "cpu")
     error, match = (ConfigError, "") if dist.get_rank() == 0 else (DesyncError, "rank 0 raised ConfigError.*")
@@ -171,7 +171,7 @@ def assert_alike(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 @pytest.mark.parametrize("partition", ["whole", "even"])
 @pytest.mark.parametrize("averages", [False, True])
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_zero_warns_once_of_parameters_that_differ_and_its_first_step_makes_them_equal(
     partition: Any, averages: bool
 ) -> None:
@@ -190,7 +190,7 @@ def test_zero_warns_once_of_parameters_that_differ_and_its_first_step_makes_them
     assert "becomes a mixture of them: build the model with one seed" in text
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_zero_names_frozen_parameters_that_no_step_makes_equal() -> None:
     model = Net(dist.get_rank())
     before = [param.detach().clone() for param in model.parameters()]

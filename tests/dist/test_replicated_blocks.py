@@ -10,7 +10,7 @@ import torch.distributed as dist
 from helpers.compare import average_gradients, local
 from helpers.inside import all_reduced
 from helpers.models import Block
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import batch
 from torch import nn
 
@@ -64,7 +64,7 @@ def test_units_of_other_scales_syncs_and_sums_train_as_alone(older: bool) -> Non
 
 
 @pytest.mark.parametrize("cleared", ["", "1.up.weight"])
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_microbatch_without_sync_between_deferred_ones_counts_once(cleared: str) -> None:
     model = replicated(4)
     reference = nn.Sequential(*[Block(WIDTH, 2 * WIDTH) for _ in range(4)])

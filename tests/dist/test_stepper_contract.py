@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import full
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import ZeroRedundancyOptimizer
@@ -124,7 +124,7 @@ def test_steps_are_those_of_the_plain_optimizer() -> None:
             assert_same(case, plain, (kind, seed))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
     for kind, make in ALL.items():
         case, plain = make(ONE_GROUP), Plain(ONE_GROUP)
@@ -141,7 +141,7 @@ def test_a_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
         assert_same(case, plain, kind)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_what_a_closure_raises_comes_back_and_nothing_has_changed() -> None:
     for kind, make in ALL.items():
         case = make(ONE_GROUP)
@@ -156,7 +156,7 @@ def test_what_a_closure_raises_comes_back_and_nothing_has_changed() -> None:
         assert all(torch.equal(found, before[name]) for name, found in case.wholes().items()), kind
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_parameter_without_a_gradient_stays_and_others_step() -> None:
     for kind, make in ALL.items():
         case, plain = make(ONE_GROUP), Plain(ONE_GROUP)
@@ -168,7 +168,7 @@ def test_a_parameter_without_a_gradient_stays_and_others_step() -> None:
             assert_same(case, plain, (kind, seed))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_an_added_group_steps_with_options_of_its_own() -> None:
     for kind, make in ALL.items():
         case, plain = make([(["weight"], OPTIONS)]), Plain([(["weight"], OPTIONS), (["even"], {"lr": 0.5})])
@@ -218,7 +218,7 @@ def forms(values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: {key: form(value) for key, value in state.items()} for name, state in values.items()}
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_blank_states_look_like_live_ones_and_making_them_changes_nothing() -> None:
     for kind, make in OWN.items():
         case = make(ONE_GROUP)

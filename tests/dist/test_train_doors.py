@@ -129,7 +129,7 @@ UNITS = {
     "replicate-tp": EACH,
 }
 BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer compilations
-    "full-tp": {"shard": "zero2", "recompute": True, **COMPILE},
+    "full-tp": {"shard": "zero2", "recompute": True},
     "hybrid": {"shard": "zero1", **TRACE},
     "replicate-tp": {"shard": "none", "recompute": True, **TRACE},
     "gradients": {"shard": "ddp", "recompute": True, "offload": True, **COMPILE},
@@ -200,14 +200,21 @@ def test_a_resume_on_as_many_ranks_gives_the_same_losses_to_the_bit_and_bf16_tra
             assert mine[key] == pytest.approx(loss, rel=0.05), (shard, key)  # Adam's first steps amplify rounding
 
 
-def test_experts_train_as_on_one_process_and_go_on_behind_every_api_that_takes_them(
-    pool: WorkerPool, text: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def experts(pool: WorkerPool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainConfig, str]:
+    """A run of two ranks whose model has experts, its configuration, and what it printed."""
+    run = tmp_path_factory.mktemp("experts") / "both"
     shape = dataclasses.replace(BASE.model, experts=3, top_k=2)
     config = dataclasses.replace(BASE, data=str(text), model=shape, min_unit_bytes=0)
-    alone, both = tmp_path / "alone", tmp_path / "both"
+    return run, config, pool.run(run_jobs, num_ranks=2, jobs=[Job(Start(out=run), config)])[0][0]
+
+
+def test_experts_train_as_on_one_process(
+    pool: WorkerPool, experts: tuple[Path, TrainConfig, str], tmp_path: Path
+) -> None:
+    both, config, printed = experts
+    alone = tmp_path / "alone"
     pool.run(run_jobs, num_ranks=1, jobs=[Job(Start(out=alone), config)])
-    (printed,) = pool.run(run_jobs, num_ranks=2, jobs=[Job(Start(out=both), config)])[0]
     _assert_same_curve(both, alone)
     assert {f"blocks.{block}.mlp.experts.{expert}" for block in (0, 1) for expert in range(3)} < {*_unit_names(printed)}
     again = _continue(both, tmp_path / "again", CUT, min_unit_bytes=0)
@@ -215,13 +222,20 @@ def test_experts_train_as_on_one_process_and_go_on_behind_every_api_that_takes_t
     pool.run(run_jobs, num_ranks=2, jobs=[again, Job(Start(out=tmp_path / "bf16"), bf16)])
     assert _losses(tmp_path / "again") == _losses(both)
     assert _losses(tmp_path / "bf16") == pytest.approx(_losses(both), rel=0.05)
-    more: dict[str, object] = {"accumulate": 2, "recompute": True, "min_unit_bytes": 0}
-    there = {
-        shard: _continue(
-            both, tmp_path / shard, CUT, shard=shard, transport=transport, **more, offload=shard != "zero3"
-        )
-        for shard, transport in (("zero3", "collective"), ("hsdp", "gloo"), ("ddp", "auto"))
-    }
-    pool.run(run_jobs, num_ranks=4, jobs=list(there.values()))
-    for shard in there:
-        _assert_same_curve(tmp_path / shard, both)
+
+
+@pytest.mark.parametrize(
+    ("shard", "transport"),
+    [
+        ("hsdp", "gloo"),
+        pytest.param("zero3", "collective", marks=pytest.mark.exhaustive),
+        pytest.param("ddp", "auto", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_experts_go_on_behind_every_api_that_takes_them(
+    pool: WorkerPool, experts: tuple[Path, TrainConfig, str], tmp_path: Path, shard: str, transport: str
+) -> None:
+    more: dict[str, object] = {"accumulate": 2, "recompute": True, "min_unit_bytes": 0, "offload": shard != "zero3"}
+    there = _continue(experts[0], tmp_path / shard, CUT, shard=shard, transport=transport, **more)
+    pool.run(run_jobs, num_ranks=4, jobs=[there])
+    _assert_same_curve(tmp_path / shard, experts[0])

@@ -70,7 +70,7 @@ def test_the_norm_is_that_of_one_process(norm_type: float) -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_nothing_is_scaled_by_a_norm_that_is_not_finite() -> None:
     """The error comes on all ranks, also on those whose own elements are fine."""
     for partition in PARTITIONS:
@@ -92,7 +92,7 @@ def test_nothing_is_scaled_by_a_norm_that_is_not_finite() -> None:
         zero.clip_grad_norm_(1.0, 0.0)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_large_and_half_precision_gradients_have_finite_norms() -> None:
     """The square of a norm may be too large for float32, a norm too large for float16."""
     for dtype, value, expected in ((torch.float32, 2e18, 3.2e19), (torch.float16, 6e4, 9.6e5)):
@@ -140,7 +140,7 @@ def test_a_scaler_agrees(overflow: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_overlapped_steps_cannot_be_clipped() -> None:
     for partition in PARTITIONS:
         ddp = DDP(torch.nn.Linear(5, 4))

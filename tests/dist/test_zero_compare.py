@@ -85,7 +85,7 @@ def test_a_step_without_averaging_is_refused() -> None:
         zero.step()  # as the message says
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_averaged_gradients_are_compared_once() -> None:
     for partition in PARTITIONS:
         ddp = DDP(_model())
@@ -125,7 +125,7 @@ def test_hooks_of_ddp_give_the_same_bits() -> None:
         assert seen.warnings == []
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_nothing_is_known_before_there_are_gradients() -> None:
     model = _model()
     zero = _zero(model)
@@ -138,7 +138,7 @@ def test_nothing_is_known_before_there_are_gradients() -> None:
         zero.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_gradients_are_compared_again_after_a_change() -> None:
     """When the parameters change, or which of them train."""
 
@@ -175,7 +175,7 @@ def test_an_owner_without_a_gradient_is_named() -> None:
             zero.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_gradients_that_only_owners_have_are_stepped_on() -> None:
     """Averaged to owners by hand."""
     model = _model()
@@ -192,7 +192,7 @@ def test_gradients_that_only_owners_have_are_stepped_on() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.param_groups[0]["params"], strict=True))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_last_bits_may_differ() -> None:
     """Unlike processors round unlike; more than rounding is refused."""
     for factor, is_fine in ((1 + 2e-7, True), (1.001, False), (-1.0, False), (math.nan, False)):
@@ -218,7 +218,7 @@ def test_last_bits_may_differ() -> None:
     zero.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_sums_in_another_order_are_let_pass() -> None:
     """Averaged by hand, each rank starting from its own: right, but not to the bit."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -234,7 +234,7 @@ def test_sums_in_another_order_are_let_pass() -> None:
     assert len(seen.warnings) == (size > 2)  # a sum of two is the same in both orders
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_other_dtypes_and_orders() -> None:
     """Whichever bits a gradient has, and in whichever order they lie: only values count."""
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
@@ -251,7 +251,7 @@ def test_other_dtypes_and_orders() -> None:
             zero.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_closures_only_warn() -> None:
     """As torch's class does, a closure's gradients are taken as they are."""
     for partition in PARTITIONS:
@@ -270,7 +270,7 @@ def test_closures_only_warn() -> None:
         assert "gradients differ between ranks" in seen.warnings[0]
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_closures_may_average() -> None:
     for partition in PARTITIONS:
         model, plain = _model(), _model()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 
 from shardwise import ConfigError, DesyncError, ShardwiseError, ZeroRedundancyOptimizer, fully_shard, replicate
 from shardwise.testing import WorkerPool
@@ -85,7 +85,7 @@ def test_other_parameters_on_one_rank_are_named() -> None:
     _zero(group).step()  # nothing was left behind
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_nonsense_of_one_rank_is_an_error_on_all() -> None:
     group, rank = _group(), dist.get_rank()
@@ -97,7 +97,7 @@ def test_nonsense_of_one_rank_is_an_error_on_all() -> None:
     _zero(group).step()
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_another_group_on_one_rank_is_named() -> None:
     group, rank = _group(), dist.get_rank()
@@ -108,7 +108,7 @@ def test_another_group_on_one_rank_is_named() -> None:
     zero.step()
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_a_group_that_some_ranks_add_is_an_error_on_all() -> None:
     """Rank 1 steps instead: everybody learns of it, rank 1 included."""
@@ -121,7 +121,7 @@ def test_a_group_that_some_ranks_add_is_an_error_on_all() -> None:
     assert "add_param_group: rank 1 of" in text
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_sharded_parameters_are_refused() -> None:
     """State of shards is sharded already; every rank is told, in whichever way they are passed."""
@@ -147,7 +147,7 @@ def test_sharded_parameters_are_refused() -> None:
     assert "parameter 4" in text
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_other_calls_on_one_rank_are_named() -> None:
     group, rank = _group(), dist.get_rank()
@@ -176,7 +176,7 @@ def test_a_step_that_some_ranks_make_is_an_error() -> None:
     assert "step() number 2" in text
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_a_skipped_step_is_found_at_the_next_agreement() -> None:
     """Found at the next agreement even where nothing hangs: two ranks may step in turns by chance."""
@@ -188,7 +188,7 @@ def test_a_skipped_step_is_found_at_the_next_agreement() -> None:
     assert "rank 1: 1 step(s) so far" in text
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_a_closure_that_raises_is_an_error_on_all() -> None:
     for partition in ("whole", "even"):
@@ -218,7 +218,7 @@ class _FailsOnRankOne(torch.optim.SGD):
         return super().step(closure)
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_a_local_step_that_raises_is_an_error_on_all() -> None:
     """Nobody waits for the timeout: waiting ranks look at the board every second."""
@@ -244,7 +244,7 @@ def test_a_parameter_thawed_on_one_rank_is_named() -> None:
     assert "requires_grad changed" in text or "step() number 2" in text
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_a_rank_outside_the_group_is_told() -> None:
     group = dist.new_group([0])
@@ -255,7 +255,7 @@ def test_a_rank_outside_the_group_is_told() -> None:
             _zero(group)
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_no_thread_is_left() -> None:
     _zero(_group())  # the first one of a job begins to watch for waits

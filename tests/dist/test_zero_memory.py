@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.compare import assert_equal
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -97,7 +97,7 @@ def test_aliases_of_parameters_stay_live() -> None:
         assert model[0].weight.untyped_storage().is_shared() or isinstance(aliases[0][1], numpy.ndarray)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_what_other_processes_see_is_not_moved() -> None:
     for partition in PARTITIONS:
         model = _model()
@@ -112,7 +112,7 @@ def test_what_other_processes_see_is_not_moved() -> None:
         assert_equal(model.parameters(), _expected(4))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_ranks_may_hold_different_aliases() -> None:
     """A rank that keeps a state dict sends and receives the same messages as the others."""
     rank = dist.get_rank()
@@ -140,7 +140,7 @@ def test_ranks_may_hold_different_aliases() -> None:
             assert kept is None or not isinstance(kept, dict) or torch.equal(kept[name], p)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_overlapped_steps_find_parameters_where_they_are() -> None:
     for partition, make_hook in product(PARTITIONS, (hook_with_zero_step, hook_with_zero_step_interleaved)):
         model = _model()
@@ -156,7 +156,7 @@ def test_overlapped_steps_find_parameters_where_they_are() -> None:
         assert kept is None or all(torch.equal(kept[name], p) for name, p in model.state_dict().items())
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_frozen_parameters_with_gradients_move_on_all_ranks() -> None:
     """A plain optimizer updates them as long as a gradient is there; owners must not do so alone."""
     for partition, bucket_view in product(PARTITIONS, (False, True)):

@@ -97,7 +97,7 @@ def _summed_in_rank_order() -> list[torch.Tensor]:
     return _train(model, average, torch.optim.AdamW(model.parameters(), **OPTIONS).step)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_memory_order_changes_nothing_with_hooks_that_reduce_to_all() -> None:
     for bucket_view, static_graph, make_hook, partition in HOOK_CASES if dist.get_world_size() == 2 else HOOK_CASES[:3]:
         ddp_options = {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph}
@@ -204,7 +204,7 @@ def _passed_on(saver: Any, loader: Any) -> Any:
     return loader
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_changed_order_is_refused() -> None:
     """DDP has laid out its buckets by then."""
     for make_hook in HOOKS:
