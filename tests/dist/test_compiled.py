@@ -76,7 +76,8 @@ def test_a_compiled_model_trains_as_uncompiled_whether_it_was_compiled_before_or
     expected = train(plain, plain)
     for scope, is_before in WAYS:
         # A graph of the whole ends where units begin and end; one of a block need not end at all.
-        options = {"backend": "aot_eager", "fullgraph": scope.startswith("blocks")}
+        backend = "aot_eager" if is_before else "eager"
+        options = {"backend": backend, "fullgraph": scope.startswith("blocks")}
         assert_equal(compiled(fully_shard, scope, is_before, **options), expected)
     assert_equal(compiled(torchs.fully_shard, "whole", True, backend="eager"), expected)
 

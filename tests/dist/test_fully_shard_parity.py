@@ -27,7 +27,10 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 LINKS: dict[Transport, str | None] = {"auto": "shared memory", "gloo": "all-to-all", "collective": None}
-TRANSPORTS_AND_RANKS = [("auto", 2), ("gloo", 2), pytest.param("auto", 4, marks=pytest.mark.exhaustive)]
+TRANSPORTS_AND_RANKS = [
+    ("auto", 2),
+    *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("gloo", 2), ("auto", 4))),
+]
 
 
 def assert_used(model: nn.Module, transport: Transport) -> None:
@@ -116,7 +119,7 @@ def against_peers(num_steps: int, transport: Transport) -> None:
     [
         ("auto", 2),
         ("gloo", 2),
-        ("collective", 2),
+        pytest.param("collective", 2, marks=pytest.mark.exhaustive),
         pytest.param("auto", 4, marks=pytest.mark.exhaustive),
         ("collective", 4),
     ],
@@ -171,7 +174,7 @@ def copy_and_run(transport: Transport) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.exhaustive)])
 def test_deepcopy_is_independent(transport: Transport) -> None:
     with over(transport), parts_from(8):
         copy_and_run(transport)

@@ -90,7 +90,7 @@ def assert_train_alike(
     [
         ("own", "adamw", 4),
         pytest.param("own", "sgd", 2, marks=pytest.mark.exhaustive),
-        ("half", "sgd", 2),
+        pytest.param("half", "sgd", 2, marks=pytest.mark.exhaustive),
         ("half, reduced in float32", "adamw", 2),
         pytest.param("half, reduced in float32", "sgd", 4, marks=pytest.mark.exhaustive),
         ("double, half out", "adamw", 2),

@@ -208,10 +208,13 @@ FORMS: dict[str, tuple[Form, ...]] = {
 
 CASES = [(number, api, form) for api in FORMS for number, form in enumerate(FORMS[api])]
 ALIKE = [  # cases whose files are written by the same code as those of another case
-    *(("sharded over replicas", form) for form in ("flat", "indexed", "file")),
+    *(("sharded over replicas", form) for form in ("named", "flat", "indexed", "file")),
+    *(("sharded whole matrix", form) for form in ("indexed", "file")),
     *(("replicate", form) for form in ("flat", "indexed", "file")),
     *(("zero whole", form) for form in ("named", "indexed")),
-    ("plain", "flat"),
+    *(("plain", form) for form in ("flat", "indexed")),
+    *((api, "indexed") for api in ("plain with names", "fully_shard with names")),
+    ("zero even", "file"),
 ]
 
 

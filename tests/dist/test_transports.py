@@ -275,7 +275,7 @@ def be_late() -> None:
     models: list[nn.Module] = []
     for transport in TRANSPORTS:
         torch.manual_seed(0)
-        model = nn.Sequential(*(Slow(number, 8) for number in range(12)))
+        model = nn.Sequential(*(Slow(number, 8) for number in range(7)))
         for layer in model:
             fully_shard(layer)
         models.append(fully_shard(model))
