@@ -15,7 +15,6 @@ from shardwise.one_host import PREFIX
 
 JOBS = [
     faulty(Program("fully_shard", "auto"), 2, "kill", "backward", rank=1),
-    faulty(Program("fully_shard", "gloo"), 2, "kill", "reduction", rank=0),
     faulty(Program("hsdp", "auto"), 4, "kill", "evaluation", rank=1),  # ranks 2 and 3 wait for one that follows
     faulty(Program("hsdp", "gloo"), 4, "raise", "backward", rank=1, store="tcp"),  # who follows keeps the store
     faulty(Program("hsdp", "collective"), 4, "drop", "reduction", rank=0),  # of a sum over replicas
@@ -26,9 +25,7 @@ JOBS = [
     faulty(
         Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "init", rank=1
     ),  # the other host sees nothing of it
-    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "between steps", rank=1),
     faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "raise", "backward", rank=2),
-    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "late", "forward", rank=3),
     # Those of the other host wait in a meeting for rank 0, which cannot see rank 2.
     faulty(Program("zero1", "auto", ranks_per_host=2), 4, "kill", "evaluation", rank=2),
     diverging(Program("fully_shard", "auto"), 2, "width"),
@@ -43,7 +40,16 @@ def campaign() -> Campaign:
     return Campaign()
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.text.replace(" ", "-"))
+# What others of these say of two ranks, or of a host beside another.
+MORE = [
+    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "between steps", rank=1),
+    faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "late", "forward", rank=3),
+    faulty(Program("fully_shard", "gloo"), 2, "kill", "reduction", rank=0),
+]
+CASES = [*JOBS, *(pytest.param(job, marks=pytest.mark.exhaustive) for job in MORE)]
+
+
+@pytest.mark.parametrize("job", CASES, ids=lambda job: job.text.replace(" ", "-"))
 def test_every_rank_ends_with_a_named_error_or_with_the_numbers_of_a_whole_run(
     campaign: Campaign, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ def assert_undisturbed(folder: Path, ended: Ended) -> dict[str, Any]:
     [
         ("forward", "fully_shard", "auto"),
         ("backward", "fully_shard", "collective"),
-        ("all-gather", "fully_shard", "gloo"),
+        pytest.param("all-gather", "fully_shard", "gloo", marks=pytest.mark.exhaustive),
         ("reduction", "replicate", "auto"),
         ("optimizer step", "zero", "auto"),
         ("elastic commit", "fully_shard", "auto"),
@@ -57,7 +57,9 @@ def test_survivors_make_the_step_again_wherever_a_rank_was_killed(
     assert set(more["timeouts_s"]) == {1800.0}
 
 
-@pytest.mark.parametrize("second", ["elastic recovery", "init", "elastic commit"])
+@pytest.mark.parametrize(
+    "second", ["elastic recovery", pytest.param("init", marks=pytest.mark.exhaustive), "elastic commit"]
+)
 def test_a_rank_that_is_killed_while_others_recover_is_outlived_too(second: str, tmp_path: Path) -> None:
     ended = elastic(tmp_path, "-n", "4", kills=[[2, "backward", 4], [0, second, 4]])
     more = assert_undisturbed(tmp_path, ended)
@@ -70,7 +72,7 @@ def test_ranks_that_are_killed_at_once_are_outlived_by_the_last_one(tmp_path: Pa
     assert more["worlds"][-1] == 1
 
 
-@pytest.mark.parametrize(("place", "step"), [("init", -1), ("forward", 0)])
+@pytest.mark.parametrize(("place", "step"), [("init", -1), pytest.param("forward", 0, marks=pytest.mark.exhaustive)])
 def test_a_kill_before_the_first_step_is_done_begins_again(place: str, step: int, tmp_path: Path) -> None:
     more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "3", kills=[[1, place, step]]))
     assert set(more["worlds"]) == {2}
