@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise import ShardedOptimizer, fully_shard
 from shardwise.checkpoint import CheckpointError, PerRank, RandomState, finish, load, save
-from shardwise.checkpoint.files import Files, read_manifest
+from shardwise.checkpoint.files import Files, read_manifest, take
 from shardwise.checkpoint.save import HostCopy
 
 
@@ -394,6 +394,12 @@ def test_entries_that_were_not_saved_are_told_from_misspelt_ones(tmp_path: Path)
         load(part.parent / "manifest.json", {"model": model})
 
 
+def take_and_stay(folder: Path, pipe: Connection) -> None:
+    take(folder)
+    pipe.send("taken")
+    pipe.recv()
+
+
 @on_ranks(2)
 def test_a_second_job_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     state = {"a": {"b": 1}}
@@ -405,20 +411,18 @@ def test_a_second_job_gets_an_error_that_names_the_first(tmp_path: Path) -> None
     first = [0]
     if dist.get_rank() == 0:
         assert not (tmp_path / ".lock").exists()
-        takes = (
-            "import sys, pathlib, shardwise.checkpoint.files as f; f.take(pathlib.Path(sys.argv[1])); print(); input()"
-        )
-        pipe = subprocess.PIPE
-        child = subprocess.Popen([sys.executable, "-u", "-c", takes, str(tmp_path)], stdin=pipe, stdout=pipe)
-        assert child.stdout is not None
-        child.stdout.readline()
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        child = context.Process(target=take_and_stay, args=(tmp_path, theirs))
+        child.start()
+        assert ours.recv() == "taken"
         first = [child.pid]
     dist.broadcast_object_list(first)
     with pytest.raises(CheckpointError, match=f"another job: process {first[0]} on .*, since "):
         save(tmp_path, state, step=1)
     if dist.get_rank() == 0:
         child.kill()
-        child.communicate()
+        child.join()
     dist.barrier()
     save(tmp_path, state, step=2)  # that process has ended
     finish(tmp_path)

@@ -252,7 +252,7 @@ def test_a_gather_between_replicas_and_other_things_than_policies_are_refused() 
 
 
 @on_ranks(2, fresh=True, group_timeout_s=3)
-@pytest.mark.parametrize("other", [{"block": 64}, None])
+@pytest.mark.parametrize("other", [{"block": 64}, pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_ranks_with_other_policies_are_named_before_anything_is_sent(other: dict[str, Any] | None) -> None:
     mine: dict[str, Any] | None = other if dist.get_rank() == 1 else {}
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -161,7 +161,17 @@ class Mixture(nn.Module):
         return x + read(box)
 
 
-@pytest.mark.parametrize("way", WAYS)
+ALIKE = (
+    "inserted",
+    "replaced",
+    "moved",
+    "nested",
+    "slot",
+    "attributes that are items",
+)  # as others: of test-exhaustive
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way in ALIKE)) for way in WAYS])
 @on_ranks(2)
 def test_what_blocks_put_into_an_argument_is_trained_as_on_one_process(way: str) -> None:
     for policy in (MixedPrecisionPolicy(), WIDER):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.divergent import Divergent, Steps, Way, alone, assert_same, drawn, inputs, on_all, run_forward
 from helpers.inside import parts_from
-from helpers.pairs import few, pairwise
+from helpers.pairs import checkered, few, pairwise
 from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -265,8 +265,8 @@ def test_the_switch_uses_its_group_again() -> None:
     assert len({*counts}) == 1
 
 
-@pytest.mark.parametrize("kind", ["sharded", "hsdp", "replicate"])
-@on_ranks(2, 4)
+@pytest.mark.parametrize(("num_ranks", "kind"), checkered([4, 2], ["hsdp", "sharded", "replicate"]))
+@on_ranks()
 def test_ranks_accumulate_without_sync_unlike_each_other(kind: str, num_ranks: int) -> None:
     model, plain = sharded(kind), Divergent()
     torch.manual_seed(0)

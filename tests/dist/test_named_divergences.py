@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.jobs import Job
+from helpers.pairs import checkered
 from torch import nn
 
 from shardwise import DesyncError, ShardedOptimizer, TransportError, ZeroRedundancyOptimizer, fully_shard
@@ -45,8 +46,7 @@ def leaves_before_it_steps(kind: str) -> str:
     return "went on"
 
 
-@pytest.mark.parametrize("kind", ["kill", "raise"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "kind"), checkered([2, 4], ["kill", "raise"]))
 def test_a_rank_that_leaves_an_exchange_of_whole_matrices_is_named(num_ranks: int, kind: str) -> None:
     with Job(leaves_before_it_steps, kind, num_ranks=num_ranks) as job:
         for rank in set(range(num_ranks)) - {1}:

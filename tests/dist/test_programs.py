@@ -159,7 +159,7 @@ def test_shared_weights_stay_shared_or_say_so(api: Callable[[nn.Module], Any], w
 @pytest.mark.parametrize(
     "flags",
     [
-        [(False, False)],
+        pytest.param([(False, False)], marks=pytest.mark.exhaustive),
         [(False, False), (False, False)],
         [(False, True), (False, False)],
         [(False, False), (True, False)],
@@ -382,9 +382,9 @@ class Hollow(nn.Module):
     ("transport", "api"),
     [
         ("auto", "fully_shard"),
-        ("gloo", "fully_shard"),
+        pytest.param("gloo", "fully_shard", marks=pytest.mark.exhaustive),
         ("collective", "kept"),
-        ("auto", "hybrid"),
+        pytest.param("auto", "hybrid", marks=pytest.mark.exhaustive),
         ("collective", "hybrid"),
         ("gloo", "replicate"),
     ],

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.pairs import checkered
 from helpers.ranks import FOUR, on_ranks
 from helpers.zero_models import average_gradients
 from torch import nn
@@ -65,8 +66,8 @@ def named(model: nn.Module, match: str) -> None:
             forward(model)
 
 
-@pytest.mark.parametrize("api", [layers, whole, hybrid])
-@on_ranks(2, 4)
+@pytest.mark.parametrize(("num_ranks", "api"), checkered([4, 2], [layers, whole, hybrid]))
+@on_ranks()
 def test_ranks_with_seeds_of_their_own_are_named_in_the_first_forward(api: Api) -> None:
     model = api(Net(dist.get_rank()))
     said = r"not the same on ranks? [1-3, and]+ as on rank 0"

@@ -63,8 +63,19 @@ class Bare(Padding):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", [Padding, Bare])
-@pytest.mark.parametrize(("rows", "api"), [(3, fully_shard), (5, fully_shard), (8, fully_shard), (5, replicate)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "api"),
+    [
+        (Padding, 3, fully_shard),
+        (Bare, 3, fully_shard),
+        (Padding, 5, fully_shard),
+        (Bare, 8, fully_shard),
+        (Padding, 5, replicate),
+        pytest.param(Bare, 5, fully_shard, marks=pytest.mark.exhaustive),
+        pytest.param(Padding, 8, fully_shard, marks=pytest.mark.exhaustive),
+        pytest.param(Bare, 5, replicate, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_extensions_may_pad_uneven_shards_or_leave_that_to_the_gather(
     kind: type[Padding], rows: int, api: Callable[[nn.Module], Any]
 ) -> None:

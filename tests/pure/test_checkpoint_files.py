@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -40,12 +40,10 @@ def test_a_file_that_ends_early_or_is_too_long_is_an_error(tmp_path: Path) -> No
         write_all(files, path, b"")
 
 
-TAKES = """
-import pathlib, sys, shardwise.checkpoint.files
-shardwise.checkpoint.files.take(pathlib.Path(sys.argv[1]))
-print(flush=True)
-sys.stdin.read()
-"""
+def take_and_stay(folder: Path, pipe: Connection) -> None:
+    take(folder)
+    pipe.send("taken")
+    pipe.recv()
 
 
 def test_a_lock_is_of_one_process_until_that_ends(tmp_path: Path) -> None:
@@ -61,14 +59,16 @@ def test_a_lock_is_of_one_process_until_that_ends(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
     give_back(tmp_path)
     assert os.listdir(tmp_path) == []
-    words = [sys.executable, "-c", TAKES, str(tmp_path)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        with pytest.raises(CheckpointError, match=f"another job: process {other.pid} on "):
-            take(tmp_path)
-        give_back(tmp_path)  # not ours
-        other.kill()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=take_and_stay, args=(tmp_path, theirs))
+    other.start()
+    assert ours.recv() == "taken"
+    with pytest.raises(CheckpointError, match=f"another job: process {other.pid} on "):
+        take(tmp_path)
+    give_back(tmp_path)  # not ours
+    other.kill()
+    other.join()
     take(tmp_path)
     give_back(tmp_path)
     assert os.listdir(tmp_path) == []
