@@ -234,8 +234,10 @@ def test_segments_do_not_live_in_dev_shm() -> None:
 
 TINY_SHM = """
 import os
+from helpers import jobs
 from helpers.jobs import Job
 from test_shared_memory_faults import train_wide
+jobs.PRELOAD = (train_wide.__module__,)  # the server imports what this job needs, and no more
 if __name__ == "__main__":
     assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize <= 65536
     with Job(train_wide, 2, num_ranks=2) as job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -31,9 +31,12 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
 
 
-def test_the_package_runs_as_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "shardwise", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"shardwise {shardwise.__version__}\n"
+def test_the_package_runs_as_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["-m", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("shardwise", run_name="__main__", alter_sys=True)  # as ``python -m``
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
 
 
 def test_info_prints_every_fact_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
