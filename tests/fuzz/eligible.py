@@ -78,6 +78,13 @@ def _keeps_sums(case: Case, contender: Contender) -> bool:
     return contender.door != "replicate_older" or not (divides or (takes and holds))
 
 
+def _follows_steps(case: Case, contender: Contender) -> bool:
+    """Step counts that a sharded optimizer returns are copies, which later steps leave as they are."""
+    takes = any(isinstance(each, do.Take) and each.what == "optim" for each in case.actions)
+    counts = not OPTIMIZERS[case.settings.optim.name].is_exact
+    return not (takes and counts and contender.update in ("sharded", "offloaded"))
+
+
 def _has_whole_matrices(case: Case, contender: Contender) -> bool:
     """Some optimizers cannot work on shards."""
     kind = OPTIMIZERS[case.settings.optim.name]
@@ -264,6 +271,7 @@ RULES: tuple[Callable[[Case, Contender], bool], ...] = (
     _has_mesh,
     _has_gradients,
     _has_policies,
+    _follows_steps,
     _has_whole_matrices,
     _averages,
     _hooks_gradients,

@@ -121,6 +121,14 @@ def test_closures_are_not_left_to_a_ddp_that_a_conversion_has_unhooked() -> None
     assert all(suits(small(*actions), zero) for actions in ((closes,), (converts, *STEP)))
 
 
+def test_step_counts_that_are_copies_are_not_expected_to_follow_later_steps() -> None:
+    adamw, keeps = Settings(optim=Optim("adamw")), (*STEP, do.Take("optim"), *STEP)
+    for update in ("sharded", "offloaded"):
+        assert not suits(small(*keeps, settings=adamw), Contender("fully_shard", update=update))
+        assert suits(small(*keeps), Contender("fully_shard", update=update))  # an optimizer that counts nothing
+    assert suits(small(*keeps, settings=adamw), Contender("fully_shard"))
+
+
 def test_no_api_without_units_is_asked_for_methods_of_units() -> None:
     asks = small(*STEP, do.Unshard(0))
     assert suits(asks, Contender("fully_shard"))
