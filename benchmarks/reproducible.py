@@ -1,15 +1,18 @@
-"""Time of a step with and without ``Reproducible``: torchrun --nproc-per-node 2 benchmarks/reproducible.py [V].
+"""Time of a step with and without ``Reproducible``: torchrun --nproc-per-node 2 benchmarks/reproducible.py [V] [FILE].
 
 Both train the same GPT-like stack on V microbatches; without, gradients are accumulated locally and reduced in the last one.
-Steps are interleaved; the figure is the ratio of medians.
+Steps are interleaved; the figure is the ratio of medians.  Beside it: CPU seconds of all ranks, which other programs on the
+host change less.  FILE gets both as JSON, beside those of other numbers of ranks.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -65,19 +68,26 @@ def main() -> None:
     dist.init_process_group("gloo")
     num = int(sys.argv[1]) if len(sys.argv) > 1 else 12
     steps = [plain(num), fixed(num)]
-    times: list[list[float]] = [[], []]
+    times: list[list[tuple[float, float]]] = [[], []]
     for round_ in range(STEPS):
         for index in (0, 1) if round_ % 2 else (1, 0):
             dist.barrier()
-            begin = time.perf_counter()
+            begin, begin_cpu = time.perf_counter(), time.process_time()
             steps[index]()
-            dist.barrier()
-            times[index].append(time.perf_counter() - begin)
-    without, with_ = (statistics.median(each[2:]) for each in times)
+            cpu = torch.tensor(time.process_time() - begin_cpu)
+            dist.all_reduce(cpu)
+            times[index].append((time.perf_counter() - begin, cpu.item()))
+    found: dict[str, float] = {"V": num}
+    for column, kind in enumerate(("seconds", "cpu_seconds")):
+        without, with_ = (statistics.median(each[column] for each in its[2:]) for its in times)
+        found |= {f"{kind}_without": without, f"{kind}_with": with_, f"{kind}_ratio": with_ / without}
     if dist.get_rank() == 0:
-        print(
-            f"ranks {dist.get_world_size()}, V {num}: {without:.3f} s without, {with_:.3f} s with, {with_ / without:.3f}x"
-        )
+        print(f"ranks {dist.get_world_size()}: " + ", ".join(f"{key} {value:.3f}" for key, value in found.items()))
+        if len(sys.argv) > 2:
+            file = Path(sys.argv[2])
+            results: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
+            rounded = {key: round(value, 3) for key, value in found.items()}
+            file.write_text(json.dumps(results | {f"{dist.get_world_size()} ranks": rounded}, indent=2) + "\n")
     dist.destroy_process_group()
 
 

@@ -16,18 +16,21 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.cli import read_num_bytes
 from shardwise.errors import ConfigError
-from shardwise.planner.advice import Choices, plan
+from shardwise.formatting import format_bytes
+from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import (
     HARDWARE,
     OPTIMIZERS,
     STRATEGIES,
+    UNIT_STRATEGIES,
     read_hardware,
     with_hosts,
     with_memory,
 )
-from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig
+from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig, microbatches_per_rank
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
 from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own
+from shardwise.reproducible.tree import BatchPlace
 from shardwise.safe_files import replace_file
 
 _GPT = "gpt-"
@@ -54,6 +57,7 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         ("batch", 1, "sequences of a microbatch, on each data-parallel rank"),
         ("seq", 2048, "tokens of a sequence"),
         ("accumulate", 1, "microbatches of a step"),
+        ("reproducible", 0, "microbatches of a step over all ranks, with `Reproducible`; 0: without"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
     parser.add_argument(
@@ -113,9 +117,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     )
     if arguments.shard is not None:
         choices = replace(choices, strategies=tuple(arguments.shard))
+    if arguments.reproducible:
+        choices = _with_sums(choices, arguments)
     inputs = (arguments.batch, arguments.seq)
     found = plan(_model_of(arguments), inputs, arguments.ranks, hardware=hardware, choices=choices)
-    print(f"{found.table()}\n\n{found.code()}", end="")
+    print(f"{found.table()}\n\n{_sums_of(found, arguments.reproducible)}{found.code()}", end="")
     if arguments.out is not None:
         folder = Path(arguments.out)
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,17 +132,18 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
     """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0."""
+    accumulate = microbatches_per_rank(config, ranks // config.tp)
     choices = Choices(
         strategies=(config.shard,),
         unit_bytes=(config.min_unit_bytes,),
         recompute=(config.recompute,),
         offload=(config.offload,),
         precision=config.dtype,
-        accumulate=config.accumulate,
+        accumulate=accumulate,
         tensor=(config.tp,),
         tensor_plan=HEADS,
     )
-    batch = max(config.batch // (ranks // config.tp * config.accumulate), 1)
+    batch = max(config.batch // (ranks // config.tp * accumulate), 1)
     hardware = HARDWARE["cpu" if device == "cpu" else "h100"]
     if device == "cpu":  # all ranks of the command are on this host
         hardware = with_hosts(hardware, ranks, 1)
@@ -147,8 +154,36 @@ def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
             return build_own(config.model_from, config.seed, NUM_BYTES, config.model.context)
         return GPT(config.model)
 
-    print(plan(build, size, ranks, hardware=hardware, choices=choices))
+    found = plan(build, size, ranks, hardware=hardware, choices=choices)
+    print(f"{found}\n\n{_sums_of(found, config.reproducible)}".rstrip())
     return 0
+
+
+def _with_sums(choices: Choices, arguments: argparse.Namespace) -> Choices:
+    """Return what --reproducible leaves of ``choices``.  Raises: ConfigError."""
+    if arguments.accumulate > 1 or arguments.tp != [1] or set(arguments.shard or ()) - UNIT_STRATEGIES:
+        raise ConfigError(
+            f"--accumulate, --tp, --shard zero1 or none does not go with --reproducible {arguments.reproducible}: "
+            "microbatches per rank follow from the number of ranks, and DDP sums in an order of its own. Leave it out."
+        )
+    strategies = tuple(each for each in choices.strategies if each in UNIT_STRATEGIES)
+    accumulate = BatchPlace(arguments.reproducible, arguments.ranks, 1, 0, 0).per_rank
+    return replace(choices, strategies=strategies, accumulate=accumulate)
+
+
+def _sums_of(found: Plan, num_microbatches: int) -> str:
+    """Return what the sums of --reproducible cost in the recommended way."""
+    if not num_microbatches or found.best is None:
+        return ""
+    setting, num_bytes = found.best.setting, found.best.section_bytes
+    axes = num_microbatches, setting.num_shards, setting.num_replicas
+    places = [BatchPlace(*axes, *divmod(rank, setting.num_replicas)) for rank in range(setting.ranks)]
+    sent, held = places[0].sent(num_bytes), max(place.held(num_bytes) for place in places)
+    total = format_bytes(found.best.peak.total + held)
+    return (
+        f"--reproducible {num_microbatches}: a rank sends {format_bytes(sent)} of gradients per step; partial sums hold "
+        f"{format_bytes(held)}, {total} with the peak\n\n"
+    )
 
 
 def _model_of(arguments: argparse.Namespace) -> Callable[[], nn.Module]:

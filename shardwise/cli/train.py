@@ -634,11 +634,6 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
                 f"--plan does not go with --experts {request.config.model.experts}: what experts compute and hold depends on "
                 "the text. Plan a model without experts, or run a few steps: the run ends with its measured memory."
             )
-        if request.config.reproducible:
-            raise ConfigError(
-                f"--plan does not go with --reproducible {request.config.reproducible}: partial sums of gradients are not "
-                "planned. Plan without it, and add 2 log2(microbatches per rank) + 1 times the unsharded gradients."
-            )
         check_ranks(request.config, nproc)
         return plan_training(request.config, nproc, device_type)
     _check_memory(request, device_type, nproc, nproc)

@@ -126,6 +126,7 @@ class Candidate:
         fits: in the part of the device's memory that a plan may fill.
         padding_ratio: elements that are stored and moved divided by those of the model.
         num_units: of the model.
+        section_bytes: of the gradients that a rank keeps, as they are reduced.
     """
 
     setting: Setting
@@ -135,6 +136,7 @@ class Candidate:
     fits: bool
     padding_ratio: float
     num_units: int
+    section_bytes: int
 
     @property
     def rank_s(self) -> float:
@@ -183,6 +185,7 @@ def evaluate(profile: Profile, setting: Setting, hardware: Hardware) -> Candidat
         fits=memory.peak.total <= hardware.limit_bytes,
         padding_ratio=padded / profile.numel if profile.numel else 1.0,
         num_units=len(units),
+        section_bytes=sum(unit.section_bytes for unit in units),
     )
 
 
@@ -333,8 +336,7 @@ class Search:
             ]
             yield _Attempt("split", f"split every block over {tensor} ranks (tensor parallelism)", split)
             tensor *= 2
-        first = settings[0]
-        batch = whole = self.profile_of(first).batch
+        batch = whole = self.profile_of(settings[0]).batch
         while batch > 1:
             batch //= 2
             more = -(-whole // batch)
@@ -390,10 +392,9 @@ class Plan(SearchResult):
         """Return in a sentence or two why to take this way, or what to change."""
         if self.best is None:
             return self._why_nothing_fits()
-        best, faster = self.best, [each for each in self.candidates if not each.fits]
-        peak = format_bytes(best.peak.total)
+        best, peak = self.best, format_bytes(self.best.peak.total)
         words = f"Take {best.setting.label}: {_seconds(best.time.step_s)} a step, {peak} at most on a rank"
-        tight = [each for each in faster if each.rank_s < best.rank_s]
+        tight = [each for each in self.candidates if not each.fits and each.rank_s < best.rank_s]
         if tight:
             first = min(tight, key=lambda each: each.rank_s)
             seconds, needed = _seconds(first.time.step_s), format_bytes(first.peak.total)

@@ -49,12 +49,11 @@ class RunDigests:
     """
 
     def __init__(self, fixed: Reproducible, folder: str | Path, *, against: str | Path | None = None) -> None:
-        self._fixed, self._folder = fixed, Path(folder)
-        self._against = None if against is None else Path(against)
+        self._fixed, self._folder, self._against = fixed, Path(folder), against
         self._params = dict(fixed.model.named_parameters())
         self._outputs: dict[str, torch.Tensor] = {}
         self._found: dict[str, torch.Tensor] = {}
-        self._others = self._lines_of_other()
+        self._others = None if against is None else _lines(Path(against))
         self._other: dict[str, Any] = {"step": -1}  # the last line that was read
         self._hooks: list[Any] = []
 
@@ -77,7 +76,8 @@ class RunDigests:
         if kind is None:
             self.begin()
             self._settle(self._found, self._fixed.step)
-        self._others.close()
+        if self._others is not None:
+            self._others.close()
 
     # ---- a step, as an observer of Reproducible
 
@@ -112,13 +112,14 @@ class RunDigests:
 
     @torch.no_grad()
     def _digest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the digest of a parameter or a gradient: 0 for copies of what another rank has."""
-        cut, axes = cut_of(values), self._fixed.axes
-        replica = 0 if axes.replicate_mesh_dim is None else axes.mesh.get_local_rank(axes.replicate_mesh_dim)
-        if replica or (cut.num_shards == 1 and axes.shard_rank):
-            return torch.zeros((), dtype=torch.int64, device=axes.device)
-        start = cut.rows(axes.shard_rank).start
-        return digest_of_part(torch_private.local_of(values).detach(), cut.dim, start, cut.size)
+        """Return this rank's part of the digest of a parameter or a gradient.
+
+        Weights of copies add up to one: equal copies count once, and another one changes the sum.
+        """
+        cut, place = cut_of(values), self._fixed.place
+        shard, copies = (place.shard, place.num_replicas) if cut.num_shards > 1 else (0, place.num_ranks)
+        part = digest_of_part(torch_private.local_of(values).detach(), cut.dim, cut.rows(shard).start, cut.size)
+        return part * _ODD if place.replica or shard != place.shard else part - part * _ODD * (copies - 1)
 
     def _settle(self, found: Mapping[str, torch.Tensor], step: int) -> None:
         """Add the digests of all ranks; write them, and compare them."""
@@ -156,15 +157,11 @@ class RunDigests:
         replace_file(self._folder, FILE, "".join(kept))
         return ""
 
-    def _lines_of_other(self) -> Generator[dict[str, Any], None, None]:
-        if self._against is not None:
-            yield from _lines(self._against)
-
     def _write_and_compare(self, values: Mapping[str, int], step: int) -> str:
         values = {"num_microbatches": self._fixed.place.num_microbatches, **values}
         with open_append(self._folder, FILE) as file:
             file.write(json.dumps({"step": step, "digests": values}) + "\n")
-        if self._against is None:
+        if self._others is None:
             return ""
         while self._other["step"] < step and (line := next(self._others, None)) is not None:
             self._other = line

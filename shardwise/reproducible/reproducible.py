@@ -22,7 +22,7 @@ from shardwise.random_state import set_seed
 from shardwise.reproducible.norm import clip_by_rows
 from shardwise.reproducible.optimizers import EqualSteps
 from shardwise.reproducible.sums import GroupSums
-from shardwise.reproducible.tree import BatchPlace, most_parts, nodes_of
+from shardwise.reproducible.tree import BatchPlace
 from shardwise.torch_private import versions_of
 
 
@@ -213,17 +213,12 @@ class Reproducible:
 
         An all-reduce sends what a ring does; over shared memory nothing is sent.
         """
-        place, sent, held = self.place, 0.0, 0
-        replicas, most = (
-            place.num_replicas,
-            1 + max(len(nodes_of(place.own[0], count)) for count in range(place.per_rank)),
+        num_bytes = sum(
+            param.shard.section_numel * group.reduce_dtype(param).itemsize * param.sharded.requires_grad
+            for _, group in self._found
+            for param in group.params
         )
-        of_shards, of_replicas = most_parts(place.of_shards()), most_parts(place.of_replicas())
-        for param, dtype in ((each, group.reduce_dtype(each)) for _, group in self._found for each in group.params):
-            num_bytes = param.shard.section_numel * dtype.itemsize * param.sharded.requires_grad
-            sent += num_bytes * (of_shards * (place.num_shards - 1) + (of_replicas + 2) * (replicas - 1) / replicas)
-            held += num_bytes * place.num_shards * most
-        return {"sent": round(sent), "held": held}
+        return {"sent": self.place.sent(num_bytes), "held": self.place.held(num_bytes)}
 
     # ---- checkpoints ----
 

@@ -121,8 +121,8 @@ def _why_not_next(label: str, number: int | None, expected: int) -> str:
             "shardwise.policy(model, sync=False), or add its losses"
         )
     return (
-        f"gradients of {label} were reduced in microbatch {number}, and not in microbatch {expected}: each microbatch takes "
-        "one backward with sync, which gives the same parameters a gradient. Call backward in the loop over microbatches()"
+        f"gradients of {label} were not reduced in microbatch {expected}: each microbatch takes one backward with sync, which "
+        "gives the same parameters a gradient. Call backward in the loop over microbatches()"
     )
 
 

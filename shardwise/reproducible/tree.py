@@ -116,6 +116,17 @@ class BatchPlace:
         count = self.num_shards * self.per_rank
         return [nodes_of(replica * count, count) for replica in range(self.num_replicas)]
 
+    def sent(self, num_bytes: int) -> int:
+        """Return the bytes that a rank sends per step, if a shard's gradients have ``num_bytes``; as a ring all-reduces."""
+        of_shards, of_replicas = most_parts(self.of_shards()), most_parts(self.of_replicas())
+        slices = (of_replicas + 2) * (self.num_replicas - 1) / self.num_replicas
+        return round(num_bytes * (of_shards * (self.num_shards - 1) + slices))
+
+    def held(self, num_bytes: int) -> int:
+        """Return the bytes of this rank's partial sums, one of which is being added."""
+        most = 1 + max(len(nodes_of(self.own[0], count)) for count in range(self.per_rank))
+        return num_bytes * self.num_shards * most
+
 
 def most_parts(nodes: Sequence[tuple[Node, ...]]) -> int:
     """Return the largest number of nodes that one rank has."""

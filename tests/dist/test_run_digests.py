@@ -34,11 +34,18 @@ class Net(nn.Module):
 
 
 def run(
-    ranks: int, folder: Path, against: Path | None = None, *, fault: str = "", strategy: str = "zero3", steps: int = 3
+    ranks: int,
+    folder: Path,
+    against: Path | None = None,
+    *,
+    fault: str = "",
+    strategy: str = "zero3",
+    steps: int = 3,
+    broken: int = 0,
 ) -> None:
-    """Train on the first ``ranks`` ranks; ``fault``: what one element of is changed in step 2."""
+    """Train on the first ``ranks`` ranks; ``fault``: what one element of is changed in step 2, on rank ``broken``."""
     mesh = DeviceMesh("cpu", torch.arange(ranks))
-    if strategy == "hsdp":
+    if strategy in ("hsdp", "hfsdp"):
         mesh = DeviceMesh("cpu", torch.arange(ranks).view(2, -1), mesh_dim_names=("replicate", "shard"))
     if dist.get_rank() >= ranks:
         return
@@ -56,7 +63,7 @@ def run(
 
     with RunDigests(fixed, folder, against=against):
         for step in range(steps):
-            is_broken = step == 2 and dist.get_rank() == 0
+            is_broken = step == 2 and dist.get_rank() == broken
             if is_broken and fault == "parameter":
                 local_of(model.head.bias).data[0] += 1e-3
             for number in fixed.microbatches():
@@ -95,6 +102,7 @@ def test_runs_at_any_number_of_ranks_have_the_same_digests(strategy: str, tmp_pa
     run(2, folder / "2", folder / "1", strategy=strategy)
     run(4, folder / "4", folder / "1")
     run(4, folder / "hsdp", folder / "1", strategy="hsdp")
+    run(4, folder / "hfsdp", folder / "1", strategy="hfsdp")
     dist.barrier()
     lines = [json.loads(line) for line in (folder / "4" / "digests.jsonl").read_text().splitlines()]
     assert [each["step"] for each in lines] == [0, 1, 2, 3]
@@ -121,6 +129,16 @@ def test_the_first_difference_is_named_on_every_rank(fault: str, expected: str, 
     dist.barrier()
     with pytest.raises(StateError, match=expected):
         run(2, folder / "2", folder / "1", fault=fault)
+
+
+@pytest.mark.parametrize(("strategy", "broken"), [("ddp", 1), ("hsdp", 3)])
+@on_ranks(4)
+def test_a_parameter_that_differs_in_one_copy_is_named(strategy: str, broken: int, tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    run(1, folder / "1")
+    dist.barrier()
+    with pytest.raises(StateError, match=r"step 3: the first difference .* is parameter first.weight\."):
+        run(4, folder / "4", folder / "1", fault="update", strategy=strategy, broken=broken)
 
 
 @on_ranks(2)

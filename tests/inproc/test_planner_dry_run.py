@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise
 from shardwise import ConfigError, fully_shard
 from shardwise.cli.main import main
+from shardwise.formatting import format_bytes
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.hardware import UNIT_STRATEGIES, Profile, Setting, StepMark, dry_run
 from shardwise.recipes.config import PRESETS
@@ -148,6 +150,37 @@ def test_the_command_plans_and_train_plans_before_it_runs(capsys: pytest.Capture
     assert "on 2 ranks" in capsys.readouterr().out
     assert main(["plan", "--model-from", "nowhere", "--ranks", "2"]) == 2
     assert "expected MODULE:FUNCTION" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
+def test_a_plan_says_what_reproducible_sums_cost(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--seq", "64", "--hardware", "cpu", "--hosts", "2", "--precision", "fp32", "--reproducible", "12"]
+    assert main(["plan", "--preset", "gpt-tiny", "--ranks", "4", "--shard", strategy, *options]) == 0
+    model: Any = GPT(replace(PRESETS["tiny"], context=64))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)  # holds most: microbatches 3, 4 and 5
+    try:
+        sizes, names = ((2, 2), ("replicate", "shard")) if strategy == "hsdp" else ((4,), None)
+        mesh = device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        shardwise.shard_model(model, strategy=strategy, mesh=mesh)
+        costs = shardwise.Reproducible(model, num_microbatches=12).costs()
+    finally:
+        dist.destroy_process_group()
+    sent, held = map(format_bytes, costs.values())
+    text = f"--reproducible 12: a rank sends {sent} of gradients per step; partial sums hold {held}, "
+    assert text in capsys.readouterr().out
+    assert main(["train", "--plan", "--nproc", "4", "--device", "cpu", "--reproducible", "4", "--batch", "8"]) == 0
+    assert "--reproducible 4: a rank sends " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["--tp", "1", "2"], "does not go with"), (["--ranks", "5"], "12 microbatches fit [1, 2, 3,")],
+)
+def test_a_plan_with_reproducible_sums_refuses_what_has_none(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--preset", "gpt-tiny", "--ranks", "4", "--reproducible", "12", *words]) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_a_setting_says_what_it_is_in_few_words() -> None:

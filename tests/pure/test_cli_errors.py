@@ -64,7 +64,6 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
         (["--reproducible", "4", "--shard", "zero1"], "--shard zero1 does not go with --reproducible 4"),
         (["--reproducible", "4", "--tp", "2"], "--tp 2 does not go with --reproducible 4"),
         (["--reproducible", "4", "--experts", "2"], "--experts 2 does not go with --reproducible 4"),
-        (["--reproducible", "4", "--plan"], "--plan does not go with --reproducible 4"),
         (["--memory", "1GiB", "--plan"], "--memory does not go with --plan"),
         (["--memory", "1GiB", "--experts", "4"], "--memory does not go with --experts"),
         (["--memory", "1GiB", "--reproducible", "4"], "--memory does not go with --reproducible"),
