@@ -22,8 +22,8 @@ Api = Callable[..., Any]
 WAYS = (  # scope, compiled before it is sharded
     ("blocks by their method", True),
     ("blocks by the function", False),
-    ("whole by its method", False),
     ("whole", True),
+    ("whole by its method", False),
 )
 
 
@@ -69,12 +69,15 @@ def compiled(api: Api, scope: str, is_before: bool, **options: Any) -> list[torc
     return train(model, called if is_before else compile_in(model, scope, **options))
 
 
+@pytest.mark.parametrize("ways", [WAYS[::3], pytest.param(WAYS[1:3], marks=pytest.mark.exhaustive)])
 @on_ranks(2, fresh=True)
-def test_a_compiled_model_trains_as_uncompiled_whether_it_was_compiled_before_or_after_it_was_sharded() -> None:
+def test_a_compiled_model_trains_as_uncompiled_whether_it_was_compiled_before_or_after_it_was_sharded(
+    ways: tuple[tuple[str, bool], ...],
+) -> None:
     plain = make()
     shard(plain, fully_shard)
     expected = train(plain, plain)
-    for scope, is_before in WAYS:
+    for scope, is_before in ways:
         # A graph of the whole ends where units begin and end; one of a block need not end at all.
         backend = "aot_eager" if is_before else "eager"
         options = {"backend": backend, "fullgraph": scope.startswith("blocks")}

@@ -57,7 +57,7 @@ def run_2d_mlp(with_pipeline_axis: bool) -> None:
         mesh = init_device_mesh("cpu", (dp, size // dp), mesh_dim_names=("dp", "tp"))
     widths = (3, 16, 17) if size == 2 else (16, 17)
     cases = pairwise((False, True), (False, True), widths)
-    for reshard, recomputes, width in cases[::3] if with_pipeline_axis else cases:
+    for reshard, recomputes, width in cases[-1:] if with_pipeline_axis else cases:
         torch.manual_seed(42)
         model = MLPStack(width)
         reference = DistributedDataParallel(copy.deepcopy(model), process_group=mesh["dp"].get_group())

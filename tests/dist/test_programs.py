@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers.compare import average_gradients, comparable, full
 from helpers.inside import over
 from helpers.models import Block
-from helpers.pairs import pairwise
+from helpers.pairs import checkered, pairwise
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
@@ -240,7 +240,7 @@ class Ahead(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("way", "reshard", "transport"),
-    pairwise([{}, {"device_ids": None}], [False, True], ["auto", "gloo", "collective"]),
+    checkered([{}, {"device_ids": None}], [False, True], ["auto", "gloo", "collective"], every=3),
 )
 def test_units_unsharded_by_hand_inside_a_replicated_module(way: dict[str, Any], reshard: bool, transport: Any) -> None:
     torch.manual_seed(0)
