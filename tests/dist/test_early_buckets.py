@@ -294,7 +294,9 @@ def test_backwards_whose_end_the_user_says(how: str) -> None:
 
 
 @on_ranks(2, group_timeout_s=4, fresh=True)
-@pytest.mark.parametrize(("transport", "large_numel"), [("auto", 40), ("gloo", 1 << 20)])
+@pytest.mark.parametrize(
+    ("transport", "large_numel"), [("auto", 40), pytest.param("gloo", 1 << 20, marks=pytest.mark.exhaustive)]
+)
 def test_a_rank_that_leaves_something_out_is_named(transport: Transport, large_numel: int) -> None:
     with small_buckets(large_numel), over(transport):
         _, model = made()

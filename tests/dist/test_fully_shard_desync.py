@@ -122,7 +122,7 @@ def train_differently(api: str, how: str) -> str:
         ("replicate", "block"),
         ("replicate", "frozen"),
         ("replicate", "frozen later"),
-        ("collective", "frozen later"),
+        pytest.param("collective", "frozen later", marks=pytest.mark.exhaustive),
         ("gloo", "frozen"),
     ],
 )

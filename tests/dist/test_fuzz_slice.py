@@ -54,8 +54,9 @@ def runner() -> Iterator[Runner]:
         yield ranks
 
 
-FIRST = [(area, SEEDS[area][0]) for area in AREAS]
-OTHERS = [(area, seed) for area in AREAS for seed in SEEDS[area][1:]]
+IN_MIXED = ("accumulation", "copies")  # the area "mixed" draws what they draw
+FIRST = [(area, SEEDS[area][0]) for area in AREAS if area not in IN_MIXED]
+OTHERS = [(area, seed) for area in AREAS for seed in SEEDS[area] if (area, seed) not in FIRST]
 
 
 @pytest.mark.parametrize(

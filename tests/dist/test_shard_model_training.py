@@ -58,7 +58,10 @@ def run_training(names: list[str], least: list[int]) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == "checkpointed-and-frozen")) for name in MODELS],
+)
 def test_trains_as_one_process_and_as_a_unit_for_each_block(name: str) -> None:
     run_training(names=[name], least=[2 * BLOCK, HUGE] if name in ("uneven", "mixed", "tied") else [2 * BLOCK])
 

@@ -232,7 +232,7 @@ def test_a_local_step_that_raises_is_an_error_on_all() -> None:
     assert rank == 1 or "rank 1 raised MemoryError in step() number 1: out of memory" in text
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_a_parameter_thawed_on_one_rank_is_named() -> None:
     group, rank = _group(), dist.get_rank()
