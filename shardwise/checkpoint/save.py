@@ -474,6 +474,15 @@ def finish(folder: str | Path, group: dist.ProcessGroup | None = None) -> None:
         raise failures[0]
 
 
+def finish_all() -> None:
+    """Do as :func:`finish` for every folder of this process; saves that failed are logged: a lost rank may be why."""
+    for folder in {saver.folder for saver in _savers}:
+        try:
+            finish(folder)
+        except Exception as error:
+            logger.warning("%s", error)
+
+
 def _saver_of(folder: Path, group: dist.ProcessGroup | None) -> Saver:
     path = folder.absolute()
     if group is None and dist.is_available() and dist.is_initialized():

@@ -260,6 +260,8 @@ def run_run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-restarts is {arguments.max_restarts}, expected at least 0.")
     check_leave(arguments.leave_s)
     if arguments.nnodes not in (None, "1"):
+        if arguments.elastic:
+            raise ConfigError("--elastic runs on one host, whose launcher has the state in memory: leave --nnodes out.")
         command = ["torchrun", "--nnodes", arguments.nnodes, "--nproc-per-node", str(nproc), "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "FIRST_HOST:29400", *["-m"] * arguments.module, *words]
         raise ConfigError(

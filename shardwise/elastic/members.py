@@ -36,6 +36,7 @@ _GENERATION = "elastic/generation/{}"
 _AGAIN_S = 0.1  # between two attempts to interrupt the main thread
 _STUCK_S, _STUCK_USE = 15.0, 0.05  # a rank that has used less than this part of its time for so long will not leave
 _CONNECT_S, _BUILD_S = 10.0, 60.0  # for ranks that have come to connect; for groups that build() makes
+_END_S = 5.0  # for the end of the watching thread: one that wakes up in C++ while Python ends aborts the process
 _POLLS_S = 2e-4, 5e-3  # first and longest pause between two looks for a key
 
 
@@ -233,15 +234,14 @@ class Process:
         self._left = 0  # the number of the last generation that it was a rank of
         self._lost_in = 0  # the newest generation that begins with a loss
         self._leaving = threading.Lock()  # what makes a generation fail must not reach the next one
-        threading.Thread(
-            target=self._watch, args=(_connect(told["port"]),), name="shardwise-elastic", daemon=True
-        ).start()
+        self._watcher = threading.Thread(target=self._watch, args=(_connect(told["port"]),), daemon=True)
+        self._watcher.start()
         self._store.set(_READY.format(self.number), "")
 
     # ---- the thread that waits for the next generation ----
 
     def _watch(self, store: dist.TCPStore) -> None:
-        while True:
+        while self.newest.members or not self.newest.number:  # a generation of none is the end of the run
             key = _GENERATION.format(self.newest.number + 1)
             with suppress(dist.DistStoreError):
                 store.wait([key], timedelta(days=1))
@@ -311,6 +311,7 @@ class Process:
             if self._store.check([_OVER]):
                 if not is_spare:
                     raise StateError(f"elastic: {newest.cause}, after the last step: other ranks have left the loop")
+                self._watcher.join(_END_S)
                 raise SystemExit(0)
             if self.number in used and newest.number > self._left:
                 break
@@ -368,3 +369,4 @@ class Process:
             self.generation, self._lost_in = None, -1
         waits.leave()
         self._store.set(_OVER, str(os.getpid()))
+        self._watcher.join(_END_S)

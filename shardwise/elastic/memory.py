@@ -1,7 +1,8 @@
 """State after a step, each rank's part in memory that outlives the rank: the launcher has it, as files without a name.
 
 There are two sets of files, one per rank in each.  Steps are written to them in turn, so that one set is complete whenever
-a rank is killed.  A rank at any position of any world reads what it needs, by the names and windows of checkpoints.
+a rank is killed.  A thread copies optimizer state, which only optimizers write, while the next forward runs.  A rank at any
+position of any world reads what it needs, by the names and windows of checkpoints.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from shardwise.checkpoint.contents import Contents, LoadRequests, Request, merged
 from shardwise.checkpoint.format import Manifest, PartRecord, TensorRecord, Write, dtype_of, sum_of
 from shardwise.checkpoint.state import carriers_of
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.layout import align
 from shardwise.observe import note
 from shardwise.optim.slices import Window
@@ -49,8 +51,13 @@ class _MemoryFile:
     writes: Sequence[Write] = ()
     parts: str = ""
 
-    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents) -> None:
-        """Write this rank's tensors and values; the mark is last, so that a file that is not whole has none."""
+    def write(
+        self, moment: CommitMark, writes: Sequence[Write], contents: Contents, later: tuple[str, ...]
+    ) -> Callable[[], None]:
+        """Write this rank's tensors; return a function that writes those whose names begin with ``later``, and the values.
+
+        The mark is last, so that a file that is not whole has none.
+        """
         begins = list(accumulate((write.num_bytes for write in writes), initial=_BEGIN))
         if self.mapping is None or self.writes is not writes:
             rows = [
@@ -70,12 +77,28 @@ class _MemoryFile:
                 for w, begin in zip(writes, begins, strict=False)
             ]
         _MARK.pack_into(mapping, 0, 0, end, len(text))
+        rest: list[tuple[str, torch.Tensor, torch.Tensor, int]] = []
         with torch.no_grad():
             for write, target in zip(writes, self.targets, strict=True):
-                target.copy_(contents.tensor_at(write.name, write.window))
-        note("elastic commit", f"step {moment.step}")
-        mapping[end : end + len(text)] = text
-        _MARK.pack_into(mapping, 0, 1, end, len(text))
+                tensor = contents.tensor_at(write.name, write.window)
+                if write.name.startswith(later):
+                    rest.append((write.name, target, tensor, tensor._version))
+                else:
+                    target.copy_(tensor)
+
+        def finish() -> None:
+            with torch.no_grad():
+                for _, target, tensor, _ in rest:
+                    target.copy_(tensor)
+            note("elastic commit", f"step {moment.step}")
+            if odd := [name for name, _, tensor, version in rest if tensor._version != version]:
+                raise StateError(
+                    f"elastic: {odd[0]} was written while it was copied; only optimizers may write it before they step"
+                )
+            mapping[end : end + len(text)] = text
+            _MARK.pack_into(mapping, 0, 1, end, len(text))
+
+        return finish
 
     def _sized(self, num_bytes: int) -> mmap.mmap:
         if self.mapping is None or len(self.mapping) < num_bytes:
@@ -158,20 +181,32 @@ class StateMemory:
     def __init__(self, fds: Sequence[Sequence[int]]) -> None:
         self._sets = [[_MemoryFile(fd) for fd in each] for each in fds]
         self._newest = 1  # the set that the next write must leave alone
+        self._thread, self._copy = ThreadPoolExecutor(1, "shardwise-elastic-copy"), Future[None]()
+        self._copy.set_result(None)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all ranks in both sets."""
         return sum(os.fstat(file.fd).st_size for each in self._sets for file in each)
 
-    def write(self, moment: CommitMark, rank: int, writes: Sequence[Write], contents: Contents) -> None:
-        """Write this rank's part over the older set; every rank must have written its part of the newer one."""
+    def write(
+        self, moment: CommitMark, rank: int, writes: Sequence[Write], contents: Contents, later: tuple[str, ...]
+    ) -> None:
+        """Write this rank's part over the older set; every rank must have written its part of the newer one.
+
+        ``later``: how names begin of what does not change until :meth:`wait`, and is written meanwhile.
+        """
         number = 1 - self._newest
-        self._sets[number][rank].write(moment, writes, contents)
+        finish = self._sets[number][rank].write(moment, writes, contents, later)
         if rank == 0:
             for file in self._sets[number][moment.num_ranks :]:
                 os.ftruncate(file.fd, 0)  # of a rank that is lost
         self._newest = number
+        self._copy = self._thread.submit(finish)
+
+    def wait(self, *_: object) -> None:
+        """Return once the last write is whole.  Raises: StateError if what it copied was written meanwhile."""
+        self._copy.result()
 
     def read(self) -> SavedState | None:
         """Return the newest complete set, None if there is none; no rank may write meanwhile."""

@@ -15,12 +15,16 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.arguments import explains_arguments
 from shardwise.checkpoint.contents import merged
 from shardwise.checkpoint.files import Files, list_checkpoints
-from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_text, share_out, sum_of
+from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_text, join, share_out, sum_of
 from shardwise.checkpoint.load import load
+from shardwise.checkpoint.save import finish_all
 from shardwise.checkpoint.state import BufferCheck, contents_of
 from shardwise.consistency.process_groups import all_have_come, gather_objects, group_of, largest_words
 from shardwise.elastic.members import VARIABLE, Generation, Process
@@ -57,19 +61,23 @@ class ElasticStep(Generic[T]):
         number: steps done before it, 0 for the first.  state: what ``build()`` returned.
     """
 
-    def __init__(self, process: Process, number: int, state: T) -> None:
-        self._process, self.number, self.state = process, number, state
+    def __init__(self, process: Process, number: int, state: T, memory: StateMemory) -> None:
+        self._process, self.number, self.state, self._memory = process, number, state, memory
         self.outcome = ""  # "entered", "done" or "lost"
+        self._hook: RemovableHandle | None = None
 
     def __enter__(self) -> T:
         self.outcome = "entered"
         self._process.listen()
+        self._hook = register_optimizer_step_pre_hook(self._memory.wait)
         return self.state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.outcome = "done" if error is None else "lost"
+        cast(RemovableHandle, self._hook).remove()
+        self._memory.wait()
         return error is None or self._process.is_lost(error, _PATIENCE_S)
 
 
@@ -104,7 +112,8 @@ class _Commits:
             texts = gather_objects(held_to_text(contents.held.values()), self.group)
             writes = share_out([held_from_text(text) for text in texts])
             self.held, self.writes = contents.held, tuple(write for write in writes if write.rank == rank)
-        self.memory.write(CommitMark(step, number, size), rank, self.writes, contents)
+        later = tuple(join(name, "state", "") for name, each in state.items() if isinstance(each, Optimizer))
+        self.memory.write(CommitMark(step, number, size), rank, self.writes, contents, later)
         return newest > number
 
 
@@ -150,7 +159,8 @@ class ElasticRun(Generic[T]):
                 if not self._process.is_lost(error, _PATIENCE_S):
                     raise
             else:
-                step = ElasticStep(self._process, self.number, cast(T, self.state))
+                memory = cast(_Commits, self._commits).memory
+                step = ElasticStep(self._process, self.number, cast(T, self.state), memory)
                 try:
                     yield step
                 except GeneratorExit:  # the program leaves the loop
@@ -174,7 +184,10 @@ class ElasticRun(Generic[T]):
         return has_next
 
     def _leave(self) -> None:
+        if self._commits is not None:
+            self._commits.memory.wait()
         self.state, self._commits = None, None
+        finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
         gc.collect()  # modules and their hooks refer to each other, and to groups
         self._process.leave()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -534,8 +534,6 @@ class ElasticTrainer:
     def _build(self) -> dict[str, Any]:
         self._opened.close()
         self._trainer, self._steps, self._run_log = None, None, RunLog()
-        with suppress(Exception):  # of a save in which a rank was lost
-            finish(self._folder / "checkpoints")
         ranks = RunRanks(dist.get_rank(), dist.get_world_size(), self._device)
         told = ranks.from_first(run_to_json(prepare_again(self._start, self._config)) if ranks.is_first else None)
         if ranks.is_first:

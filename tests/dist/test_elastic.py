@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers.forked_commands import run_forked
 
 import shardwise
 from shardwise import ConfigError, StateError
+from shardwise.checkpoint.files import Files, list_checkpoints, verify
 from shardwise.cli.main import main
 
 RUN = [*COMMAND[: COMMAND.index("train")], "run", "--elastic"]
@@ -131,6 +133,18 @@ def test_a_run_without_memory_begins_from_the_newest_checkpoint(tmp_path: Path) 
     assert more["worlds"] == [2, 2, 2], "steps 5 to 7"
 
 
+@pytest.mark.parametrize("process", [0, 2])
+def test_a_save_in_the_background_that_a_loss_cuts_is_left_out(process: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    ended = elastic(
+        tmp_path, "-n", "3", checkpoints=str(folder), background=True, kills=[[process, "checkpoint save", 3]]
+    )
+    assert assert_undisturbed(tmp_path, ended)["worlds"][-1] == 2
+    whole = {each.step for each in list_checkpoints(Files(), folder) if not verify(Files(), each.path)}
+    assert whole | {4} == set(range(1, elastic_program.NUM_STEPS + 1)), "at most the one that was cut is missing"
+    assert not [name for name in os.listdir(folder) if "partial" in name or "tmp" in name], os.listdir(folder)
+
+
 def test_only_a_number_of_ranks_that_divides_the_microbatches_takes_part(tmp_path: Path) -> None:
     more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "4", V=4, kills=[[3, "backward", 2]]))
     assert more["worlds"] == [4, 4, 2, 2, 2, 2, 2, 2]
@@ -165,6 +179,18 @@ def test_a_program_that_cannot_go_on_is_told_why(mistake: str, expected: str, tm
     assert expected in ended.err
 
 
+def test_optimizers_wait_for_the_copy_of_their_state(tmp_path: Path) -> None:
+    more = assert_undisturbed(tmp_path, elastic(tmp_path, "-n", "2", slow_copy=3))
+    assert more["copies"] == [True] * (elastic_program.NUM_STEPS - 3)
+
+
+def test_optimizer_state_that_is_written_while_it_is_copied_is_named(tmp_path: Path) -> None:
+    ended = elastic(tmp_path, "-n", "2", slow_copy=3, mistake="writes")
+    assert ended.code == 1
+    assert "StateError: elastic: optimizer/state/" in ended.err
+    assert "was written while it was copied" in ended.err
+
+
 def test_values_that_differ_between_ranks_end_all_ranks(tmp_path: Path) -> None:
     ended = elastic(tmp_path, "-n", "2", differs=2)
     assert ended.code == 1
@@ -190,6 +216,7 @@ def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch
     ("words", "expected"),
     [
         (["--spares", "1"], "--spares and --min-nproc need --elastic"),
+        (["--elastic", "--nnodes", "2"], "--elastic runs on one host"),
         (["--elastic", "--spares", "-1"], "--spares is -1, expected at least 0"),
         (["--elastic", "-n", "2", "--min-nproc", "3"], "--min-nproc is 3, expected 1 to 2"),
     ],

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import save
+from shardwise.checkpoint import finish, save
 from shardwise.elastic import members
 from shardwise.testing import faults
 from shardwise.torch_private import all_groups, timeout_s_of
@@ -143,6 +143,7 @@ def train(settings: dict[str, Any]) -> None:
         set_faults(-1)
         num_passes = 0
         worlds: list[int] = []
+        copies: list[bool] = []
         if mistake == "group":
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         note(settings, f"started-{process}")
@@ -169,18 +170,28 @@ def train(settings: dict[str, Any]) -> None:
                 rank, size = dist.get_rank(), dist.get_world_size()
                 loss = state["model"](batch_of(step.number).chunk(size)[rank])
                 (loss * size / 4).backward()
+                if mistake == "writes" and copies:
+                    for each in state["optimizer"].state.values():
+                        each["momentum_buffer"].add_(1)
                 state["optimizer"].step()
+                if copies:
+                    copies.append(run._commits.memory._copy.done())  # pyright: ignore
                 state["optimizer"].zero_grad()
                 state["scheduler"].step()
                 state["user"]["seen"] += 1
                 worlds.append(size)
+                if settings.get("slow_copy") == step.number:  # of the state after this step
+                    copies.append(True)
+                    stack.enter_context(faults.delay_at("elastic commit", rank=None, seconds=2.0))
                 if folder is not None:
-                    save(folder, state, step=step.number + 1)
+                    save(folder, state, step=step.number + 1, wait=not settings.get("background"))
                 if step.number + 1 == settings.get("leaves"):
                     break
                 if settings.get("differs") == step.number:
                     state["user"]["seen"] += rank
     is_over.set()
+    if folder is not None:
+        finish(folder)
     assert run.state is not None
     state = run.state
     note(settings, f"ended-{process}-{num_passes}")
@@ -188,6 +199,7 @@ def train(settings: dict[str, Any]) -> None:
     found = shardwise.full_state_dict(inner)
     if dist.get_rank() == 0:
         more = {"seen": state["user"]["seen"], "worlds": worlds, "recoveries": [r.cause for r in run.recoveries]}
+        more["copies"] = copies
         more["num_bytes"] = run.num_bytes
         more["timeouts_s"] = [timeout_s_of(group) for group in all_groups()]
         more["seconds"] = [dict(r.seconds) for r in run.recoveries]
