@@ -5,7 +5,10 @@ places and moments, with and without processes that replace them, until so many 
 parameters of one process, to the bit.
 
 ``python benchmarks/elastic.py times [--repeats 9]``: from a kill to the end of the next step at 4 ranks, beside a restart from
-disk, and what the copy after each step takes.
+disk.
+
+``python benchmarks/elastic.py cost [--ranks 4] [--rows 1024] [--steps 40]``: what the copy adds to a step; each
+second step follows none.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +75,15 @@ def one(number, model, optimizer):
         open(f"{folder}/ends", "a").write(f"{number} {time.monotonic()!r} {size}\\n")
 if how == "elastic":
     run = shardwise.elastic(build, num_steps=num_steps)
-    begins, ends = [], []
+    ends = []
     for step in run:
         with step as (model, optimizer):
-            begins.append(time.monotonic())
-            one(step.number, model, optimizer)
-            ends.append(time.monotonic())
+            for _ in range(2 if kill_at < 0 else 1):  # the second follows no copy
+                one(step.number, model, optimizer)
+                ends.append(time.monotonic())
     if not dist.get_rank():
-        copies = [begin - end for begin, end in zip(begins[1:], ends)]
-        whole = [b - a for a, b in zip(begins, begins[1:])]
         parts = [dict(each.seconds) for each in run.recoveries]
-        open(f"{folder}/found", "w").write(json.dumps([parts, copies, whole, run.num_bytes]))
+        open(f"{folder}/found", "w").write(json.dumps([parts, ends, run.num_bytes]))
 else:
     dist.init_process_group("gloo")
     model, optimizer = build()
@@ -132,26 +134,36 @@ def time_all(repeats: int) -> None:
         print(f"| {name} | {statistics.median(row[name] for row in rows):.3f} |")
     restarts = [measure("disk", 4, sizes, 5, 8)[0] for _ in range(max(1, repeats // 3))]
     print(f"| restart from disk | {statistics.median(restarts):.3f} |")
-    for num_ranks in (2, 4):
-        _, (_, copies, whole, num_bytes) = measure("elastic", num_ranks, (512, 2048), -1, 20)
-        copy, step = statistics.median(copies[5:]), statistics.median(whole[5:])
-        print(
-            f"{num_ranks} ranks: {1e3 * copy:.1f} ms of {1e3 * step:.0f} ms ({100 * copy / step:.1f} %), {num_bytes >> 20} MiB"
-        )
+
+
+def time_copies(num_ranks: int, rows: int, num_steps: int) -> None:
+    """Print what a step takes without the copy and with it, in turn."""
+    _, (_, ends, num_bytes) = measure("elastic", num_ranks, (512, rows), -1, num_steps)
+    seconds = [end - begin for begin, end in pairwise(ends)][10:]
+    alone, copied = statistics.median(seconds[::2]), statistics.median(seconds[1::2])
+    print(
+        f"{num_ranks} ranks, {rows} rows: {1e3 * alone:.1f} ms without the copy, {1e3 * copied:.1f} ms with it "
+        f"({100 * (copied / alone - 1):+.1f} %), {num_bytes / 2**20:.1f} MiB"
+    )
 
 
 def main() -> None:
     """Read the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("kills", "times"))
+    parser.add_argument("what", choices=("kills", "times", "cost"))
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
     if arguments.what == "kills":
         sys.exit(kill(arguments.kills, arguments.seed))
-    else:
+    elif arguments.what == "times":
         time_all(arguments.repeats)
+    else:
+        time_copies(arguments.ranks, arguments.rows, arguments.steps)
 
 
 if __name__ == "__main__":

@@ -112,16 +112,8 @@ class _MemoryFile:
 
     def describe(self) -> list[Any] | None:
         """Return the description, None if the file is not whole."""
-        size = os.fstat(self.fd).st_size
-        if size < _BEGIN:
-            return None
-        is_whole, begin, length = _MARK.unpack(os.pread(self.fd, _MARK.size, 0))
+        is_whole, begin, length = _MARK.unpack(os.pread(self.fd, _MARK.size, 0) or bytes(_MARK.size))
         return json.loads(os.pread(self.fd, length, begin)) if is_whole else None
-
-    def close(self) -> None:
-        """Unmap the memory; a later write maps it again."""
-        self.targets.clear()
-        self.mapping, self.writes = None, ()
 
 
 class SavedState:
@@ -176,28 +168,26 @@ def _fill(request: Request, memories: Sequence[torch.Tensor]) -> None:
 
 
 class StateMemory:
-    """The two sets of files; ``fds``: by set and rank."""
+    """The two sets of files.
 
-    def __init__(self, fds: Sequence[Sequence[int]]) -> None:
+    ``fds``: by set and rank.  ``later``: how names begin of what does not change until :meth:`wait`, and is copied meanwhile.
+    """
+
+    def __init__(self, fds: Sequence[Sequence[int]], later: tuple[str, ...]) -> None:
         self._sets = [[_MemoryFile(fd) for fd in each] for each in fds]
         self._newest = 1  # the set that the next write must leave alone
-        self._thread, self._copy = ThreadPoolExecutor(1, "shardwise-elastic-copy"), Future[None]()
-        self._copy.set_result(None)
+        self._later, self._thread = later, ThreadPoolExecutor(1, "shardwise-elastic-copy")
+        self._copy: Future[None] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all ranks in both sets."""
         return sum(os.fstat(file.fd).st_size for each in self._sets for file in each)
 
-    def write(
-        self, moment: CommitMark, rank: int, writes: Sequence[Write], contents: Contents, later: tuple[str, ...]
-    ) -> None:
-        """Write this rank's part over the older set; every rank must have written its part of the newer one.
-
-        ``later``: how names begin of what does not change until :meth:`wait`, and is written meanwhile.
-        """
+    def write(self, moment: CommitMark, rank: int, writes: Sequence[Write], contents: Contents) -> None:
+        """Write this rank's part over the older set; every rank must have written its part of the newer one."""
         number = 1 - self._newest
-        finish = self._sets[number][rank].write(moment, writes, contents, later)
+        finish = self._sets[number][rank].write(moment, writes, contents, self._later)
         if rank == 0:
             for file in self._sets[number][moment.num_ranks :]:
                 os.ftruncate(file.fd, 0)  # of a rank that is lost
@@ -206,14 +196,13 @@ class StateMemory:
 
     def wait(self, *_: object) -> None:
         """Return once the last write is whole.  Raises: StateError if what it copied was written meanwhile."""
-        self._copy.result()
+        if self._copy is not None:
+            self._copy.result()
 
     def read(self) -> SavedState | None:
         """Return the newest complete set, None if there is none; no rank may write meanwhile."""
         found: list[SavedState] = []
         for number, files in enumerate(self._sets):
-            for file in files:
-                file.close()
             first = files[0].describe()
             if first is None:
                 continue

@@ -112,8 +112,7 @@ class _Commits:
             texts = gather_objects(held_to_text(contents.held.values()), self.group)
             writes = share_out([held_from_text(text) for text in texts])
             self.held, self.writes = contents.held, tuple(write for write in writes if write.rank == rank)
-        later = tuple(join(name, "state", "") for name, each in state.items() if isinstance(each, Optimizer))
-        self.memory.write(CommitMark(step, number, size), rank, self.writes, contents, later)
+        self.memory.write(CommitMark(step, number, size), rank, self.writes, contents)
         return newest > number
 
 
@@ -206,7 +205,8 @@ class ElasticRun(Generic[T]):
         process.set_timeouts()
         named = _named(self.state)
         built_s = time.monotonic()
-        memory = StateMemory(process.fds)
+        later = tuple(join(name, "state", "") for name, each in named.items() if isinstance(each, Optimizer))
+        memory = StateMemory(process.fds, later)
         saved = memory.read()
         self._commits = _Commits(memory, group)
         if saved is not None:
