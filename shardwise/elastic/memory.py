@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -177,7 +177,7 @@ class StateMemory:
         self._sets = [[_MemoryFile(fd) for fd in each] for each in fds]
         self._newest = 1  # the set that the next write must leave alone
         self._later, self._thread = later, ThreadPoolExecutor(1, "shardwise-elastic-copy")
-        self._copy: Future[None] | None = None
+        self._copy = self._thread.submit(lambda: None)
 
     @property
     def num_bytes(self) -> int:
@@ -196,8 +196,7 @@ class StateMemory:
 
     def wait(self, *_: object) -> None:
         """Return once the last write is whole.  Raises: StateError if what it copied was written meanwhile."""
-        if self._copy is not None:
-            self._copy.result()
+        self._copy.result()
 
     def read(self) -> SavedState | None:
         """Return the newest complete set, None if there is none; no rank may write meanwhile."""
