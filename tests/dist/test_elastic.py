@@ -34,6 +34,7 @@ def assert_undisturbed(folder: Path, ended: Ended) -> dict[str, Any]:
     expected = elastic_program.undisturbed()
     assert {name: torch.equal(found[name], value) for name, value in expected.items()} == dict.fromkeys(expected, True)
     assert more["seen"] == elastic_program.NUM_STEPS
+    assert not more["is_watching"], "a thread that wakes up in C++ while Python ends aborts the process"
     assert len(more["worlds"]) <= elastic_program.NUM_STEPS + len(more["recoveries"]), "steps before the last were lost"
     return more
 

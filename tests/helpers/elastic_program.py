@@ -190,6 +190,7 @@ def train(settings: dict[str, Any]) -> None:
                 if settings.get("differs") == step.number:
                     state["user"]["seen"] += rank
     is_over.set()
+    is_watching = run._process._watcher.is_alive()  # pyright: ignore[reportPrivateUsage]
     if folder is not None:
         finish(folder)
     assert run.state is not None
@@ -199,7 +200,7 @@ def train(settings: dict[str, Any]) -> None:
     found = shardwise.full_state_dict(inner)
     if dist.get_rank() == 0:
         more = {"seen": state["user"]["seen"], "worlds": worlds, "recoveries": [r.cause for r in run.recoveries]}
-        more["copies"] = copies
+        more |= {"copies": copies, "is_watching": is_watching}
         more["num_bytes"] = run.num_bytes
         more["timeouts_s"] = [timeout_s_of(group) for group in all_groups()]
         more["seconds"] = [dict(r.seconds) for r in run.recoveries]
