@@ -339,7 +339,7 @@ class Contents:
     """This rank's part of the state.
 
     Attributes:
-        held, parts: per tensor, in parallel.
+        held, parts, tensors: per tensor, in parallel; the last are as they were given.
         ties: further names of tensors.
         params: parameters of modules by name; True for plain ones, of which every rank holds the whole.
         buffers: names of plain module buffers that no broadcast makes equal on all ranks.
@@ -348,6 +348,7 @@ class Contents:
 
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     parts: dict[str, list[LocalPart]] = field(default_factory=dict[str, list[LocalPart]])
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     ties: dict[str, str] = field(default_factory=dict[str, str])
     params: dict[str, bool] = field(default_factory=dict[str, bool])
     buffers: list[str] = field(default_factory=list[str])
@@ -361,7 +362,7 @@ class Contents:
         held = Held(
             name, dtype_name(tensor.dtype, name), tuple(tensor.shape), tuple(part.window for part in parts), is_lowest
         )
-        self.parts[name], self.held[name] = parts, held
+        self.parts[name], self.held[name], self.tensors[name] = parts, held, tensor
 
     def add_value(self, name: str, value: Any) -> None:
         """Add an encoded value under a new name."""

@@ -236,6 +236,7 @@ class Saver:
             copied.set_exception(CheckpointError(f"interrupted by {type(error).__name__}"))
             raise
         finally:
+            job.contents.tensors.clear()
             job.contents.parts.clear()  # what was gathered for the copy is no longer needed
             self._thread = threading.Thread(target=self._run, args=(job, copied), name=f"shardwise-save-{step}")
             self._thread.start()

@@ -77,21 +77,23 @@ class _MemoryFile:
                 for w, begin in zip(writes, begins, strict=False)
             ]
         _MARK.pack_into(mapping, 0, 0, end, len(text))
-        rest: list[tuple[str, torch.Tensor, torch.Tensor, int]] = []
+        # In-place operations of DTensors count versions of these, not of their local tensors.
+        versions = [(name, each, each._version) for name, each in contents.tensors.items() if name.startswith(later)]
+        rest: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for write, target in zip(writes, self.targets, strict=True):
                 tensor = contents.tensor_at(write.name, write.window)
                 if write.name.startswith(later):
-                    rest.append((write.name, target, tensor, tensor._version))
+                    rest.append((target, tensor))
                 else:
                     target.copy_(tensor)
 
         def finish() -> None:
             with torch.no_grad():
-                for _, target, tensor, _ in rest:
+                for target, tensor in rest:
                     target.copy_(tensor)
             note("elastic commit", f"step {moment.step}")
-            if odd := [name for name, _, tensor, version in rest if tensor._version != version]:
+            if odd := [name for name, each, version in versions if each._version != version]:
                 raise StateError(
                     f"elastic: {odd[0]} was written while it was copied; only optimizers may write it before they step"
                 )
@@ -202,8 +204,7 @@ class StateMemory:
         """Return the newest complete set, None if there is none; no rank may write meanwhile."""
         found: list[SavedState] = []
         for number, files in enumerate(self._sets):
-            first = files[0].describe()
-            if first is None:
+            if (first := files[0].describe()) is None:
                 continue
             moment = CommitMark(*first[:3])
             described = [file.describe() for file in files[: moment.num_ranks]]
