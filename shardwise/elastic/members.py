@@ -226,7 +226,7 @@ class Process:
         self.number, self.fds = int(environment["RANK"]), told["fds"]
         self._store = _connect(told["port"])
         self.generation: Generation | None = None
-        self.newest = Generation(0, (), False, "", 0.0)
+        self.newest = Generation(0, (), True, "", 0.0)
         self._phase = ""  # "entering" a generation, "leaving" one, or neither
         # C++ does not keep the Python part of a store.  The end of a group waits for its threads: of one that has lost a rank
         # they may wait for a message that was cut, for half an hour, whenever the user's last reference goes.
@@ -241,7 +241,7 @@ class Process:
     # ---- the thread that waits for the next generation ----
 
     def _watch(self, store: dist.TCPStore) -> None:
-        while self.newest.members or not self.newest.number:  # a generation of none is the end of the run
+        while self.newest.members or self.newest.is_urgent:  # of none without a loss: the end of the run
             key = _GENERATION.format(self.newest.number + 1)
             with suppress(dist.DistStoreError):
                 store.wait([key], timedelta(days=1))
