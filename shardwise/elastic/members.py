@@ -196,7 +196,7 @@ class _GenerationStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         return self._ask().check(keys)
 
-    def delete_key(self, key: str) -> bool:
+    def deleteKey(self, key: str) -> bool:  # C++ calls delete_key by this name
         return self._ask().delete_key(key)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=300)) -> None:

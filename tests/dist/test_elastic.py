@@ -6,10 +6,12 @@ import json
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import elastic_program, elastic_same_bits
 from helpers.commands import COMMAND, Ended
 from helpers.forked_commands import run_forked
@@ -18,6 +20,7 @@ import shardwise
 from shardwise import ConfigError, StateError
 from shardwise.checkpoint.files import Files, list_checkpoints, verify
 from shardwise.cli.main import main
+from shardwise.elastic import members
 
 RUN = [*COMMAND[: COMMAND.index("train")], "run", "--elastic"]
 
@@ -203,6 +206,14 @@ def test_fewer_ranks_than_the_user_allows_end_the_run(tmp_path: Path) -> None:
     assert ended.code == 128 + 9
     assert "shardwise: 2 ranks are left, --min-nproc is 3" in ended.err
     assert "rank 1 was ended by SIGKILL" in ended.err
+
+
+def test_keys_of_a_generation_can_be_deleted() -> None:
+    process: Any = SimpleNamespace(refuse=lambda number: None)
+    store = dist.PrefixStore("1", members._GenerationStore(dist.HashStore(), process, 1))  # pyright: ignore[reportPrivateUsage]
+    store.set("key", "")
+    assert store.delete_key("key")
+    assert not store.check(["key"])
 
 
 def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
