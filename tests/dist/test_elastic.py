@@ -210,7 +210,8 @@ def test_fewer_ranks_than_the_user_allows_end_the_run(tmp_path: Path) -> None:
 
 def test_keys_of_a_generation_can_be_deleted() -> None:
     process: Any = SimpleNamespace(refuse=lambda number: None)
-    store = dist.PrefixStore("1", members._GenerationStore(dist.HashStore(), process, 1))  # pyright: ignore[reportPrivateUsage]
+    inner = members._GenerationStore(dist.HashStore(), process, 1)  # pyright: ignore[reportPrivateUsage]
+    store = dist.PrefixStore("1", inner)
     store.set("key", "")
     assert store.delete_key("key")
     assert not store.check(["key"])
