@@ -1,16 +1,18 @@
-"""One step of a model whose states exceed the memory of this machine, with optimizer state on disk.
+"""Steps of a model whose states exceed the memory of this machine: parameters, gradients and optimizer state are on disk.
 
-Run: ``python benchmarks/more_than_memory.py [--num-ranks 2] [--blocks 120] [--out FILE]``; it needs 24 bytes of disk per
-parameter in the folder for temporary files.  Parameters are in bf16; the state of the optimizer, a user's own, is an fp32
-copy of them and AdamW's two averages of it: with gradients 16 bytes per parameter, of which 4 are in memory.
+Run: ``python benchmarks/more_than_memory.py [--num-ranks 2] [--blocks 150] [--out FILE]``; it needs 16 bytes
+of disk per parameter, and 2**24 parameters per block.  A cgroup shows that little of it has to be in memory.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
+import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,86 +20,88 @@ import torch.distributed as dist
 from over_ranks import Knob, measure_over_ranks
 from torch import nn
 
-from shardwise import OptimizerOffload, ShardedOptimizer, fully_shard
+from shardwise import DiskOffloadPolicy, OptimizerOffload, ShardedOptimizer, fully_shard, init_parameters
 from shardwise.one_host import host_memory_bytes
 
 WIDTH = 4096
+NUM_BYTES = 2**30  # that measure the disk
 
 
-class MixedAdamW(torch.optim.Optimizer):
-    """AdamW over bf16 parameters, with an fp32 copy of them in its state."""
+def disk_gb_per_s() -> tuple[float, float]:
+    """Return at how many GB per second the disk of temporary files is read and written."""
+    fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT)
+    block = mmap.mmap(-1, 2**24)
+    block[:] = os.urandom(len(block))
+    found: list[float] = []
+    for move in (os.pwrite, lambda fd, block, begin: os.preadv(fd, [block], begin)):
+        began = time.perf_counter()
+        for begin in range(0, NUM_BYTES, len(block)):
+            move(fd, block, begin)
+        found.append(NUM_BYTES / 1e9 / (time.perf_counter() - began))
+    os.close(fd)
+    return found[1], found[0]
 
-    def __init__(self, params: Any, lr: float = 1e-4) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter from its gradient."""
-        for group in self.param_groups:
-            (slow, fast), lr, eps = group["betas"], group["lr"], group["eps"]
-            for param in (each for each in group["params"] if each.grad is not None):
-                state = self.state[param]
-                if not state:
-                    averages = (torch.zeros_like(param, dtype=torch.float32) for _ in range(2))
-                    state |= {
-                        "step": 0,
-                        "master": param.detach().float(),
-                        **dict(zip(("mean", "square"), averages, strict=True)),
-                    }
-                state["step"] += 1
-                gradient = param.grad.float()
-                state["mean"].lerp_(gradient, 1 - slow)
-                state["square"].mul_(fast).addcmul_(gradient, gradient, value=1 - fast)
-                scale = (1 - fast ** state["step"]) ** 0.5
-                root = gradient.copy_(state["square"]).sqrt_().div_(scale).add_(eps)
-                state["master"].addcdiv_(state["mean"], root, value=-lr / (1 - slow ** state["step"]))
-                param.copy_(state["master"])
+def moved_gb() -> tuple[float, float]:
+    """Return how many GB this process has read from disks and written to them."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    written = int(lines["write_bytes"]) - int(lines["cancelled_write_bytes"])
+    return int(lines["read_bytes"]) / 1e9, written / 1e9
 
 
 def measure_rank(blocks: int) -> dict[str, Any]:
-    """Make one step, and a second one, which reads the state; return what it took."""
+    """Make two steps, of which the second reads all states; return what they took."""
+    read_speed, write_speed = disk_gb_per_s() if dist.get_rank() == 0 else (0.0, 0.0)
     with torch.device("meta"):
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(blocks)])
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for number, param in enumerate(model.parameters()):
-            param.to_local().normal_(std=WIDTH**-0.5, generator=torch.Generator().manual_seed(number))  # pyright: ignore
-    data = torch.randn(16, WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(dist.get_rank()))
-    with tempfile.TemporaryDirectory() as folder:
-        offload = OptimizerOffload(folder=folder, undo=False)
-        optimizer = ShardedOptimizer(dict(model.named_parameters()), MixedAdamW, offload=offload)
-        losses: list[float] = []
-        seconds: list[float] = []
-        for _ in range(2):
-            began = time.perf_counter()
-            loss = model(data).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.barrier()
-            losses.append(float(loss))
-            seconds.append(round(time.perf_counter() - began, 1))
-    numel = sum(param.numel() for param in model.parameters())
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(blocks)])
+    folder = tempfile.gettempdir()
+    for module in (*model, model):
+        fully_shard(module, offload_policy=DiskOffloadPolicy(folder=folder))
+    for block in model:  # one after the other, so that only one is in memory
+        init_parameters(block, device="cpu")
+    offload = OptimizerOffload(folder=folder, undo=False)
+    optimizer = ShardedOptimizer(
+        dict(model.named_parameters()), torch.optim.AdamW, lr=1e-4, fused=True, offload=offload
+    )
+    data = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    steps: list[dict[str, float]] = []
+    for _ in range(2):
+        dist.barrier()
+        began, before = time.perf_counter(), moved_gb()
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        read, written = (after - first for after, first in zip(moved_gb(), before, strict=True))
+        print(f"rank {dist.get_rank()}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        steps.append({"loss": float(loss), "s": time.perf_counter() - began, "read GB": read, "written GB": written})
     return {
-        "parameters": numel,
-        "losses": losses,
-        "s per step": seconds,
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "steps": steps,
+        "disk reads GB/s": read_speed,
+        "disk writes GB/s": write_speed,
         "peak resident GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
     }
 
 
 def summary(every: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's figures, the states, and the memory that there is."""
-    of = every[0]
-    states = {
-        "states GB": round(16 * of["parameters"] / 1e9, 1),
+    """Return what all ranks moved per step, beside the time that the disk takes for that alone."""
+    first = every[0]
+    steps: list[dict[str, float]] = []
+    for ranks in zip(*[each["steps"] for each in every], strict=True):
+        read, written = (sum(rank[key] for rank in ranks) for key in ("read GB", "written GB"))
+        disk = read / first["disk reads GB/s"] + written / first["disk writes GB/s"]
+        steps.append({**ranks[0], "read GB": read, "written GB": written, "s of the disk alone": disk})
+    found = {
+        **first,
+        "steps": [{key: round(value, 6 if key == "loss" else 1) for key, value in step.items()} for step in steps],
+        "states GB": 16 * first["parameters"] / 1e9,
         "memory of the host GB": (host_memory_bytes() or 0) / 1e9,
+        "peak resident GB": max(each["peak resident GB"] for each in every),
     }
-    return of | states | {"free disk GB": round(os.statvfs(tempfile.gettempdir()).f_bavail * 4096 / 1e9, 1)}
+    return {key: round(value, 2) if isinstance(value, float) else value for key, value in found.items()}
 
 
 if __name__ == "__main__":
-    measure_over_ranks(__doc__, Knob("blocks", 120), measure_rank, summary)
+    measure_over_ranks(__doc__, Knob("blocks", 150), measure_rank, summary)

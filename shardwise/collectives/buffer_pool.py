@@ -26,11 +26,13 @@ _least_alone: list[int] = []  # of limit_heap(): the heap is that of the process
 
 
 def limit_heap(least_bytes: int = 1 << 17) -> None:
-    """Let allocations of ``least_bytes`` have pages of their own in later steps, so that what is freed is not resident.
+    """Let allocations of ``least_bytes`` have pages of their own from now on, so that what is freed is not resident.
 
     In the heap some 25 % of what a step of a GPT holds is holes.  Pages of their own take a page fault per 4 KiB.
     """
     _least_alone[:] = [least_bytes]
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_MMAP_THRESHOLD, least_bytes)
 
 
 def keep_heap(owner: object, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from shardwise.fsdp.gradients import early_readers
 from shardwise.fsdp.param import ShardedParam
 from shardwise.offload.disk import DiskTier
 from shardwise.offload.staging import Load, Staging
-from shardwise.offload.tiers import HostTier, Tier
+from shardwise.offload.tiers import HostTier
 from shardwise.offload.units import Guess, UpdateUnit, drop
 from shardwise.one_host import usable_cores
 from shardwise.optim.elementwise import ElementwiseStep
@@ -93,10 +93,6 @@ class OptimizerOffload:
             )
         return OffloadedStep(self, backend, groups, options)
 
-    def tier(self) -> Tier:
-        """Return where the state lives.  Collective for a disk."""
-        return HostTier() if self.folder is None else DiskTier(self.folder)
-
 
 class OffloadedStep:
     """Run an optimizer per unit, on one thread for all of them; see :class:`OptimizerOffload`.
@@ -118,7 +114,7 @@ class OffloadedStep:
         if policy.undo is None:
             policy = replace(policy, undo=num_threads > 1 or torch.accelerator.is_available())
         self._policy, self._plain, self._options = policy, plain, options
-        self._tier = policy.tier()
+        self._tier = HostTier() if policy.folder is None else DiskTier(policy.folder)
         self.units: list[UpdateUnit] = []
         self.resident: list[UpdateUnit] = []
         self._index_of: dict[
@@ -167,7 +163,7 @@ class OffloadedStep:
         if rest:
             self.resident.append(UpdateUnit(-1, HostTier(), rest, options, self._plain, None))
         if isinstance(self._tier, DiskTier):
-            self._tier.expect(needed)
+            self._tier.expect(needed * (1 + bool(self._policy.undo)))  # an update to be undone needs a second place
 
     # ---- updates ----
 

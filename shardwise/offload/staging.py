@@ -13,6 +13,7 @@ import torch
 from shardwise import torch_private
 from shardwise.collectives.streams import Device, SideStream
 from shardwise.fsdp.flat_buffer import ParamStorage
+from shardwise.offload.tiers import layout_of, views_in
 from shardwise.optim.slices import ParamSlice, local_of
 
 Gradients = Sequence[torch.Tensor | None]
@@ -55,8 +56,6 @@ def digests_of(tensors: Gradients) -> Digests:
 
 # ---- Memory of the host.
 
-_GAP_BYTES = 64
-
 
 class Copies:
     """Copies of parameters in one allocation of host memory, and views of gradients that lie in another one alike.
@@ -67,28 +66,11 @@ class Copies:
 
     def __init__(self, slices: Sequence[ParamSlice], staging: Staging) -> None:
         self.staging, self._slices = staging, slices
-        found = self.params()
-        # Copies are neighbours where the parameters are: fused kernels round the last elements of a run in another way.  The
-        # widest elements come first, so that all are aligned.
-        order = sorted(range(len(found)), key=lambda index: (-found[index].element_size(), found[index].data_ptr()))
-        self._ranges: list[tuple[int, int]] = [(0, 0)] * len(found)
-        start = follows = 0
-        for index in order:
-            size = found[index].numel() * found[index].element_size()
-            if size and found[index].data_ptr() != follows:
-                start = (start // _GAP_BYTES + 2) * _GAP_BYTES
-            follows = found[index].data_ptr() + size
-            self._ranges[index], start = (start, start + size), start + size
-        self.tensors = [torch.empty_like(local, device="meta").detach() for local in found]
-        self.tensors = self._views(staging.new_memory(start))
-        staging.fit(start)
+        self._starts, num_bytes = layout_of(self.params())
+        self.tensors = [torch.empty_like(local, device="meta").detach() for local in self.params()]
+        self.tensors = views_in(staging.new_memory(num_bytes), self.tensors, self._starts)
+        staging.fit(num_bytes)
         self._staged: dict[int, list[torch.Tensor]] = {}  # views by the address of their memory
-
-    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            memory[start:stop].view(each.dtype).view(each.shape)
-            for each, (start, stop) in zip(self.tensors, self._ranges, strict=True)
-        ]
 
     def params(self) -> list[torch.Tensor]:
         """Return the parameters."""
@@ -101,7 +83,7 @@ class Copies:
         """
         assert load.memory is not None
         if (address := load.memory.data_ptr()) not in self._staged:
-            self._staged[address] = self._views(load.memory)
+            self._staged[address] = views_in(load.memory, self.tensors, self._starts)
         pairs = zip(self._staged[address], load.gradients, strict=True)
         return [view if each is not None and each.dtype == view.dtype else each for view, each in pairs]
 

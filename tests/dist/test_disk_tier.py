@@ -49,9 +49,9 @@ def sharded(name: str) -> nn.Module:
     return fully_shard(model)
 
 
-def optimizer_for(model: nn.Module, kind: str, folder: str | None) -> ShardedOptimizer:
+def optimizer_for(model: nn.Module, kind: str, folder: str | None, undo: bool = True) -> ShardedOptimizer:
     made, options = OPTIMIZERS[kind]
-    offload = None if folder is None else OptimizerOffload(folder=folder, undo=True)
+    offload = None if folder is None else OptimizerOffload(folder=folder, undo=undo)
     return ShardedOptimizer(dict(model.named_parameters()), made, offload=offload, **options)
 
 
@@ -99,14 +99,16 @@ def files_on_disk(folder: str) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "AdamW"), (2, "AdamW"), (4, "SGD")])
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "undo"), [(1, "AdamW", True), (2, "AdamW", False), (2, "AdamW", True), (4, "SGD", True)]
+)
 @on_ranks()
-def test_clipped_steps_are_those_of_state_in_memory(kind: str, steps: int) -> None:
+def test_clipped_steps_are_those_of_state_in_memory(kind: str, undo: bool, steps: int) -> None:
     with shared_folder() as folder:
         runs: list[Any] = []
         for where in (None, folder):
             model = sharded("mixed")
-            optimizer = optimizer_for(model, kind, where)
+            optimizer = optimizer_for(model, kind, where, undo)
             runs.append((train("mixed", model, optimizer, range(steps)), state_of(model, optimizer)))
             assert (where is None) == (not files_on_disk(folder))
         assert not os.listdir(folder)  # not even while it is used
@@ -165,7 +167,11 @@ def test_a_file_system_with_less_space_than_the_states_of_its_ranks_need_is_name
         numel = sum(param.to_local().numel() for param in model.parameters())  # pyright: ignore
         numels: list[int] = [0, 0]
         dist.all_gather_object(numels, numel)
-        for kind, num_bytes in (("AdamW", 16), ("SGD", 8)):  # of two places per unit
+        for kind, undo, num_bytes in (
+            ("AdamW", True, 16),
+            ("SGD", True, 8),
+            ("AdamW", False, 8),
+        ):  # with undo two places
             needed = num_bytes * sum(numels)
             for free in (needed - 1, needed):
                 # Rank 0 finds enough for its own state: only together they need more.
@@ -177,7 +183,25 @@ def test_a_file_system_with_less_space_than_the_states_of_its_ranks_need_is_name
                     mock.patch.object(os, "fstatvfs", return_value=found),
                     expected if free < needed else nullcontext(),
                 ):
-                    optimizer_for(model, kind, folder)
+                    optimizer_for(model, kind, folder, undo)
+
+
+@on_ranks(2)
+def test_the_file_has_two_places_per_unit_only_where_updates_may_be_undone() -> None:
+    with shared_folder() as folder:
+        sizes: list[int] = []
+        for undo in (False, True):
+            model = fully_shard(nn.Linear(512, 512, bias=False))
+            optimizer = optimizer_for(model, "AdamW", folder, undo)
+            for number in range(3):
+                model(torch.full((2, 512), number + 1.0)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sizes.append(max(os.fstat(fd).st_size for fd in files_on_disk(folder)))
+            del model, optimizer
+        numel = 512 * 512 // 2
+        assert sizes[0] < 9 * numel
+        assert 16 * numel <= sizes[1] < 17 * numel
 
 
 def trains_until_rank_one_fails(folder: str, kind: str) -> None:
@@ -203,7 +227,7 @@ def trains_until_rank_one_fails(folder: str, kind: str) -> None:
     ("kind", "message"),
     [
         ("full", "no space for .* more: File too large"),
-        ("torn", "the block at byte .* is not the one that was written"),
+        ("torn", "a read failed: the block at byte .* is not the one that was written"),
     ],
 )
 def test_a_full_disk_or_torn_bytes_of_one_rank_are_named_on_all_ranks(kind: str, message: str, tmp_path: Path) -> None:
@@ -263,6 +287,40 @@ def mapped_into(folder: str) -> list[range]:
     """Return the addresses of memory that is mapped from files in ``folder``."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
     return [range(*(int(each, 16) for each in line[0].split("-"))) for line in lines]
+
+
+def resident_in(folder: str) -> int:
+    """Return the bytes of this process that are mapped from files in ``folder`` and resident."""
+    found, is_there = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_there = folder in line
+        elif line.startswith("Rss:") and is_there:
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+@on_ranks(1, 2)
+def test_parameters_and_gradients_on_disk_leave_memory_when_a_unit_is_done_with_them() -> None:
+    with shared_folder() as folder:
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(12)])
+        for module in (*model, model):
+            fully_shard(module, offload_policy=DiskOffloadPolicy(folder=folder))
+        for block in model:  # one after the other, so that only one is in memory
+            shardwise.init_parameters(block, device="cpu")
+        resident = [resident_in(folder)]
+        for block in model:
+            block.register_forward_hook(lambda *_: resident.append(resident_in(folder)))
+        optimizer = optimizer_for(model, "AdamW", folder, undo=False)
+        for number in range(3):
+            model(torch.full((2, 1024), number + 1.0)).sum().backward()
+            resident.append(resident_in(folder))
+            optimizer.step()
+            resident.append(resident_in(folder))
+            optimizer.zero_grad()
+        # Of 48 MiB of all ranks, and as many of gradients.
+        assert max(resident) < 5 * 4 * 2**20, [each >> 20 for each in resident]
 
 
 @on_ranks(2)

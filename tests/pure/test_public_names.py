@@ -45,7 +45,7 @@ FOR_USERS = {
     "MemoryLimit": "accumulate fit folder inputs limit loss offload plan",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
     "OffloadReport": "num_early num_redone num_units num_updates offloaded_bytes resident_bytes",
-    "OptimizerOffload": "folder fraction num_threads over tier undo",
+    "OptimizerOffload": "folder fraction num_threads over undo",
     "Placements": "gradient optimizer parameter strategy",
     "Plan": "batch best candidates changes code hardware left_out model num_parameters ranks table to_json why",
     "RandomState": "load_state_dict state_dict",

@@ -41,7 +41,7 @@ from shardwise.consistency.liveness import Liveness, host_id, is_gone
 from shardwise.consistency.store import MEMORY_PAUSES_S, comes_soon, wait_until
 from shardwise.errors import DesyncError, StateError, TransportError
 from shardwise.layout import align
-from shardwise.observe import WAITS, note
+from shardwise.observe import WAITS, Call, Listener, listeners, note
 
 # ---- Shared memory of one host: nameless files (memfd) that vanish with the last process that maps them, even after
 # kill -9.
@@ -156,6 +156,30 @@ class Segment:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
 
+class PageOut(Listener):
+    """Pages files of segments out when a unit is done with its part of a forward, a backward or an optimizer step.
+
+    Mapped pages would be resident until memory is short, and changed ones would be written only then, while the step waits.
+    """
+
+    def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
+        if what in ("reshard", "update", "redo"):
+            self.run()
+
+    def run(self) -> None:
+        """Unmap all pages, begin to write those that have changed, and free those that are written.
+
+        Values stay: the next access maps the page again, from the page cache or from the disk.
+        """
+        for mapping in [ref() for ref in _live_maps.keyrefs()]:  # a list: other threads may create segments
+            if mapping is not None and not os.readlink(f"/proc/self/fd/{_live_maps[mapping]}").startswith("/memfd:"):
+                mapping.madvise(mmap.MADV_DONTNEED)
+                os.posix_fadvise(_live_maps[mapping], 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+_page_out = PageOut()
+
+
 def _make_private(mapping: mmap.mmap, fd: int) -> None:
     """Replace a shared mapping, in place, by a private one.
 
@@ -173,6 +197,7 @@ def _make_private(mapping: mmap.mmap, fd: int) -> None:
 def _after_fork_in_child() -> None:
     for mapping, fd in list(_live_maps.items()):
         _make_private(mapping, fd)
+    _live_maps.clear()  # what is written to private pages would be lost with them
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -214,6 +239,10 @@ class Arena:
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
         """Return ``num_bytes`` zeros as a 1-D byte tensor, and their place; None if memory cannot be shared."""
+        if self._folder:
+            if _page_out not in listeners:
+                listeners.append(_page_out)
+            _page_out.run()  # what was made before: parameters or gradients of another unit
         grain = _PAGE_BYTES if num_bytes >= _PAGE_BYTES else _LINE_BYTES
         segment = self._segment() if self._segment is not None and self._pid == os.getpid() else None
         start = align(self._used, grain)
