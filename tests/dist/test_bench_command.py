@@ -56,7 +56,9 @@ def test_a_contender_that_does_not_communicate_is_found(pool: WorkerPool) -> Non
         assert times.wrong[0].startswith("shardwise full: loss ")
 
 
-@pytest.mark.parametrize(("patterns", "ranks"), [(None, 2), (["shardwise hybrid"], 4)])
+@pytest.mark.parametrize(
+    ("patterns", "ranks"), [(None, 2), pytest.param(["shardwise hybrid"], 4, marks=pytest.mark.exhaustive)]
+)
 def test_every_contender_trains_alike(pool: WorkerPool, patterns: list[str] | None, ranks: int) -> None:
     names = choose_names(patterns, ranks, "gloo")
     config = dataclasses.replace(_config(*names, ranks=ranks), rounds=1)

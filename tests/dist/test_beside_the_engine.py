@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import assert_same, average_gradients, comparable
 from helpers.models import Block
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
 from torch.nn.utils import parametrizations, vector_to_parameters
@@ -59,7 +59,7 @@ def _scale(factor: float, param: torch.Tensor) -> None:
     param.grad.mul_(factor)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_on_the_gradient_of_a_parameter_change_what_is_accumulated(when: str) -> None:
     for add in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -366,7 +366,7 @@ class _Codebook(nn.Module):
         return self.block(x + self.codes.sum(0))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_what_forward_writes_to_a_parameter_reaches_the_shards() -> None:
     for api in (_sharded, replicate):
         model = _blocks(lambda: _Codebook("count"))

@@ -62,7 +62,7 @@ def test_unused_forward_output() -> None:
     run_unused(part="output")
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_unused_forward_module() -> None:
     run_unused(part="module")
 

@@ -88,7 +88,7 @@ def test_to_float64_after_init() -> None:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_train_parity_single_group() -> None:
     for first, second in (((16, 15), (15, 8)), ((7, 15), (15, 3))):
         torch.manual_seed(42)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import EXACT, REORDERED, assert_same, full
 from helpers.models import MODELS, Block, build, units_of
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import batch, shard_units
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -150,7 +150,7 @@ class Awkward(nn.Module):
         return self.tail[1](self.tail[0](x))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_ties_across_units_and_modules_that_run_twice_are_alike() -> None:
     models: list[Any] = []
     for shard in (fully_shard, reference.fully_shard):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.inside import counted
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -475,7 +475,7 @@ def test_gradients_of_plain_parameters_that_nothing_averages_are_named_once_on_e
     assert "fully_shard or replicate" in found
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_gradients_that_are_averaged_or_of_other_parameters_are_not_named() -> None:
     assert _warned(nn.parallel.DistributedDataParallel(_model())) == []
     assert _warned(_sharded()) == []
