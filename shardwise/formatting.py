@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TextIO
 
 # ---- Text without terminal control characters, and streams that print any text: names in files are untrusted, and
 # pipes may be closed.
@@ -23,16 +22,6 @@ def plain(text: str) -> str:
         'a\\x1b[2Jb'
     """
     return text.translate(_CONTROL)
-
-
-def prepare_output() -> None:
-    """Make every text printable, also if a stream is closed or ASCII, or a name is not UTF-8."""
-    for name in ("stdout", "stderr"):
-        stream: TextIO | None = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))  # noqa: SIM115  for the rest of the process
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def drop_output() -> None:
@@ -59,20 +48,6 @@ def format_bytes(count: float, base: int = 1000) -> str:
     while abs(count) >= most and power < len(units) - 1:
         count, power = count / base, power + 1
     return f"{count:.{digits}g} {units[power]}"
-
-
-def format_size(num_bytes: int) -> str:
-    """Return ``num_bytes`` as options of sizes read it back, to the byte: in powers of 1024 where that is shorter.
-
-    Example:
-        >>> format_size(3 << 19), format_size(64 << 20), format_size(1000)
-        ('1.5M', '64M', '1000')
-    """
-    for power, unit in ((3, "G"), (2, "M"), (1, "k")):
-        text = f"{num_bytes / 1024**power:.10g}"
-        if num_bytes >= 1024**power and len(text) < 7 and int(float(text) * 1024**power) == num_bytes:
-            return text + unit
-    return str(num_bytes)
 
 
 def parse_size(text: str) -> int | None:

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
-_Leaf = TypeVar("_Leaf")
 
 
 swap_storage: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = torch.UntypedStorage._swap_data_ptr_  # pyright: ignore[reportAttributeAccessIssue]
@@ -271,14 +270,9 @@ def leaves_of(tree: object) -> list[Any]:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return ``tree`` with ``function(tensor)`` in place of every tensor in its lists, tuples and dicts."""
-    return map_of_kind(torch.Tensor, function, tree)
-
-
-def map_of_kind(kind: type[_Leaf], function: Callable[[_Leaf], Any], tree: Any) -> Any:
-    """Return ``tree`` with ``function(leaf)`` in place of every leaf of ``kind`` in its lists, tuples and dicts."""
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(kind, function, tree)
+    return tree_map_only(torch.Tensor, function, tree)
 
 
 def fake_mode() -> AbstractContextManager[object]:
@@ -643,17 +637,18 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def default_store() -> torch.distributed.Store | None:
     """Return the store of the default process group, None if it is unusable (a fake group's)."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    inner = _innermost(store)
+    inner = innermost_store(store)
     return None if type(inner) is torch.distributed.Store or "Fake" in type(inner).__name__ else store
 
 
 def are_threads() -> bool:
     """Return True if the ranks are threads of this process, as in torch's tests: their store is its memory."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    return type(_innermost(store)) is torch.distributed.HashStore and torch.distributed.get_world_size() > 1
+    return type(innermost_store(store)) is torch.distributed.HashStore and torch.distributed.get_world_size() > 1
 
 
-def _innermost(store: torch.distributed.Store) -> torch.distributed.Store:
+def innermost_store(store: torch.distributed.Store) -> torch.distributed.Store:
+    """Return the store under the prefixes of ``store``."""
     while isinstance(store, torch.distributed.PrefixStore):
         store = store.underlying_store
     return store

@@ -34,6 +34,20 @@ STORE_VARIABLE = "SHARDWISE_STORE"
 ATTEMPT_VARIABLE = "SHARDWISE_ATTEMPT"
 
 
+def format_size(num_bytes: int) -> str:
+    """Return ``num_bytes`` as options of sizes read it back, to the byte: in powers of 1024 where that is shorter.
+
+    Example:
+        >>> format_size(3 << 19), format_size(64 << 20), format_size(1000)
+        ('1.5M', '64M', '1000')
+    """
+    for power, unit in ((3, "G"), (2, "M"), (1, "k")):
+        text = f"{num_bytes / 1024**power:.10g}"
+        if num_bytes >= 1024**power and len(text) < 7 and int(float(text) * 1024**power) == num_bytes:
+            return text + unit
+    return str(num_bytes)
+
+
 def read_num_bytes(text: str) -> int:
     """Read ``0``, ``4096``, ``512k``, ``1.5M`` or ``2GiB``; units are powers of 1024.  Raises: ArgumentTypeError."""
     found = parse_size(text)

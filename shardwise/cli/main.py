@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from shardwise.cli.train import add_train_arguments, read_train_request, with_co
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment, can_share_memory
 from shardwise.consistency.recorder import diagnose, find_records, in_words, last_job
 from shardwise.errors import ShardwiseError, did_you_mean
-from shardwise.formatting import drop_output, format_bytes, plain, prepare_output
+from shardwise.formatting import drop_output, format_bytes, plain
 from shardwise.loop.launch import private_network
 from shardwise.one_host import UNKNOWN, cpu_model, find_version, host_memory_bytes, usable_cores
 
@@ -227,6 +227,16 @@ def build_parser() -> argparse.ArgumentParser:
     add_info_arguments(commands)
     add_plan_arguments(commands)
     return parser
+
+
+def prepare_output() -> None:
+    """Make every text printable, also if a stream is closed or ASCII, or a name is not UTF-8."""
+    for name in ("stdout", "stderr"):
+        stream: TextIO | None = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", errors="backslashreplace"))  # noqa: SIM115  for the rest of the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

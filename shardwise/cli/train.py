@@ -34,6 +34,7 @@ from shardwise.cli import (
     LAUNCHER_VARIABLE,
     STORE_VARIABLE,
     check_extras,
+    format_size,
     read_num_bytes,
 )
 from shardwise.cli.local_ranks import (
@@ -52,7 +53,7 @@ from shardwise.consistency.process_groups import check_peers
 from shardwise.consistency.store import wait_until
 from shardwise.elastic.members import VARIABLE, ElasticTerms
 from shardwise.errors import ConfigError, DesyncError, ShardwiseError, TransportError, did_you_mean
-from shardwise.formatting import format_bytes, format_size, plain
+from shardwise.formatting import format_bytes, plain
 from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import (

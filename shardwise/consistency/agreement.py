@@ -348,12 +348,13 @@ class MismatchCheck:
         """Raise DesyncError unless all ranks post the same ``text``, a JSON list: a name, then what it is made of."""
         exchange = self._exchange
         found = exchange.gather(topic, text, lambda found: len(set(found.values())) > 1)
-        other = next((other for other, each in found.items() if each != text), None)
-        if other is not None:
-            theirs = exchange.members[other]
-            raise DesyncError(
-                f"{_first_difference(json.loads(text), json.loads(found[other]), self.rank, theirs)}\n{_RULE}"
-            )
+        if len({*found.values()}) > 1:
+            facts: dict[int, list[str]] = {
+                exchange.members[rank]: json.loads(each) for rank, each in sorted(found.items())
+            }
+            names = {each[0] for each in facts.values()}
+            what = names.pop() if len(names) == 1 else "comparisons"  # they are at different places of the program
+            raise DesyncError(f"ranks have different {what}: {first_difference(facts)}\n{_RULE}")
         if absent := exchange.absent(found):
             raise DesyncError(f"{exchange.absence(absent, late(exchange.named(absent)))}\n{_RULE}")
 
@@ -369,15 +370,6 @@ class MismatchCheck:
         failed = f"rank {self.rank} failed at {position}: {why}"
         others = why_failed(failed, error, self.members, self.rank, self._exchange.notes, self.groups)
         return DesyncError("\n".join(filter(None, [failed, others, _RULE])))
-
-
-def _first_difference(mine: Sequence[str], theirs: Sequence[str], rank: int, other: int) -> str:
-    if mine[0] != theirs[0]:
-        return f"ranks are at different places: rank {rank} compares {mine[0]}, rank {other} compares {theirs[0]}"
-    for left, right in zip_longest(mine[1:], theirs[1:], fillvalue="nothing more"):
-        if left != right:
-            return f"ranks have different {mine[0]}: rank {rank} has {left}, rank {other} has {right}"
-    return f"rank {rank} and rank {other} differ"
 
 
 def _listed(facts: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -181,13 +182,11 @@ def _own_reason(text: str) -> str:
     return re.sub(r"; rank \d+ waited for (it|them)\.?", "", short).rstrip(" .;|")
 
 
-def out_of_reach(store: dist.Store | None, ranks: Sequence[int], error: str) -> list[int]:
+def out_of_reach(store: dist.Store, ranks: Sequence[int], error: str) -> list[int]:
     """Return which of global ``ranks`` cannot report: those on other hosts, once one host is known not to answer.
 
     ``error``, of this rank, or the report of another shows that a host does not answer.
     """
-    if store is None:
-        return []
     is_known = tells_of_lost_host(error) or any(tells_of_lost_host(report_of(store, rank)) for rank in ranks)
     return [rank for rank in ranks if is_elsewhere(store, rank)] if is_known else []
 
@@ -291,16 +290,13 @@ def leave_job() -> None:
     if keeps_store(store):
         others = [other for other in range(num_ranks) if other != rank][:_MOST_REQUESTED]
         far = out_of_reach(store, others, str(error))
-        _stay_for([other for other in others if other not in far], store)
+        start = time.monotonic()
 
+        def may_leave(rank: int) -> bool:
+            is_late = time.monotonic() - start > _LINGER_S
+            return rank in far or is_gone(store, rank) or (is_late and has_reported_all(store, rank))
 
-def _stay_for(others: list[int], store: dist.Store) -> None:
-    start = time.monotonic()
-
-    def may_leave(rank: int) -> bool:
-        return is_gone(store, rank) or (time.monotonic() - start > _LINGER_S and has_reported_all(store, rank))
-
-    wait_until(lambda: all(may_leave(rank) for rank in others), _STAY_S)
+        wait_until(lambda: all(may_leave(rank) for rank in others), _STAY_S)
 
 
 # ---- The thread that posts where this process is, reports long waits, and ends those that cannot end.
@@ -311,8 +307,7 @@ _REQUESTED, _DEADLOCK = "shardwise/wait/asked", "shardwise/wait/deadlock"
 # Functions that return for how many seconds a kernel has not ended; collectives/streams.py appends them.
 kernel_waits: list[Callable[[], float]] = []
 _RULE = "Every rank must make the same calls in the same order."
-_watches: weakref.WeakKeyDictionary[dist.Store, WaitWatch] = weakref.WeakKeyDictionary()
-_running: list[WaitWatch] = []  # the last one, set by watch_waits only
+_running: list[WaitWatch] = []  # that of the job, if there is one; only watch_waits changes it
 
 
 def set_wait_report(seconds: float, *, deadlock_s: float = 10.0) -> None:
@@ -338,7 +333,7 @@ def set_wait_report(seconds: float, *, deadlock_s: float = 10.0) -> None:
 def watch_waits(store: dist.Store) -> None:
     """Start the thread that posts this process's status to ``store``, unless it runs already."""
     world = dist.group.WORLD
-    if store in _watches or world is None or world.size() == 1 or are_threads():
+    if world is None or world.size() == 1 or are_threads() or any(each.watches(store) for each in _running):
         return
     for earlier in _running:  # its process group is gone: a process has one job at a time
         earlier.end()
@@ -347,9 +342,8 @@ def watch_waits(store: dist.Store) -> None:
         return
     _stop_at_exit()
     alarm.deadlock.clear()  # of an earlier job
-    watch = _watches[store] = WaitWatch(store, dist.get_rank(), _report_s[0], timeout_s_of(world))
-    _running[:] = [watch]
-    watch.start()
+    _running.append(WaitWatch(store, dist.get_rank(), _report_s[0], timeout_s_of(world)))
+    _running[0].start()
 
 
 @functools.cache
@@ -363,9 +357,11 @@ def status_in_words(members: Iterable[int], error: BaseException | None = None) 
 
     ``error``: the exception that ends this process; its traceback shows where the program was.
     """
-    store = default_store() if dist.is_available() and dist.is_initialized() else None
-    watch = _watches.get(store) if store is not None else None
-    return "" if watch is None else watch.in_words(members, error)
+    return _running[0].in_words(members, error) if _running else ""
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    return sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]  the documented way
 
 
 class ProgramStatus:
@@ -383,7 +379,7 @@ class ProgramStatus:
 
     def look(self) -> RankStatus:
         """Return where the program is; call it periodically."""
-        frame = sys._current_frames().get(self.thread)  # pyright: ignore[reportPrivateUsage]
+        frame = _frame_of(self.thread)
         frames = lines_of(frame)
         now, last = time.monotonic(), self._last_event()
         moved_s = last[0] if last is not None else 0.0
@@ -451,9 +447,13 @@ class WaitWatch:
                 status = replace(status_at(self._program.rank, (), None), has_ended=True)
                 JobStore(store, BRIEF_S).set(_status_key(status.rank), status.to_text())
 
+    def watches(self, store: dist.Store) -> bool:
+        """Return True if the status is posted to ``store``."""
+        return self._store() is store
+
     def _job(self) -> dist.Store | None:
         store = self._store()
-        return store if store is not None and dist.is_initialized() and default_store() is store else None
+        return store if store is not None and store_of_job() is store else None
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause_s):
@@ -535,7 +535,7 @@ class WaitWatch:
                 self._stop.set()  # the stack is unwound from now on
                 frames, raised = lines_of_trace(error.__traceback__), type(error).__name__
             else:
-                frames, raised = lines_of(sys._getframe()), ""  # pyright: ignore[reportPrivateUsage]
+                frames, raised = lines_of(_frame_of(threading.get_ident())), ""
             mine = self._program.at_error(frames, raised)
             job.set(_status_key(mine.rank), mine.to_text())
             found = self._statuses(job, ranks, mine)

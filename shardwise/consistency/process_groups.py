@@ -119,12 +119,6 @@ def closed_to(group: dist.ProcessGroup) -> list[int]:
     return found or []
 
 
-def forget_closed(group: dist.ProcessGroup) -> None:
-    """Record that the ranks of ``group`` are connected again."""
-    _closed.pop(group, None)
-    _probed.pop(group, None)
-
-
 def await_collective(
     work: dist.Work | None, group: dist.ProcessGroup | None, check: Callable[[], None] = refuse_deadlock
 ) -> None:
@@ -158,7 +152,7 @@ def outlast(work: dist.Work, group: dist.ProcessGroup, check: Callable[[], None]
         with contextlib.suppress(RuntimeError):  # a failure of the collective is raised below
             work.wait(timedelta(seconds=_SETTLE_S if closed else pause_s))
         if closed and not work.is_completed():
-            raise _broken(closed)
+            raise RuntimeError(f"the connection to {format_ranks(closed)} was closed in the middle of a transfer")
         pause_s = min(2 * pause_s, _MOST_S)
     refuse_deadlock()
     work.wait()
@@ -177,10 +171,6 @@ def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _broken(ranks: Sequence[int]) -> RuntimeError:
-    return RuntimeError(f"the connection to {format_ranks(ranks)} was closed in the middle of a transfer")
 
 
 # ---- The ranks of a group get equal values, and wait for each other.
@@ -342,7 +332,8 @@ def reconnect_group(group: dist.ProcessGroup) -> None:
         )
     _num_reconnected[group] = number + 1
     torch_private.replace_gloo(group, f"shardwise/mended/{number}", _FIRST_KIND + number)
-    forget_closed(group)
+    _closed.pop(group, None)
+    _probed.pop(group, None)
     all_have_come(group)  # a rank that aborts at once would break others that are still connecting
 
 

@@ -461,14 +461,14 @@ def _stacks_of_all_threads(now_s: float, raised: tuple[str, ...]) -> list[Stack]
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]  the documented way to all threads
     main, mine = threading.main_thread().ident, threading.get_ident()
     order = sorted(frames, key=lambda ident: (ident != main, ident))
-    lines = {ident: _lines_of(frames[ident]) for ident in order} | ({mine: raised} if raised else {})
+    lines = {ident: _without_own(lines_of(frames[ident])) for ident in order} | ({mine: raised} if raised else {})
     return [Stack(now_s, ident, names.get(ident, "?"), lines[ident]) for ident in order]
 
 
-def _lines_of(frame: FrameType | None) -> tuple[str, ...]:
-    while frame is not None and frame.f_code.co_filename.endswith(_OWN_FILES):
-        frame = frame.f_back
-    return lines_of(frame)
+def _without_own(lines: tuple[str, ...]) -> tuple[str, ...]:
+    while lines and lines[-1].rpartition(":")[0].endswith(_OWN_FILES):
+        lines = lines[:-1]
+    return lines
 
 
 def _plain(value: Any) -> Any:
@@ -496,12 +496,12 @@ class Diagnosis:
     """The result of :func:`diagnose`.
 
     Attributes:
-        ranks: those with a record.  num_ranks: of the job.  missing: those without a record.
+        num_ranks: of the job.  missing: those without a record.
         failures: first errors, the earliest first; those that name another failed rank come last.
         stacks: per rank, where its main thread was at the first write for its last trouble.
+        reasons: of each rank that has a record, why it wrote.
     """
 
-    ranks: tuple[int, ...]
     num_ranks: int
     missing: tuple[int, ...]
     failures: tuple[Failure, ...]
@@ -519,7 +519,6 @@ def diagnose(records: Sequence[Record]) -> Diagnosis:
     missing = tuple(rank for rank in range(num_ranks) if rank not in by_rank)
     failures = [found for rank, each in by_rank.items() if (found := _failure(rank, each)) is not None]
     return Diagnosis(
-        ranks=tuple(sorted(by_rank)),
         num_ranks=num_ranks,
         missing=missing,
         failures=tuple(
@@ -581,7 +580,7 @@ _MOST_LISTED, _MOST_PLACES = 8, 16
 
 def in_words(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the lines of a report."""
-    yield f"{_count(len(diagnosis.ranks), 'record')} of {_count(diagnosis.num_ranks, 'rank')}"
+    yield f"{_count(len(diagnosis.reasons), 'record')} of {_count(diagnosis.num_ranks, 'rank')}"
     yield ""
     yield "what happened"
     yield from (f"  {line}" for line in _happened(diagnosis))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import DesyncError, TransportError
-from shardwise.torch_private import timeout_s_of
+from shardwise.torch_private import innermost_store, timeout_s_of
 
 # ---- Digests and sketches, by which ranks compare tensors without sending them.
 
@@ -297,13 +297,7 @@ _thread_of: weakref.WeakKeyDictionary[dist.Store, _StoreThread | None] = weakref
 
 def keeps_store(store: dist.Store) -> bool:
     """Return True if ``store`` may end with this process: rank 0 hosts it, unless the launcher does."""
-    return isinstance(_innermost(store), dist.TCPStore) and dist.get_rank() == 0
-
-
-def _innermost(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
+    return isinstance(innermost_store(store), dist.TCPStore) and dist.get_rank() == 0
 
 
 def _thread_for(store: dist.Store) -> _StoreThread | None:
@@ -312,7 +306,7 @@ def _thread_for(store: dist.Store) -> _StoreThread | None:
         thread = _thread_of[store]
         if thread is None or thread.pid == os.getpid():  # a fork has no threads
             return thread
-    inner, thread = _innermost(store), None
+    inner, thread = innermost_store(store), None
     if isinstance(inner, dist.TCPStore):
         address = inner.host, inner.port
         thread = _threads.get(address)

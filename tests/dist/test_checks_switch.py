@@ -119,5 +119,5 @@ def test_ranks_with_different_switches_are_named(modes: tuple[str, str]) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDWISE_CHECKS", modes[dist.get_rank()])
         model = made()
-        with pytest.raises(DesyncError, match=r"ranks have different SHARDWISE_CHECKS: rank \d has SHARDWISE_CHECKS="):
+        with pytest.raises(DesyncError, match=r"ranks have different SHARDWISE_CHECKS: rank \d: SHARDWISE_CHECKS="):
             step(model)

@@ -144,7 +144,6 @@ def test_ranks_of_other_hosts_are_out_of_reach_once_the_kernel_says_that_a_host_
     announce_elsewhere(store, 2)
     put(store, 1, left)
     assert out_of_reach(store, [1, 2, 3], own) == far  # of rank 3 nothing is known
-    assert out_of_reach(None, [1, 2], own) == []
 
 
 def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -679,7 +679,6 @@ def test_trees_are_read_and_changed_in_order() -> None:
     tree = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
     assert [float(each) for each in private.leaves_of(tree)] == [1.0, 2.0, 0.0]
     assert private.map_tensors(float, tree) == {"a": [1.0, 2], "b": (0.0,)}
-    assert private.map_of_kind(int, str, {"a": [1, 2.0]}) == {"a": ["1", 2.0]}
 
 
 def test_watching_hears_of_the_local_parts_of_dtensors_and_of_nothing_that_torch_tries_out() -> None:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from shardwise import ConfigError
 from shardwise.checkpoint.contents import encode
 from shardwise.checkpoint.format import MANIFEST, Manifest, to_bytes
-from shardwise.cli import check_extras, read_num_bytes, train
+from shardwise.cli import check_extras, format_size, read_num_bytes, train
 from shardwise.cli.main import build_parser, main
 from shardwise.cli.train import read_train_request
-from shardwise.formatting import format_size
 from shardwise.recipes.config import PRESETS, ModelShape, TrainConfig, config_to_json
 from shardwise.recipes.run_folder import Start, prepare_run
 
