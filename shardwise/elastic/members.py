@@ -217,13 +217,13 @@ class Process:
     """This process, which is a rank of some generations and a spare in others.
 
     Attributes:
-        number: of the process.  fds: of the memory for the state.
+        number: of the process.
         generation: the one that it takes part in; None between two.  newest: that the launcher has announced.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         told = json.loads(environment[VARIABLE])
-        self.number, self.fds = int(environment["RANK"]), told["fds"]
+        self.number = int(environment["RANK"])
         self._store = _connect(told["port"])
         self.generation: Generation | None = None
         self.newest = Generation(0, (), True, "", 0.0)

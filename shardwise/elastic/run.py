@@ -206,7 +206,7 @@ class ElasticRun(Generic[T]):
         named = _named(self.state)
         built_s = time.monotonic()
         later = tuple(join(name, "state", "") for name, each in named.items() if isinstance(each, Optimizer))
-        memory = StateMemory(process.fds, later)
+        memory = StateMemory(json.loads(os.environ[VARIABLE])["fds"], later)
         saved = memory.read()
         self._commits = _Commits(memory, group)
         if saved is not None:
