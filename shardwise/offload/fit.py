@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes, parse_size
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.fsdp.shard_model import blocks_of
-from shardwise.observe import say
 from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.optimizer import OptimizerOffload
 from shardwise.planner.advice import Choices, Plan, plan
@@ -83,23 +81,22 @@ class MemoryLimit:
         def plan_for(hardware: Hardware | str) -> Plan:
             return plan(model, self.inputs, mesh.size(), hardware=hardware, loss=self.loss, choices=choices)
 
+        if mesh.device_type == "cpu":
+            limit_heap()  # a plan counts no holes in the heap
         plan_for("cpu")  # so that this process has loaded what a step loads
         tensors = [*model.parameters(), *model.buffers()]
         own = sum(each.numel() * each.element_size() for each in tensors if each.device.type == "cpu")
-        folder = None if self.folder is None else Path(self.folder)
         gather = open_store_gather(mesh.get_group(), "memory of ranks")
         gather.call("")  # so that ranks measure at the same time
-        texts = gather.call(json.dumps(measured(precision.param_dtype or torch.float32, own, folder)))
+        texts = gather.call(json.dumps(measured(precision.param_dtype or torch.float32, own, self.folder)))
         figures = [min(each) for each in zip(*map(json.loads, texts), strict=True)]
         self.plan = plan_for(this_host(mesh.device_type, mesh.size(), limit, figures))
         if self.plan.best is None:
             raise ConfigError(f"MemoryLimit({format_bytes(limit)}): {self.plan.why()}")
-        say(self.plan.why())
-        best, peak = self.plan.best.setting, self.plan.best.peak.total
-        if mesh.device_type == "cpu" and peak + (peak - self.plan.hardware.library_bytes) // 2 > limit:
-            limit_heap()  # else there is room for the holes in the heap
+        best = self.plan.best.setting
         if best.recompute:
-            blocks = [path for path, module in model.named_modules() if module in blocks_of(model).values()]
+            found = blocks_of(model)
+            blocks = [path for path, _ in model.named_modules() if path in found]
             chosen = blocks[: len(blocks) - best.keep_blocks]
             apply_activations(model, ActivationPolicy(dict.fromkeys(chosen, "recompute")))
         if best.disk_share:

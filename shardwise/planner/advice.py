@@ -40,6 +40,7 @@ def code_of(setting: Setting, device: str) -> str:
         ("parallelize_module(block, mesh['tp'], tensor_plan) of every block comes first", setting.tensor > 1),
         (f"{blocks} under torch.utils.checkpoint", setting.recompute),
         ("forward and loss under torch.autocast", is_bf16 and not has_units),
+        (f"ShardedOptimizer(offload=OptimizerOffload(folder=, fraction={setting.disk_share}))", setting.disk_share > 0),
         ("policy(model, sync=False) around all microbatches but the last", setting.accumulate > 1 and has_units),
     )
     lines = [f"# {note}" for note, is_on in notes if is_on]
@@ -58,14 +59,7 @@ def code_of(setting: Setting, device: str) -> str:
     if is_bf16:
         options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
     options += ["offload_policy=CPUOffloadPolicy()"] * setting.offload
-    lines.append(f"{'fully_shard' if one_unit else 'shard_model'}(model, {', '.join(options)})")
-    if setting.disk_share:
-        offload = f'OptimizerOffload(folder="optimizer_state", fraction={setting.disk_share}, undo=False)'
-        lines.append(
-            "optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=3e-4, fused=True, "
-            f"offload={offload})"
-        )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, f"{'fully_shard' if one_unit else 'shard_model'}(model, {', '.join(options)})", ""])
 
 
 # ---- The search: the ways to train, their costs, which to take, and what to change if none fits.
@@ -247,10 +241,12 @@ class Search:
                     yield self._evaluate(replace(found.setting, offload=True))
 
     def _with_disk(self, found: Candidate) -> Candidate:
-        """Return ``found``, or with the least optimizer state on disk with which it fits."""
-        shares = range(1, 11) if self.choices.disk and not found.fits else ()
-        tried = (self._evaluate(replace(found.setting, disk_share=tenths / 10)) for tenths in shares)
-        return next((each for each in tried if each.fits), found)
+        """Return ``found``, or with the least optimizer state on disk with which it fits, or all of it."""
+        tenths = 0
+        while self.choices.disk and not found.fits and tenths < 10:
+            tenths += 1
+            found = self._evaluate(replace(found.setting, disk_share=tenths / 10))
+        return found
 
     def _with_kept_blocks(self, found: Candidate) -> Candidate:
         """Return ``found``, or with the most blocks that keep their activations with which it fits."""

@@ -226,14 +226,14 @@ def with_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
     return replace(hardware, memory_bytes=memory_bytes, usable=1.0)
 
 
-def measured(dtype: torch.dtype, own_bytes: int, folder: Path | None) -> list[float]:
+def measured(dtype: torch.dtype, own_bytes: int, folder: str | None) -> list[float]:
     """Return figures of this CPU rank, of which the least over ranks counts; ranks that call it together share cores.
 
     They are: the negative bytes of its process (but ``own_bytes``), after it has loaded what a step loads; floating-point
     operations per second of a matrix product in ``dtype``; bytes per second of an operation in memory; both with results in
     pages that are new; bytes per second of the disk with ``folder``.
     """
-    rows, weight = (torch.randn(size, dtype=dtype, device="cpu") for size in ((1 << 14, 512), (512, 1024)))
+    rows, weight = (torch.randn(size, dtype=dtype, device="cpu") for size in ((1 << 13, 512), (512, 1024)))
     F.gelu(rows[:64] @ weight.requires_grad_()).sum().backward()
 
     def seconds_of(run: Callable[[], object]) -> float:
@@ -243,9 +243,8 @@ def measured(dtype: torch.dtype, own_bytes: int, folder: Path | None) -> list[fl
         return (time.perf_counter() - began) / _REPEATS
 
     product, memory = seconds_of(lambda: rows @ weight.detach()), seconds_of(lambda: F.gelu(rows))
-    disk = HARDWARE["cpu"].disk.bytes_per_s if folder is None else measured_disk(folder)
     process = resident_bytes() - own_bytes - rows.nbytes
-    return [-process, 2 * rows.numel() * weight.shape[1] / product, 2 * rows.nbytes / memory, disk]
+    return [-process, 2 * rows.numel() * weight.shape[1] / product, 2 * rows.nbytes / memory, _measured_disk(folder)]
 
 
 def this_host(device: str, ranks: int, memory_bytes: int, figures: Sequence[float]) -> Hardware:
@@ -263,17 +262,22 @@ def this_host(device: str, ranks: int, memory_bytes: int, figures: Sequence[floa
     )
 
 
-def measured_disk(folder: Path, num_bytes: int = 64 << 20) -> float:
+def _measured_disk(folder: str | None, num_bytes: int = 1 << 25) -> float:
     """Return bytes per second of the disk with ``folder``: one file is written and synchronized, then read."""
+    if folder is None:
+        return math.inf
     data, began = os.urandom(num_bytes), time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(data)
-        os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that the reads are the disk's, not the page cache's
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        while file.read(1 << 20):
-            pass
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # so that the reads are the disk's, not the page cache's
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while file.read(1 << 20):
+                pass
+    except OSError:
+        return math.inf  # OptimizerOffload raises on all ranks, if the plan has one
     return 2 * num_bytes / (time.perf_counter() - began)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,16 +56,19 @@ def losses_of(model: nn.Module, offload: OptimizerOffload | None = None) -> list
     return losses
 
 
-PROCESS = 300_000_000  # bytes of a rank: that of a process which runs tests changes from one to the next
+PROCESS = 300_000_000  # bytes of the larger rank: those of a process which runs tests change from one to the next
 
 
 def fitted(limit: int | str, folder: str | None = None) -> tuple[nn.Module, MemoryLimit, Setting]:
-    memory = MemoryLimit(limit, (torch.empty(BATCH, WIDTH),), folder=folder)
+    memory, rank = MemoryLimit(limit, (torch.empty(BATCH, WIDTH),), folder=folder), dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "measured", lambda *_: [-PROCESS, 1e11, 3e9, 1e9])
+        patch.setattr(fit, "measured", lambda *_: [-PROCESS // (2 - rank), 1e11 / (1 + rank), 3e9, 1e9])
         model = shard_model(a_net(), memory=memory, min_unit_bytes=0)
     assert memory.plan is not None
     assert memory.plan.best is not None
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, memory.plan.best)
+    assert every[0] == every[1]
     return model, memory, memory.plan.best.setting
 
 
@@ -97,6 +101,7 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
 def test_what_cannot_fit_is_refused_by_all_ranks() -> None:
     for limit, message in (
         ("1 MiB", "Nothing fits in 1.05 MB. The smallest change that makes it fit: devices with"),
+        (PROCESS, "Nothing fits in 300 MB"),  # of one rank; the other has the room
         ("much", "MemoryLimit.'much'. for zero3 on a mesh of 1 axes; expected bytes or a text such as"),
     ):
         with pytest.raises(ConfigError, match=message):
