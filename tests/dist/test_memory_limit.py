@@ -113,7 +113,7 @@ def test_what_cannot_fit_is_refused_by_all_ranks() -> None:
 def test_a_run_that_is_made_to_fit_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     text = write_text(tmp_path / "text")
-    words = [*COMMAND, *options(data=text, nproc=2, shard="zero3", layers=4, width=64, context=128, batch=64, steps=6)]
+    words = [*COMMAND, *options(data=text, nproc=2, shard="zero3", layers=4, width=64, context=128, batch=64, steps=3)]
     ended = run_forked([*words, "--out", str(tmp_path / "none"), "--memory", "1M"])
     assert ended.code == 2
     assert "MemoryLimit(1.05 MB): Nothing fits" in ended.err
