@@ -121,6 +121,7 @@ class Run:
             norm = self.fixed.clip_grad_norm_(0.05, norm_type=norm_type)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.model.zero_grad()  # also of parameters that Muon does not take: gradients are not in checkpoints
             self.figures += [float(norm), float(self.fixed.sum(losses))]
 
     @property
