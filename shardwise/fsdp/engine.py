@@ -81,6 +81,7 @@ class Engine:
         checks: checks of user programs, which listen to the events of this engine.
         gate: compares what user code can change between passes.
         awaits_backward: a forward has built a graph since the last backward.
+        has_nested: the graph of a forward had reentrant checkpoints.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
     """
@@ -104,7 +105,7 @@ class Engine:
         self.gate = Gate(())
         self._tied_users: dict[Unit, list[Unit]] = {}  # owner of tied parameters -> the other units that use them
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
-        self.awaits_backward = False
+        self.awaits_backward = self.has_nested = False
         self.divergence: Divergence | None = None
         live_engines.add(self)
         checked_optimizers.clear()
@@ -205,6 +206,7 @@ class Engine:
 
         A reentrant checkpoint recomputes with the unit's parameters after gradients of uses outside of it have arrived.
         """
+        self.has_nested = True
         for unit in self.units:
             if unit.backward.learned is Ending.LAST_GRADIENT:
                 unit.backward.learned = Ending.NESTED
@@ -380,7 +382,8 @@ class Engine:
             backward.nest()
         # The last gradient is the earliest sign that backward reads the unit no more.  Ranks that use other parameters count
         # differently, but have to launch their reductions in one order: then the end of the whole backward counts.
-        if backward.is_complete and not unit.policy.reduces_unused:
+        # A unit that uses tied parameters of others may read those even later, in a reentrant checkpoint.
+        if backward.is_complete and not (unit.policy.reduces_unused or unit.tied_units):
             # A unit that uses tied parameters is part of the outer graph: its gradients may still arrive.
             if not (is_nested and self._is_read_by_others(unit)):
                 self.after_backward(unit)

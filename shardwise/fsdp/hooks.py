@@ -167,12 +167,15 @@ class Hooks:
         backward = unit.backward
         has_frozen = backward.counted[0] < backward.counted[1]
         is_counted = backward.learned is Ending.LAST_GRADIENT and not (
-            backward.ended_late or unit.policy.reduces_unused
+            backward.ended_late or unit.policy.reduces_unused or unit.tied_units
         )
         builds_graph = torch.is_grad_enabled()
+        is_needed = has_frozen or not is_counted
+        # Where the end of forward may find reentrant checkpoints in a new graph, no count shows the end either.
+        may_nest = (engine.has_nested or not unit.num_commits) and innermost_transform() is None
         # In a unit of several modules, a recomputed one was counted in its first forward.
-        is_watched = (has_frozen or not is_counted) and builds_graph and (unit.has_one_module or not is_in_backward())
-        through = self._watch_inputs(args, kwargs) if is_watched else None
+        is_watched = (is_needed or may_nest) and builds_graph and (unit.has_one_module or not is_in_backward())
+        through = self._watch_inputs(args, kwargs, is_needed) if is_watched else None
         growing: list[Any] = []
         for each in (*args, *kwargs.values()) if builds_graph else ():  # a comprehension would be one more call
             if not isinstance(each, torch.Tensor) and can_grow(each):
@@ -260,14 +263,15 @@ class Hooks:
             found = [each for tensor in found for each in torch_private.graphs_of(tensor)]
         return [each for each in found if each.requires_grad]
 
-    def _watch_inputs(self, args: Args, kwargs: Kwargs) -> ModulePass:
+    def _watch_inputs(self, args: Args, kwargs: Kwargs, is_needed: bool) -> ModulePass:
         watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
         through = self._pass_of_forward()
         # If no input needs a gradient, expect one that never arrives: the unit ends with the whole backward.
         through.expect(max(1, len(watched)))
+        backward = self._unit.backward
 
         def on_gradient(_: torch.Tensor) -> None:
-            if through.passed():
+            if through.passed() and (is_needed or backward.learned is not Ending.LAST_GRADIENT):
                 self.inputs_done(through)
 
         for tensor in watched:

@@ -224,6 +224,30 @@ class TiedAcrossACheckpoint(nn.Module):
         return self.last(torch.tanh(checkpoint(self.inner, self.first(x), use_reentrant=True)))
 
 
+class RecomputedAfterTheOwner(nn.Module):
+    """Backward recomputes a layer whose weight is that of a unit, after both units have all their own gradients."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.first, self.owner, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.owner.weight = self.first.weight
+        self.owner.weight.requires_grad_(not is_frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sin(self.owner(torch.sin(checkpoint(self.first, x, use_reentrant=True)))))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_tied_weight_stays_full_while_a_reentrant_checkpoint_of_another_unit_has_to_read_it(is_frozen: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), RecomputedAfterTheOwner(is_frozen))
+    plain = copy.deepcopy(model)
+    for module in (model[1].owner, model[1], model):
+        fully_shard(module)
+    assert_trains_alike(model, plain)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("forwards", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("reshard", [None, False])
