@@ -9,208 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
-from math import prod
+from itertools import pairwise
 
-from shardwise.errors import ConfigError, LayoutError
-
-# ---- Full tensors to owner ranks (ZeRO-1): which rank updates which elements of which tensor.
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedSlice:
-    """Elements ``start:stop`` (in memory order) of tensor number ``tensor``, updated by rank ``owner``."""
-
-    tensor: int
-    owner: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
-
-
-def assign_owners(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the owner rank of each tensor: largest first, to the least loaded, ties to the lower rank.
-
-    ``loads``: the elements that each rank owns already (default: none), so that later tensors do not move earlier ones.
-    Cost: O(n log n + n log W). Raises: ConfigError if ``num_ranks`` < 1 or ``loads`` has another length. Example:
-        >>> assign_owners([9, 7, 5, 3], 2)
-        (0, 1, 1, 0)
-    """
-    import heapq
-
-    heap = [(load, rank) for rank, load in enumerate(_checked_loads(num_ranks, loads))]
-    heapq.heapify(heap)
-    owners = [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
-        load, rank = heap[0]
-        owners[index] = rank
-        heapq.heapreplace(heap, (load + numels[index], rank))
-    return tuple(owners)
-
-
-def whole_slices(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[OwnedSlice, ...]:
-    """Return one slice per tensor, in tensor order, with the owners of :func:`assign_owners`.
-
-    Example:
-        >>> whole_slices([4, 6], 2)[0]
-        OwnedSlice(tensor=0, owner=1, start=0, stop=4)
-    """
-    owners = assign_owners(numels, num_ranks, loads)
-    return tuple(OwnedSlice(index, owner, 0, numels[index]) for index, owner in enumerate(owners))
-
-
-def add_loads(loads: Sequence[int], slices: Sequence[OwnedSlice]) -> tuple[int, ...]:
-    """Return ``loads`` (elements per rank) with the elements of ``slices`` added to their owners."""
-    total = list(loads)
-    for owned_slice in slices:
-        total[owned_slice.owner] += owned_slice.numel
-    return tuple(total)
-
-
-def _checked_loads(num_ranks: int, loads: Sequence[int]) -> Sequence[int]:
-    if num_ranks < 1:
-        raise ConfigError(f"num_ranks is {num_ranks}, expected at least 1")
-    if loads and len(loads) != num_ranks:
-        raise ConfigError(f"loads has {len(loads)} entries, expected one per rank ({num_ranks})")
-    return loads or [0] * num_ranks
-
-
-# ---- Equally many elements to each owner rank: for optimizers that treat every element separately.
-
-ALIGNMENT_NUMEL = 64  # one cache line of the smallest dtype, 256 bytes of float32
-
-RUN_NUMEL = 1 << 20  # 4 MiB of float32: sent together
-RUN_NUMEL_PER_RANK = 1 << 17  # more with very many ranks, so that each rank's part of a run is worth a message
-
-
-def batches(sizes: Sequence[int], most: int) -> list[range]:
-    """Return consecutive ranges of indices; their ``sizes`` sum to ``most`` or less, except where one alone is larger.
-
-    Example:
-        >>> batches([3, 4, 9, 1], 8)
-        [range(0, 2), range(2, 3), range(3, 4)]
-    """
-    starts, total = [0] if sizes else list[int](), 0
-    for index, size in enumerate(sizes):
-        total += size
-        if total > most and index > starts[-1]:
-            starts.append(index)
-            total = size
-    return [range(start, stop) for start, stop in pairwise([*starts, len(sizes)])]
-
-
-def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads: Sequence[int] = ()) -> list[range]:
-    """Cut ``range(numel)`` into one range per rank (indexed by rank) at multiples of ``block``.
-
-    Ranks that own fewer elements so far (``loads``) get the remainder, so the totals differ by at most one block after
-    any number of cuts.  The ranges tile the space; the rank with the last, incomplete block comes last, the others are
-    in rank order.
-    Cost: O(W log W).
-    Raises: ConfigError if ``num_ranks`` or ``block`` is below 1.
-    Example:
-        >>> even_ranges(10, 3, block=2)
-        [range(0, 4), range(4, 8), range(8, 10)]
-    """
-    if num_ranks < 1 or block < 1:
-        raise ConfigError(f"num_ranks is {num_ranks} and block is {block}, expected at least 1")
-    base, extra = divmod(numel // block, num_ranks)
-    tail = numel % block
-    totals = list(loads) if loads else [0] * num_ranks
-    counts = [base * block] * num_ranks
-    poorest = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
-    for rank in poorest[:extra]:
-        counts[rank] += block
-    order = list(range(num_ranks))
-    if tail:
-        last = min(range(num_ranks), key=lambda rank: (totals[rank] + counts[rank], rank))
-        counts[last] += tail
-        order = [rank for rank in order if rank != last] + [last]
-    ranges = [range(0)] * num_ranks
-    start = 0
-    for rank in order:
-        ranges[rank] = range(start, start + counts[rank])
-        start += counts[rank]
-    return ranges
-
-
-def even_slices(
-    numels: Sequence[int], num_ranks: int, loads: Sequence[int] = (), block: int = ALIGNMENT_NUMEL
-) -> tuple[OwnedSlice, ...]:
-    """Concatenate the tensors, cut them with :func:`even_ranges`, and return the slices in that order.
-
-    A tensor without elements becomes one empty slice of the rank that owns its place, so that its (empty) state has an
-    owner too.
-    Example:
-        >>> [(p.tensor, p.owner, p.start, p.stop) for p in even_slices([3, 3], 2, block=1)]
-        [(0, 0, 0, 3), (1, 1, 0, 3)]
-    """
-    cuts = even_ranges(sum(numels), num_ranks, block, loads)
-    by_start = sorted((cut.start, cut.stop, rank) for rank, cut in enumerate(cuts) if len(cut))
-    slices: list[OwnedSlice] = []
-    at = 0
-    for index, end in enumerate(accumulate(numels)):
-        begin = end - numels[index]
-        if begin == end:
-            slices.append(OwnedSlice(index, by_start[at][2] if by_start else 0, 0, 0))
-        while begin < end:
-            _, stop, rank = by_start[at]
-            upto = min(end, stop)
-            slices.append(OwnedSlice(index, rank, begin - end + numels[index], upto - end + numels[index]))
-            begin = upto
-            if upto == stop and at + 1 < len(by_start):
-                at += 1
-    return tuple(slices)
-
-
-def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
-    """Cut tensors, in order, into runs of full tensors with about as many elements as should be sent together.
-
-    A remainder of less than half a run belongs to the last run.
-    Example:
-        >>> runs_of([1 << 19] * 5, 2)
-        [range(0, 2), range(2, 5)]
-    """
-    least = max(RUN_NUMEL, RUN_NUMEL_PER_RANK * num_ranks)
-    starts, held = [0], 0
-    for index, numel in enumerate(numels):
-        if held >= least:
-            starts.append(index)
-            held = 0
-        held += numel
-    if len(starts) > 1 and held <= least // 2:
-        starts.pop()
-    stops = [*starts[1:], len(numels)]
-    return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements ``start:stop`` (row-major) of a tensor into at most ``2 * len(shape) - 1`` rectangles: offsets and sizes.
-
-    Checkpoints store boxes, not ranges.  The boxes are in element order and tile the range once.
-    Example:
-        >>> boxes((3, 4), 2, 11)
-        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
-    """
-    if not shape:
-        return [((), ())] if stop > start else []
-    row = prod(shape[1:])
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    while start < stop:
-        first = start // row
-        if start % row == 0 and stop - start >= row:
-            rows = (stop - start) // row
-            found.append(((first, *[0] * (len(shape) - 1)), (rows, *shape[1:])))
-            start += rows * row
-            continue
-        upto = min(stop, (first + 1) * row)
-        inner = boxes(shape[1:], start - first * row, upto - first * row)
-        found += [((first, *offsets), (1, *sizes)) for offsets, sizes in inner]
-        start = upto
-    return found
+from shardwise.errors import LayoutError
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -379,6 +180,22 @@ cut_of = lru_cache(maxsize=4096)(ChunkShard)
 # ---- Many tensors of one dtype in one flat buffer: the offset of each.
 
 LARGE_NUMEL = 16_384  # a shard of this many elements is worth a part of its own
+
+
+def batches(sizes: Sequence[int], most: int) -> list[range]:
+    """Return consecutive ranges of indices; their ``sizes`` sum to ``most`` or less, except where one alone is larger.
+
+    Example:
+        >>> batches([3, 4, 9, 1], 8)
+        [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    starts, total = [0] if sizes else list[int](), 0
+    for index, size in enumerate(sizes):
+        total += size
+        if total > most and index > starts[-1]:
+            starts.append(index)
+            total = size
+    return [range(start, stop) for start, stop in pairwise([*starts, len(sizes)])]
 
 
 def align(numel: int, alignment: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import inspect
 import operator
 import sys
 import weakref
@@ -822,19 +821,6 @@ def no_join() -> Any:
     from torch.distributed.algorithms.join import _JoinConfig
 
     return _JoinConfig.construct_disabled_join_config()
-
-
-def num_joinables() -> int:
-    """Return how many objects the ``Join`` has whose constructor calls a ``join_hook``; 1 outside of one."""
-    from torch.distributed.algorithms.join import Join
-
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Join) and frame.f_code.co_name == "__init__":
-            return len(owner._joinables)
-        frame = frame.f_back
-    return 1
 
 
 def composable_apis_of(module: nn.Module) -> list[str]:

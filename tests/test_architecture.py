@@ -459,7 +459,6 @@ TRICKS: dict[Trick, dict[str, str]] = {
     looks_at_callers: {
         "lines_of": REPORT,
         "awaited_groups": REPORT,
-        "num_joinables": "a Join of several objects gets a named error; torch tells a joinable nothing of the others",
     },
     replaces_a_part_of_torch: {
         "clip_mixed_by": "torch's clips nothing while a unit is unsharded, hangs where ranks diverge, refuses mixed gradients",

@@ -15,9 +15,8 @@ from shardwise.arguments import explains_arguments
 from shardwise.checkpoint.contents import check_plain
 from shardwise.checkpoint.format import plain
 from shardwise.checkpoint.state import ModuleCarrier
-from shardwise.collectives.owned import ranks_along
+from shardwise.collectives.owned import as_sent, ranks_along
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
-from shardwise.consistency.process_groups import as_sent
 from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
 from shardwise.fsdp.attachment import attachment_of
 

@@ -1,4 +1,4 @@
-"""Transfers between owners and the other ranks, and sums of values that every rank has.
+"""Owners: which rank updates what, transfers between owners and the other ranks, and sums of values that every rank has.
 
 ZeroRedundancyOptimizer calls ``torch.distributed`` in this file only, and looks collectives up when it calls them.
 Every function issues its calls in an order that depends on its arguments alone.
@@ -6,12 +6,14 @@ Every function issues its calls in an order that depends on its arguments alone.
 
 from __future__ import annotations
 
+import heapq
 import io
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,10 +21,262 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from shardwise import torch_private
 from shardwise.consistency.agreement import GroupAgreement
-from shardwise.consistency.process_groups import as_sent, await_collective, gather_objects, group_of
+from shardwise.consistency.process_groups import await_collective, gather_objects, group_of
 from shardwise.consistency.store import refuse_deadlock
-from shardwise.layout import align
+from shardwise.errors import ConfigError
+from shardwise.layout import align, batches
 from shardwise.observe import EVERYBODY, note, span
+
+# ---- Full tensors to owner ranks (ZeRO-1): which rank updates which elements of which tensor.
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSlice:
+    """Elements ``start:stop`` (in memory order) of tensor number ``tensor``, updated by rank ``owner``."""
+
+    tensor: int
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def assign_owners(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the owner rank of each tensor: largest first, to the least loaded, ties to the lower rank.
+
+    ``loads``: the elements that each rank owns already (default: none), so that later tensors do not move earlier ones.
+    Cost: O(n log n + n log W). Raises: ConfigError if ``num_ranks`` < 1 or ``loads`` has another length. Example:
+        >>> assign_owners([9, 7, 5, 3], 2)
+        (0, 1, 1, 0)
+    """
+    heap = [(load, rank) for rank, load in enumerate(_checked_loads(num_ranks, loads))]
+    heapq.heapify(heap)
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        load, rank = heap[0]
+        owners[index] = rank
+        heapq.heapreplace(heap, (load + numels[index], rank))
+    return tuple(owners)
+
+
+def whole_slices(numels: Sequence[int], num_ranks: int, loads: Sequence[int] = ()) -> tuple[OwnedSlice, ...]:
+    """Return one slice per tensor, in tensor order, with the owners of :func:`assign_owners`.
+
+    Example:
+        >>> whole_slices([4, 6], 2)[0]
+        OwnedSlice(tensor=0, owner=1, start=0, stop=4)
+    """
+    owners = assign_owners(numels, num_ranks, loads)
+    return tuple(OwnedSlice(index, owner, 0, numels[index]) for index, owner in enumerate(owners))
+
+
+def add_loads(loads: Sequence[int], slices: Sequence[OwnedSlice]) -> tuple[int, ...]:
+    """Return ``loads`` (elements per rank) with the elements of ``slices`` added to their owners."""
+    total = list(loads)
+    for owned_slice in slices:
+        total[owned_slice.owner] += owned_slice.numel
+    return tuple(total)
+
+
+def _checked_loads(num_ranks: int, loads: Sequence[int]) -> Sequence[int]:
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks is {num_ranks}, expected at least 1")
+    if loads and len(loads) != num_ranks:
+        raise ConfigError(f"loads has {len(loads)} entries, expected one per rank ({num_ranks})")
+    return loads or [0] * num_ranks
+
+
+# ---- Equally many elements to each owner rank: for optimizers that treat every element separately.
+
+ALIGNMENT_NUMEL = 64  # one cache line of the smallest dtype, 256 bytes of float32
+
+RUN_NUMEL = 1 << 20  # 4 MiB of float32: sent together
+RUN_NUMEL_PER_RANK = 1 << 17  # more with very many ranks, so that each rank's part of a run is worth a message
+
+
+def even_ranges(numel: int, num_ranks: int, block: int = ALIGNMENT_NUMEL, loads: Sequence[int] = ()) -> list[range]:
+    """Cut ``range(numel)`` into one range per rank (indexed by rank) at multiples of ``block``.
+
+    Ranks that own fewer elements so far (``loads``) get the remainder, so the totals differ by at most one block after
+    any number of cuts.  The ranges tile the space; the rank with the last, incomplete block comes last, the others are
+    in rank order.
+    Cost: O(W log W).
+    Raises: ConfigError if ``num_ranks`` or ``block`` is below 1.
+    Example:
+        >>> even_ranges(10, 3, block=2)
+        [range(0, 4), range(4, 8), range(8, 10)]
+    """
+    if num_ranks < 1 or block < 1:
+        raise ConfigError(f"num_ranks is {num_ranks} and block is {block}, expected at least 1")
+    base, extra = divmod(numel // block, num_ranks)
+    tail = numel % block
+    totals = list(loads) if loads else [0] * num_ranks
+    counts = [base * block] * num_ranks
+    poorest = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+    for rank in poorest[:extra]:
+        counts[rank] += block
+    order = list(range(num_ranks))
+    if tail:
+        last = min(range(num_ranks), key=lambda rank: (totals[rank] + counts[rank], rank))
+        counts[last] += tail
+        order = [rank for rank in order if rank != last] + [last]
+    ranges = [range(0)] * num_ranks
+    start = 0
+    for rank in order:
+        ranges[rank] = range(start, start + counts[rank])
+        start += counts[rank]
+    return ranges
+
+
+def even_slices(
+    numels: Sequence[int], num_ranks: int, loads: Sequence[int] = (), block: int = ALIGNMENT_NUMEL
+) -> tuple[OwnedSlice, ...]:
+    """Concatenate the tensors, cut them with :func:`even_ranges`, and return the slices in that order.
+
+    A tensor without elements becomes one empty slice of the rank that owns its place, so that its (empty) state has an
+    owner too.
+    Example:
+        >>> [(p.tensor, p.owner, p.start, p.stop) for p in even_slices([3, 3], 2, block=1)]
+        [(0, 0, 0, 3), (1, 1, 0, 3)]
+    """
+    cuts = even_ranges(sum(numels), num_ranks, block, loads)
+    by_start = sorted((cut.start, cut.stop, rank) for rank, cut in enumerate(cuts) if len(cut))
+    slices: list[OwnedSlice] = []
+    at = 0
+    for index, end in enumerate(accumulate(numels)):
+        begin = end - numels[index]
+        if begin == end:
+            slices.append(OwnedSlice(index, by_start[at][2] if by_start else 0, 0, 0))
+        while begin < end:
+            _, stop, rank = by_start[at]
+            upto = min(end, stop)
+            slices.append(OwnedSlice(index, rank, begin - end + numels[index], upto - end + numels[index]))
+            begin = upto
+            if upto == stop and at + 1 < len(by_start):
+                at += 1
+    return tuple(slices)
+
+
+def runs_of(numels: Sequence[int], num_ranks: int) -> list[range]:
+    """Cut tensors, in order, into runs of full tensors with about as many elements as should be sent together.
+
+    A remainder of less than half a run belongs to the last run.
+    Example:
+        >>> runs_of([1 << 19] * 5, 2)
+        [range(0, 2), range(2, 5)]
+    """
+    least = max(RUN_NUMEL, RUN_NUMEL_PER_RANK * num_ranks)
+    starts, held = [0], 0
+    for index, numel in enumerate(numels):
+        if held >= least:
+            starts.append(index)
+            held = 0
+        held += numel
+    if len(starts) > 1 and held <= least // 2:
+        starts.pop()
+    stops = [*starts[1:], len(numels)]
+    return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut elements ``start:stop`` (row-major) of a tensor into at most ``2 * len(shape) - 1`` rectangles: offsets and sizes.
+
+    Checkpoints store boxes, not ranges.  The boxes are in element order and tile the range once.
+    Example:
+        >>> boxes((3, 4), 2, 11)
+        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
+    """
+    if not shape:
+        return [((), ())] if stop > start else []
+    row = prod(shape[1:])
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    while start < stop:
+        first = start // row
+        if start % row == 0 and stop - start >= row:
+            rows = (stop - start) // row
+            found.append(((first, *[0] * (len(shape) - 1)), (rows, *shape[1:])))
+            start += rows * row
+            continue
+        upto = min(stop, (first + 1) * row)
+        inner = boxes(shape[1:], start - first * row, upto - first * row)
+        found += [((first, *offsets), (1, *sizes)) for offsets, sizes in inner]
+        start = upto
+    return found
+
+
+# ---- The ranks of a group get equal values.
+
+_SENT_BY_GLOO = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.complex64, torch.complex128}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+_OF_THE_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``tensor`` in a dtype of its size that every backend sends, for calls that move bits only.
+
+    gloo refuses float8, int16 and unsigned numbers of more than one byte.  Of a DTensor, a DTensor is returned.
+
+    Example:
+        >>> as_sent(torch.zeros(2, dtype=torch.float8_e4m3fn)).dtype
+        torch.uint8
+    """
+    if tensor.dtype in _SENT_BY_GLOO:
+        return tensor
+    dtype = _OF_THE_SIZE[tensor.dtype.itemsize]
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().view(dtype)
+    local = torch_private.wait_tensor(torch_private.local_of(tensor)).detach().view(dtype)
+    return torch_private.dtensor_from_local(local, torch_private.spec_in(torch_private.spec_of(tensor), dtype))
+
+
+_MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory
+
+
+def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes must be equal on all ranks.
+
+    Of wrapper subclasses the inner tensors are overwritten.
+    Raises: ConfigError for a subclass that does not define ``__tensor_flatten__``.
+    """
+    if group.size() == 1:
+        return
+    tensors = [as_sent(part) for tensor in tensors for part in _plain(tensor)]
+    source = dist.get_global_rank(group, 0)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        parts = [
+            kind[at.start : at.stop]
+            for kind in by_kind.values()
+            for at in batches([tensor.nbytes for tensor in kind], _MAX_BYTES)
+        ]
+        for batch in parts:
+            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+            await_collective(dist.broadcast(flat, source, group=group, async_op=True), group)
+            for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if cast(Any, type(tensor)).__torch_dispatch__ is cast(Any, torch.Tensor).__torch_dispatch__:
+        return [tensor]
+    if not hasattr(tensor, "__tensor_flatten__"):
+        raise ConfigError(
+            f"a {type(tensor).__name__} cannot be made equal on all ranks, because its class does not define "
+            "__tensor_flatten__. Give its parameter in ignored_params, or call replicate(module, mesh=mesh), which expects "
+            "equal values"
+        )
+    names, _ = cast(Any, tensor).__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(tensor, name))]
+
 
 # ---- One all-to-all of tensors from every rank to every rank: shards to the owners of whole matrices, and back.
 # Collectives are looked up on ``torch.distributed`` when called.

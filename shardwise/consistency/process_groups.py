@@ -8,19 +8,18 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
 from shardwise.consistency.liveness import own_sockets
 from shardwise.consistency.store import refuse_deadlock
-from shardwise.errors import ConfigError, StateError, TransportError
+from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks
-from shardwise.layout import batches
 from shardwise.observe import EVERYBODY, note
 from shardwise.torch_private import is_gloo, set_timeout, timeout_s_of
 
@@ -173,74 +172,6 @@ def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
     return True
 
 
-# ---- The ranks of a group get equal values, and wait for each other.
-
-_SENT_BY_GLOO = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.complex64, torch.complex128}
-    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-)
-_OF_THE_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-
-
-def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``tensor`` in a dtype of its size that every backend sends, for calls that move bits only.
-
-    gloo refuses float8, int16 and unsigned numbers of more than one byte.  Of a DTensor, a DTensor is returned.
-
-    Example:
-        >>> as_sent(torch.zeros(2, dtype=torch.float8_e4m3fn)).dtype
-        torch.uint8
-    """
-    if tensor.dtype in _SENT_BY_GLOO:
-        return tensor
-    dtype = _OF_THE_SIZE[tensor.dtype.itemsize]
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().view(dtype)
-    local = torch_private.wait_tensor(torch_private.local_of(tensor)).detach().view(dtype)
-    return torch_private.dtensor_from_local(local, torch_private.spec_in(torch_private.spec_of(tensor), dtype))
-
-
-_MAX_BYTES = 32 * 2**20  # per broadcast: large enough for bandwidth, small enough for memory
-
-
-def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank; shapes and dtypes must be equal on all ranks.
-
-    Of wrapper subclasses the inner tensors are overwritten.
-    Raises: ConfigError for a subclass that does not define ``__tensor_flatten__``.
-    """
-    if group.size() == 1:
-        return
-    tensors = [as_sent(part) for tensor in tensors for part in _plain(tensor)]
-    source = dist.get_global_rank(group, 0)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    with torch.no_grad():
-        parts = [
-            kind[at.start : at.stop]
-            for kind in by_kind.values()
-            for at in batches([tensor.nbytes for tensor in kind], _MAX_BYTES)
-        ]
-        for batch in parts:
-            flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-            await_collective(dist.broadcast(flat, source, group=group, async_op=True), group)
-            for tensor, part in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
-
-
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if cast(Any, type(tensor)).__torch_dispatch__ is cast(Any, torch.Tensor).__torch_dispatch__:
-        return [tensor]
-    if not hasattr(tensor, "__tensor_flatten__"):
-        raise ConfigError(
-            f"a {type(tensor).__name__} cannot be made equal on all ranks, because its class does not define "
-            "__tensor_flatten__. Give its parameter in ignored_params, or call replicate(module, mesh=mesh), which expects "
-            "equal values"
-        )
-    names, _ = cast(Any, tensor).__tensor_flatten__()
-    return [part for name in names for part in _plain(getattr(tensor, name))]
 
 
 def all_have_come(group: dist.ProcessGroup) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
 from shardwise import torch_private
 from shardwise.arguments import explains_arguments, ids_of_ignored, unknown_argument
 from shardwise.collectives.compressed import CompressionPolicy
-from shardwise.consistency.process_groups import broadcast_from_first
+from shardwise.collectives.owned import broadcast_from_first
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError
 from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch, units_in
 from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.collectives.owned import broadcast_from_first
 from shardwise.consistency.agreement import open_agreement
-from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.fsdp.mesh import MeshAxes
 

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardwise import observe, torch_private
+from shardwise.collectives.owned import broadcast_from_first
 from shardwise.consistency.liveness import refuse_forked
-from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.fsdp.attachment import Attachment, ModulePass, attachment_of, diverging, roots_to_come
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in

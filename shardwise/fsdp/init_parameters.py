@@ -14,8 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from shardwise import torch_private
-from shardwise.collectives.owned import full_tensor_of
-from shardwise.consistency.process_groups import broadcast_from_first
+from shardwise.collectives.owned import broadcast_from_first, full_tensor_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.attachment import Attachment, units_in
 from shardwise.fsdp.param import ShardedParam

@@ -352,12 +352,8 @@ class FSDPModule(_Base):
             kwargs: ``divide_by_initial_world_size`` (True): average gradients over all ranks; False: over those that have
                 not left the body.
 
-        Raises: ConfigError if the ``Join`` has other objects, too.
+        A ``Join`` with other objects raises ValueError: each engine that ranks may leave has a process group of its own.
         """
-        if torch_private.num_joinables() > 1:
-            raise ConfigError(
-                "Join was given a sharded model and other objects: write Join([model]); two models need one root"
-            )
         attachment = self._attachment()
         attachment.unit.may_diverge = True
         engine = live_engine(attachment)

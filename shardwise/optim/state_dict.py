@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shardwise import torch_private
-from shardwise.collectives.owned import full_tensor_of, sum_bytes
-from shardwise.consistency.process_groups import as_sent
+from shardwise.collectives.owned import as_sent, full_tensor_of, sum_bytes
 from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.optim.slices import ParamSlice, PerSlice, copied, in_order_of, local_boxes, local_of
 

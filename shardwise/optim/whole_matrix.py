@@ -17,13 +17,12 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.collectives import owned
-from shardwise.collectives.owned import Expected, Ranks, ranks_along, ranks_of_group
+from shardwise.collectives.owned import Expected, Ranks, assign_owners, ranks_along, ranks_of_group
 from shardwise.consistency.agreement import first_difference
 from shardwise.consistency.failure_report import in_short, naming_lost_peers, publish_failure
 from shardwise.consistency.process_groups import abort_connections, gather_objects
 from shardwise.errors import DesyncError, StateError
 from shardwise.formatting import format_ranks
-from shardwise.layout import assign_owners
 from shardwise.optim.slices import (
     Closure,
     MakeOptimizer,

@@ -21,15 +21,14 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.collectives.owned import OwnedSlice, broadcast_tensor, gather_objects_of, launch_broadcasts
 from shardwise.collectives.owned import broadcast_object as _broadcast_object
-from shardwise.collectives.owned import broadcast_tensor, gather_objects_of, launch_broadcasts
 from shardwise.collectives.streams import watch_device
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
 from shardwise.consistency.store import Sketch, digest_of, sample_of
 from shardwise.errors import ConfigError, DesyncError, StateError
 from shardwise.fsdp.clip import clip_grad_norm_
 from shardwise.fsdp.hooks import refuse_fixed_sums
-from shardwise.layout import OwnedSlice
 from shardwise.observe import note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend, state_places
 from shardwise.optim.slices import as_they_are, call_hooks

@@ -14,10 +14,18 @@ from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.arguments import Extent, find_shared
-from shardwise.collectives.owned import Broadcast, Owned, plan_broadcasts
+from shardwise.collectives.owned import (
+    Broadcast,
+    Owned,
+    OwnedSlice,
+    add_loads,
+    even_slices,
+    plan_broadcasts,
+    runs_of,
+    whole_slices,
+)
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ArgumentTypeError, ConfigError, LayoutError
-from shardwise.layout import OwnedSlice, add_loads, even_slices, runs_of, whole_slices
 from shardwise.optim.slices import MakeOptimizer, Members, is_sharded, is_sharded_tensor
 from shardwise.optim.state_dict import copy_options, options_of, step_in_sync
 from shardwise.optim.sums import why_not_alone

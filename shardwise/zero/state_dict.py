@@ -15,10 +15,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from shardwise.collectives.owned import broadcast_tensor, gather_objects_of
+from shardwise.collectives.owned import OwnedSlice, boxes, broadcast_tensor, gather_objects_of
 from shardwise.consistency.agreement import GroupAgreement
 from shardwise.errors import ConfigError, LayoutError, StateError
-from shardwise.layout import OwnedSlice, boxes
 from shardwise.optim.slices import Window, copied
 from shardwise.optim.state_dict import load_indexed, options_of
 from shardwise.optim.sums import states_after_zeros, why_other_class

@@ -398,6 +398,16 @@ def test_a_disabled_join_and_one_of_equal_numbers_change_nothing(size_divides: b
     check(steps, model, around=around)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@on_ranks(2, FOUR)
+def test_a_join_of_a_sharded_model_and_another_object_is_refused_by_torch(is_first: bool) -> None:
+    model, other = sharded(), sharded()
+    for another in (other, shardwise.ZeroRedundancyOptimizer(Divergent().parameters(), torch.optim.SGD, lr=0.1)):
+        with pytest.raises(ValueError, match="multiple process groups"):
+            Join([model, another] if is_first else [another, model])
+    check(towers(dist.get_world_size()), model)
+
+
 @on_ranks(2, FOUR)
 def test_a_join_that_throws_on_early_termination_throws_on_every_rank_and_later_steps_work() -> None:
     model, rank = sharded(), dist.get_rank()

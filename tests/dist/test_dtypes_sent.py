@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import shardwise
-from shardwise.collectives.owned import broadcast_tensor
+from shardwise.collectives.owned import broadcast_from_first, broadcast_tensor
 from shardwise.consistency.agreement import open_agreement
-from shardwise.consistency.process_groups import broadcast_from_first
 from shardwise.errors import TransportError
 
 DTYPES = [

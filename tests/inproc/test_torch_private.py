@@ -925,27 +925,6 @@ def test_an_object_in_no_join_tells_none(one_rank: object) -> None:
     assert Join.notify_join_context(Alone()) is None
 
 
-def test_a_join_hook_learns_how_many_objects_its_join_has(one_rank: object) -> None:
-    found: list[int] = []
-
-    class Counts(Joinable):
-        def __init__(self) -> None:
-            super().__init__()
-
-        def join_hook(self, **kwargs: Any) -> JoinHook:
-            found.append(private.num_joinables())
-            return JoinHook()
-
-        join_device = torch.device("cpu")
-        join_process_group = property(lambda self: dist.group.WORLD)
-
-    for count in (1, 3):
-        with Join([Counts() for _ in range(count)]):
-            pass
-    Counts().join_hook()
-    assert found == [1, 3, 3, 3, 1]
-
-
 def test_random_operations_on_shards_go_through_the_place_that_torch_keeps_for_them(
     fake_ranks: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import ConfigError
-from shardwise.layout import RUN_NUMEL, add_loads, assign_owners, boxes, even_ranges, even_slices, runs_of, whole_slices
+from shardwise.collectives.owned import (
+    RUN_NUMEL,
+    add_loads,
+    assign_owners,
+    boxes,
+    even_ranges,
+    even_slices,
+    runs_of,
+    whole_slices,
+)
 
 NUMELS = st.lists(st.integers(0, 500), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)
