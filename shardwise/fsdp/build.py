@@ -32,7 +32,7 @@ from shardwise.fsdp.attachment import (
 from shardwise.fsdp.equal_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
-from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, place, smaller_axes
+from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, shard_spec, smaller_axes
 from shardwise.fsdp.param import Registration, ShardedParam, refuse_grad_dtype, refuse_gradients
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
@@ -119,7 +119,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.
         copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
         params.append(copied)
     refuse_gradients(params)
-    result = ParamGroup(params, group.axes, group.precision, group.place, group.keeps_plain)
+    result = ParamGroup(params, group.axes, group.precision, group.storage, group.keeps_plain)
     result.sub_axes = group.sub_axes
     result.custom = replace(group.custom)
     result.sums = None if group.sums is None else group.sums.of_copy()
@@ -391,7 +391,7 @@ def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device)
         group = ParamGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
         if preset.compression is not None:
             group.compression = Compression(preset.compression)
-        group.place = replace(group.place, is_shared=may_share_memory(group))
+        group.storage = replace(group.storage, is_shared=may_share_memory(group))
         size = preset.reshard_after_forward
         if isinstance(size, int) and not isinstance(size, bool):
             group.sub_axes = smaller_axes(axes, size)
@@ -438,7 +438,7 @@ def _refusal(param: weakref.ref[ShardedParam]) -> Callable[[torch.Tensor], None]
 
 
 def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, preset: Preset) -> ShardedParam:
-    dim, spec = place(item.param, item.fqn, axes, shard)
+    dim, spec = shard_spec(item.param, item.fqn, axes, shard)
     inner_spec = torch_private.spec_of(item.param) if isinstance(item.param, DTensor) else None
     whole = torch_private.local_of(item.param).detach() if item.values is None else item.values
     cut = cut_of(tuple(whole.shape), dim, axes.num_shards)

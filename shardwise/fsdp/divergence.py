@@ -92,7 +92,7 @@ class Divergence:
         self._count = 0
         self._kind: PassKind = "forward"
         self._syncs = False
-        # The schedule of the running pass, see Schedule in fsdp/unit.py; units move the cursor themselves, without a call.
+        # The schedule of the running pass, see SharedSchedule in fsdp/unit.py; units move the cursor without a call.
         self.gathers, self._sums, self.cursor = [-1], [-1], 0
         self._late: dict[Unit, Gradients] = {}
         self._used: set[ShardedParam] = set()
@@ -235,10 +235,10 @@ class Divergence:
                 return
             self._serve_until(self._sums.index(unit.number, self.cursor))
         self.cursor += 1
-        early = frozenset[ShardedParam]() if reductions.early is None else reductions.early.params
-        self._used.update(gradients, unit.earlier.held, unit.earlier.partial, early)
+        launched = frozenset[ShardedParam]() if reductions.open_launch is None else reductions.open_launch.params
+        self._used.update(gradients, unit.earlier.held, unit.earlier.partial, launched)
         for group in unit.groups if not gradients or len(gradients) < unit.backward.counted[0] else ():
-            unit.add_zeros(group, gradients, early)
+            unit.add_zeros(group, gradients, launched)
         reductions.launch(unit, gradients)
 
     def end(self, ran_here: bool = True) -> None:

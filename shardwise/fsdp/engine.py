@@ -360,7 +360,7 @@ class Engine:
         if is_nested:
             torch_private.call_after_backward(partial(self.nested_backward_ended, unit, task))
         if len(self.units) == 1 and not self.manual.is_on:
-            backward.early = self.reductions.early_buckets(unit)
+            backward.buckets = self.reductions.early_buckets(unit)
         number = self.comm_ctx.pass_tracker.number
         if unit.policy.unshard_in_backward:
             unit.wait_with_tied(number)
@@ -387,8 +387,8 @@ class Engine:
             # A unit that uses tied parameters is part of the outer graph: its gradients may still arrive.
             if not (is_nested and self._is_read_by_others(unit)):
                 self.after_backward(unit)
-        elif backward.early is not None:
-            self.reductions.launch_early(unit, backward.early)
+        elif backward.buckets is not None:
+            self.reductions.launch_early(unit, backward.buckets)
 
     def inputs_done(self, unit: Unit, through: object) -> None:
         """Record that autograd has left the pass ``through`` the modules of ``unit``; end its backward if that was all.
@@ -444,7 +444,7 @@ class Engine:
             is_as_planned = gradients and not unit.policy.sync
             self.exec_order.record(unit, StepEvent.POST_BACKWARD if is_as_planned else StepEvent.RELEASE_IN_BACKWARD)
             return
-        if gradients or unit.earlier.held or self.reductions.early is not None:
+        if gradients or unit.earlier.held or self.reductions.open_launch is not None:
             self.exec_order.record(unit, StepEvent.POST_BACKWARD)
             (self.divergence or self.reductions).launch(unit, gradients)
         else:

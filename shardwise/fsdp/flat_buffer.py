@@ -300,13 +300,13 @@ def _forget(kept: dict[int, tuple[weakref.ref[torch.Tensor], list[torch.Tensor]]
         del kept[key]
 
 
-class Shards:
-    """The sections of one placement of a unit's parameters, and the copies from the gathered buffer, computed once."""
+class GatherLayout:
+    """Where shards lie in the buffer of an all-gather, and the copies out of it, computed once; see :class:`ReduceLayout`."""
 
-    def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, place: ParamStorage) -> None:
+    def __init__(self, buckets: Sequence[FlatBucket | SubBucket], num_shards: int, storage: ParamStorage) -> None:
         self.buckets = buckets
         self.num_shards = num_shards
-        self._place = place
+        self._storage = storage
         offset, self._starts = 0, list[int]()  # where each bucket starts, in bytes
         for bucket in buckets:
             self._starts.append(offset)
@@ -316,10 +316,12 @@ class Shards:
         self.columns = [shard.section_numel for shard in buckets[0].layout.shards] if len(buckets) == 1 else []
         # One split kernel copies all shards on an accelerator.  On CPU it makes as many copies as cached windows do, at twice
         # the cost.
-        is_split = len(buckets) == 1 and place.device.type != "cpu"
+        is_split = len(buckets) == 1 and storage.device.type != "cpu"
         self.num_even = buckets[0].layout.num_even if is_split else 0
         # The only section is sent as it is.
-        self._is_sent = len(buckets) == 1 and not place.is_offloaded and buckets[0].local.dtype is buckets[0].full_dtype
+        self._is_sent = (
+            len(buckets) == 1 and not storage.is_offloaded and buckets[0].local.dtype is buckets[0].full_dtype
+        )
 
     @functools.cached_property  # not when parameters are sharded: many modules are never run
     def moves(self) -> list[list[tuple[int, Move]]]:
@@ -351,7 +353,7 @@ class Shards:
         """Return this rank's section in the dtype of the all-gather, on the device; no copy if the shards are so already."""
         if self._is_sent or len(self.buckets) == 1:
             return self.buckets[0].local if self._is_sent else self.section_of(self.buckets[0])
-        section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._place.device)
+        section = torch.empty(self._section_bytes, dtype=torch.uint8, device=self._storage.device)
         for bucket, start in zip(self.buckets, self._starts, strict=True):
             numel = bucket.layout.section_numel
             window = section.narrow(0, start, numel * bucket.full_dtype.itemsize).view(bucket.full_dtype)
@@ -361,9 +363,9 @@ class Shards:
 
     def section_of(self, bucket: FlatBucket | SubBucket) -> torch.Tensor:
         """Return this rank's section of one bucket in the dtype of the all-gather, on the device."""
-        if bucket.local.dtype is bucket.full_dtype and not self._place.is_offloaded:
+        if bucket.local.dtype is bucket.full_dtype and not self._storage.is_offloaded:
             return bucket.local
-        return self._place.on.fetch(bucket.local, bucket.full_dtype)
+        return self._storage.on.fetch(bucket.local, bucket.full_dtype)
 
     def packed_windows(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the windows of the packed buffer with these shards, in the same order."""
@@ -374,7 +376,7 @@ class Shards:
 class ShardEnds:
     """The sending and receiving side of one bucket, for transports that read shards one by one."""
 
-    def __init__(self, shards: Shards, index: int, full: FullBuffer, pool: BufferPool) -> None:
+    def __init__(self, shards: GatherLayout, index: int, full: FullBuffer, pool: BufferPool) -> None:
         bucket = shards.buckets[index]
         assert isinstance(bucket, FlatBucket)
         self._shards, self._bucket, self._full, self._pool = shards, bucket, full, pool
@@ -408,7 +410,9 @@ class Delivery:
 
     __slots__ = ("_ends", "_full_windows", "_packed_windows", "fulls", "pool", "shard", "shards", "take_over")
 
-    def __init__(self, shards: Shards, fulls: Sequence[FullBuffer], pool: BufferPool, has_parts: bool = False) -> None:
+    def __init__(
+        self, shards: GatherLayout, fulls: Sequence[FullBuffer], pool: BufferPool, has_parts: bool = False
+    ) -> None:
         self.shards, self.fulls, self.pool = shards, fulls, pool
         self._ends = [ShardEnds(shards, number, full, pool) for number, full in enumerate(fulls) if has_parts]
         self.shard = shards.section
@@ -453,18 +457,20 @@ class Packing:
         delivery: both sides of the all-gather of all buckets that travel; None before there is an engine, or if none does.
     """
 
-    def __init__(self, buckets: list[FlatBucket], num_shards: int, place: ParamStorage) -> None:
+    def __init__(self, buckets: list[FlatBucket], num_shards: int, storage: ParamStorage) -> None:
         self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # so indices agree with ``shards``
         for bucket in self.buckets:
             for param in bucket.params:
                 param.full = None
                 param.is_hooked = False
-        self.fulls = [FullBuffer(b.layout.full_numel, b.full_dtype, place.device, not b.travels) for b in self.buckets]
+        self.fulls = [
+            FullBuffer(b.layout.full_numel, b.full_dtype, storage.device, not b.travels) for b in self.buckets
+        ]
         self._windows: dict[ShardedParam, tuple[FullBuffer, int]] = {}
         for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
             offsets = bucket.layout.full_offsets
             self._windows |= {param: (buffer, at) for param, at in zip(bucket.params, offsets, strict=True)}
-        self.shards = Shards([bucket for bucket in self.buckets if bucket.travels], num_shards, place)
+        self.shards = GatherLayout([bucket for bucket in self.buckets if bucket.travels], num_shards, storage)
         self.full_bytes = sum(full.num_bytes for full in self.fulls)
         self.travelling = [full for full in self.fulls if not full.aliases_shards]
         self.delivery: Delivery | None = None
@@ -531,18 +537,18 @@ class ReduceLayout:
         """Return the gradients in ``flat``, a section."""
         return GradientSection(self.params, self._places, flat)
 
-    def take(self, dtype: torch.dtype, place: ParamStorage) -> GradientSection:
-        """Return a section that nothing else uses, on the device of the shards of ``place``, with undefined values."""
+    def take(self, dtype: torch.dtype, storage: ParamStorage) -> GradientSection:
+        """Return a section that nothing else uses, on the device of the shards of ``storage``, with undefined values."""
         for section in self._kept:
-            if section.flat.dtype is dtype and section.flat.device == place.storage_device and section.take():
+            if section.flat.dtype is dtype and section.flat.device == storage.storage_device and section.take():
                 return section
-        if getattr(place.offload, "folder", ""):
+        if getattr(storage.offload, "folder", ""):
             numel = self.bucket.section_numel
-            flat = place.allocate(numel + self.num_spare, dtype, place.storage_device)[0].narrow(0, 0, numel)
-        elif place.is_offloaded:
-            flat = place.on.host_memory(self.bucket.section_numel, dtype, place.pins)
+            flat = storage.allocate(numel + self.num_spare, dtype, storage.storage_device)[0].narrow(0, 0, numel)
+        elif storage.is_offloaded:
+            flat = storage.on.host_memory(self.bucket.section_numel, dtype, storage.pins)
         else:
-            flat = self.empty(dtype, place.device)
+            flat = self.empty(dtype, storage.device)
         section = self.section_in(flat)
         if flat.numel() * flat.element_size() <= self._kept_bytes:
             self._kept = [*self._kept, section][-_MAX_KEPT:]

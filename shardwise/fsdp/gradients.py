@@ -58,13 +58,13 @@ def _make_layout(
     """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``group`` caches it by ``key``."""
     if len(group.reduce_layouts) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
         group.reduce_layouts.clear()
-    on_host = not group.place.on.has_streams
+    on_host = not group.storage.on.has_streams
     # On the host sections of a whole bucket are reused, too: a bucket has more gradients to make than a unit.
     kept_bytes = 2 * FULL_BYTES_ON_HOST if on_host and is_summed(group) else KEPT_BYTES
     # On the host all-reduces over replicas carry a checksum element, in dtypes that represent it exactly.
     is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
     num_spare = int(is_exact and on_host and not (len(params) == 1 and _is_large(group, params[0], dtype)))
-    layout = ReduceLayout(params, group.place.alignment(dtype), group.axes.shard_rank, num_spare, kept_bytes)
+    layout = ReduceLayout(params, group.storage.alignment(dtype), group.axes.shard_rank, num_spare, kept_bytes)
     group.reduce_layouts[key] = layout
     return layout
 
@@ -122,7 +122,7 @@ class Reduction:
             if params is group.by_size:
                 group.gradient_dtypes = dtypes
         # The section that is received then holds the gradients that users see, without another copy.
-        self._is_final = not self.is_partial and not group.place.is_offloaded and dtypes == {dtype}
+        self._is_final = not self.is_partial and not group.storage.is_offloaded and dtypes == {dtype}
         # Handles of the two stages while they are in flight: the reduce-scatter, and the all-reduce over replicas.
         self._scattered: Handle | None = None
         self._replicated: Handle | None = None
@@ -157,10 +157,10 @@ class Reduction:
         """Return the section."""
         if self.section is None:
             if self._is_final:
-                self._result = self._reduce_layout.take(self.dtype, self.group.place)
+                self._result = self._reduce_layout.take(self.dtype, self.group.storage)
                 self.section = self._result.flat
             else:
-                self.section = self._reduce_layout.empty(self.dtype, self.group.place.device)
+                self.section = self._reduce_layout.empty(self.dtype, self.group.storage.device)
         return self.section
 
     def deliver(self, section: torch.Tensor) -> None:
@@ -206,7 +206,7 @@ class Reduction:
             if self._hook is not None:
                 with stream.run():
                     self._hook(self.target())
-        if not self.is_partial and self.group.place.is_offloaded:
+        if not self.is_partial and self.group.storage.is_offloaded:
             store = self._comm.streams.store
             with nullcontext() if stream is None else stream.run():
                 store.wait_current()
@@ -328,18 +328,18 @@ class Reduction:
             if self._result is None:  # reduced in the memory of the gradient
                 self._result = self._reduce_layout.section_in(self.target())
             return self._result.gradients
-        place = self.group.place
+        storage = self.group.storage
         dtypes = {param.dtype for param in self.params}
         if len(dtypes) == 1:
-            self._result = self._reduce_layout.take(dtypes.pop(), place)
-            self._result.flat.copy_(self.target(), non_blocking=place.is_offloaded)
+            self._result = self._reduce_layout.take(dtypes.pop(), storage)
+            self._result.flat.copy_(self.target(), non_blocking=storage.is_offloaded)
             return self._result.gradients
         found: list[torch.Tensor] = []
         for param, window in self.windows().items():
-            if place.is_offloaded:
-                flat = place.on.host_memory(window.numel(), param.dtype, place.pins)
+            if storage.is_offloaded:
+                flat = storage.on.host_memory(window.numel(), param.dtype, storage.pins)
                 window = flat.view(window.shape).copy_(window, non_blocking=True)
-            found.append(as_gradient(param, window if place.is_offloaded else window.to(param.dtype, copy=True)))
+            found.append(as_gradient(param, window if storage.is_offloaded else window.to(param.dtype, copy=True)))
         return found
 
     # ---- queries ----
@@ -352,7 +352,7 @@ class Reduction:
         if not (self._is_shown or self.is_partial):
             self._is_shown = True
             if ready is None and self._comm.streams.are_concurrent:
-                ready = self.group.place.on.current_stream().record_event()
+                ready = self.group.storage.on.current_stream().record_event()
             if self._stored is None:
                 self._stored = self._as_gradients()
             for reader in list(early_readers):
@@ -448,12 +448,12 @@ def split(group: ParamGroup) -> tuple[tuple[int, ...], ...]:
     sizes = [param.shard.numel * group.reduce_dtype(param).itemsize for param in group.params]
     pairs = zip(sizes, group.params, strict=True)
     num_bytes = [size if param.sharded.requires_grad else None for size, param in pairs]
-    return split_unit(num_bytes, FULL_BYTES_ON_STREAMS if group.place.on.has_streams else FULL_BYTES_ON_HOST)
+    return split_unit(num_bytes, FULL_BYTES_ON_STREAMS if group.storage.on.has_streams else FULL_BYTES_ON_HOST)
 
 
 def _is_large(group: ParamGroup, param: ShardedParam, dtype: torch.dtype) -> bool:
     """Return True if the gradient of ``param`` is reduced in its own memory: within a host a copy costs as much as sending."""
-    return is_summed(group) and not group.place.on.has_streams and param.shard.numel * dtype.itemsize >= LARGE_BYTES
+    return is_summed(group) and not group.storage.on.has_streams and param.shard.numel * dtype.itemsize >= LARGE_BYTES
 
 
 def launch_large(launch: Launch, group: ParamGroup, gradients: Gradients) -> list[Reduction]:

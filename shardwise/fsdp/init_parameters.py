@@ -94,7 +94,7 @@ def _init_modules(module: nn.Module) -> None:
 
 def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device | str | None) -> None:
     """Move tensors from meta to a device, with undefined values; tied parameters stay tied."""
-    places = [group.place for unit in units for group in unit.groups]
+    places = [group.storage for unit in units for group in unit.groups]
     of_params = device or (places[0].storage_device if places else torch.device("cpu"))
     of_others = device or (places[0].device if places else torch.device("cpu"))
 
@@ -270,7 +270,7 @@ def check_materialized(attachments: Sequence[Attachment]) -> None:
             "Call shardwise.init_parameters(model), or to_empty() and load a checkpoint. FSDP parameters should be "
             f"materialized from meta device before training, but the following were still on meta device: {on_meta}"
         )
-    offloaded = [group for group in groups if isinstance(group.place.offload, CPUOffloadPolicy)]
+    offloaded = [group for group in groups if isinstance(group.storage.offload, CPUOffloadPolicy)]
     on_device = [(p.fqn, p.local.device) for group in offloaded for p in group.params if p.local.device.type != "cpu"]
     if on_device:
         raise StateError(

@@ -161,7 +161,7 @@ def smaller_axes(axes: MeshAxes, size: int) -> MeshAxes:
 # ---- DTensor placements of sharded parameters: without and with replicas, with tensor parallelism, on a full SPMD mesh.
 
 
-def place(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) -> tuple[int, DTensorSpec]:
+def shard_spec(param: nn.Parameter, fqn: str, axes: MeshAxes, shard: Shard | None) -> tuple[int, DTensorSpec]:
     """Return the dim of ``param`` to shard on ``axes``, and the spec of its sharded form; ``shard`` None means ``Shard(0)``."""
     dim = _checked_dim(fqn, param, 0 if shard is None else shard.dim)
     if isinstance(param, DTensor):

@@ -25,10 +25,10 @@ from shardwise.fsdp.extension import ExtensionParams
 from shardwise.fsdp.flat_buffer import (
     Delivery,
     FlatBucket,
+    GatherLayout,
     Packing,
     ParamStorage,
     ReduceLayout,
-    Shards,
     SubBucket,
 )
 from shardwise.fsdp.full_buffer import FullBuffer
@@ -65,7 +65,7 @@ class GroupComm:
 # ---- Resharding to a smaller mesh after forward: each rank keeps a slice of each full parameter until backward.
 
 
-def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: ParamStorage) -> SubBucket:
+def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, storage: ParamStorage) -> SubBucket:
     """Copy this rank's shards on the mesh of ``axes`` out of ``full``, the gathered bucket, and register them.
 
     Args:
@@ -73,7 +73,7 @@ def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, place: Pa
     """
     cuts = [ChunkShard(shard.shape, shard.dim, axes.num_shards) for shard in bucket.layout.shards]
     dtype = bucket.full_dtype
-    layout = build_bucket(cuts, place.alignment(dtype), place.alignment(dtype))
+    layout = build_bucket(cuts, storage.alignment(dtype), storage.alignment(dtype))
     sub = SubBucket(layout, dtype, torch.empty(layout.section_numel, dtype=dtype, device=full.device))
     shapes = [cut.shard_shape(axes.shard_rank) for cut in cuts]
     windows = suballocate_all(sub.local, [*zip(layout.offsets, shapes, strict=True)])
@@ -117,7 +117,7 @@ class ParamGroup:
         params: the parameters in the order of the modules.
         by_size: the parameters in their order in memory, large ones first.
         members: the parameters as a set.
-        place: the devices of shards and full parameters.
+        storage: the devices of shards and full parameters.
         device: the device of the full parameters.
         precision: the policy that says in which dtypes parameters are gathered and gradients reduced.
         reduce_dtypes: gradient dtype -> reduce dtype, for parameters without a dtype of their own.  A gradient dtype with more
@@ -157,7 +157,7 @@ class ParamGroup:
         params: list[ShardedParam],
         axes: MeshAxes,
         precision: MixedPrecisionPolicy,
-        place: ParamStorage,
+        storage: ParamStorage,
         keeps_plain: bool,
     ) -> None:
         self.params = params
@@ -167,8 +167,8 @@ class ParamGroup:
         self.sub_axes: MeshAxes | None = None
         self.precision = precision
         self.reduce_dtypes: dict[torch.dtype, torch.dtype] = {}
-        self.place = place
-        self.device = place.device
+        self.storage = storage
+        self.device = storage.device
         # A shard axis of one rank takes no collectives, except with tensor parallelism: torch's tests count them there.
         has_tensor_parallelism = any(param.inner_spec is not None for param in params)
         self.is_collective = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
@@ -183,9 +183,9 @@ class ParamGroup:
         self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
         self.is_written = self.is_kept = False
         self.in_place: list[ShardedParam] = []
-        self.extended = ExtensionParams(axes, precision, place.device)
+        self.extended = ExtensionParams(axes, precision, storage.device)
         self.packing: Packing | None = None
-        self._sub: Shards | None = None
+        self._sub: GatherLayout | None = None
         self.custom = CustomCollectives()
         self.sums: OrderedSums | None = None
         self.compression: Compression | None = None
@@ -350,8 +350,8 @@ class ParamGroup:
         for param in self.by_size:
             if not isinstance(kinds[param], str):
                 by_dtype.setdefault((param.dtype, param.dtype_of_full(self.precision)), []).append(param)
-        buckets = [self.place.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
-        packing = Packing(buckets, self.axes.num_shards, self.place)
+        buckets = [self.storage.bucket(each, full, self.is_collective) for (_, full), each in by_dtype.items()]
+        packing = Packing(buckets, self.axes.num_shards, self.storage)
         if self.bound_comm is not None:
             self._prepare_gather(packing, self.bound_comm)
         self.packing, self._sub = packing, None
@@ -389,7 +389,7 @@ class ParamGroup:
             self.gather = partial(self.extended.gather, delivery, comm.shards, comm.pool)
         elif delivery is not None and comm.shards is not None:
             self.gather = partial(comm.shards.all_gather, delivery)
-        elif delivery is not None and self.place.is_offloaded:  # this rank has all shards
+        elif delivery is not None and self.storage.is_offloaded:  # this rank has all shards
             self.gather = partial(fetch_alone, comm.streams.fetch, delivery)
         else:
             self.gather = partial(_copy_here, delivery)
@@ -587,8 +587,8 @@ class ParamGroup:
         assert packing is not None
         assert self.sub_axes is not None
         pairs = zip(packing.buckets, packing.travelling, strict=True)
-        buckets = [cut_bucket(each, full.hold(self.comm.pool), self.sub_axes, self.place) for each, full in pairs]
-        self._sub = Shards(buckets, self.sub_axes.num_shards, self.place)
+        buckets = [cut_bucket(each, full.hold(self.comm.pool), self.sub_axes, self.storage) for each, full in pairs]
+        self._sub = GatherLayout(buckets, self.sub_axes.num_shards, self.storage)
         if not keeps_memory:
             self.drop()
 

@@ -74,7 +74,7 @@ class Reductions:
         syncs_replicas: where ranks may take different ways, whether all reduce over replicas in this backward; None: as the
             policy of each unit says.
         launched, deferred: reductions of this backward, and pending ones of earlier backwards.
-        early: the launch of a unit whose backward still runs.
+        open_launch: the launch of a unit whose backward still runs.
         summed: parameters whose gradients ``Reproducible`` sums, once they were reduced in its loop over microbatches.
     """
 
@@ -87,7 +87,7 @@ class Reductions:
         self.launched: list[Launch] = []
         self.deferred: list[Launch] = []
         self._fresh_held: list[tuple[Unit, Gradients]] = []
-        self.early: Launch | None = None
+        self.open_launch: Launch | None = None
         self.summed: set[ShardedParam] = set()
 
     def hold(self, unit: Unit, gradients: Gradients) -> None:
@@ -101,7 +101,7 @@ class Reductions:
         while in_flight and self._is_next_due(in_flight[0]):
             self._advance(in_flight.pop(0))
         # ``gradients`` are what is still to be sent, ``params`` what ranks compare: all that this unit reduces.
-        launch, self.early = self.early, None
+        launch, self.open_launch = self.open_launch, None
         gradients, params = fresh, frozenset(fresh)
         if launch is not None:
             sent = launch.params
@@ -165,20 +165,20 @@ class Reductions:
             return None
         return Buckets(buckets, unit.backward.arrived)
 
-    def launch_early(self, unit: Unit, early: Buckets) -> None:
+    def launch_early(self, unit: Unit, buckets: Buckets) -> None:
         """Reduce the buckets that are complete.  Raises: the same as :meth:`launch`."""
         group = unit.groups[0]
-        if self.early is None:
+        if self.open_launch is None:
             self._compare(unit, frozenset([param for param in group.params if param.sharded.requires_grad]))
-            self.early = self._new_launch(unit, ())
+            self.open_launch = self._new_launch(unit, ())
         if listeners:
             begin(self._exec_order.track.name, "reduce", unit.name)
-        buckets, held = list(early.take()), self.early.held
-        params = [group.params[ordinal] for bucket in buckets for ordinal in bucket]
+        complete, held = list(buckets.take()), self.open_launch.held
+        params = [group.params[ordinal] for bucket in complete for ordinal in bucket]
         gradients = take_gradients(group, params)
         if held:
             gradients = add_gradients({param: held[param] for param in params if param in held}, gradients)
-        self._send_parts(self.early, buckets, gradients)
+        self._send_parts(self.open_launch, complete, gradients)
         if listeners:
             end(self._exec_order.track.name, "reduce", unit.name)
 
@@ -295,7 +295,7 @@ class Reductions:
 
     def _leave(self) -> None:
         """Leave to units what a later backward reduces: unsynced gradients, and sums over the shard axis alone."""
-        self.early = None
+        self.open_launch = None
         self._in_flight.clear()
         for unit, gradients in self._fresh_held:
             unit.earlier.hold(gradients)
@@ -336,7 +336,7 @@ class Reductions:
     def cancel(self) -> None:
         """Cancel the reductions of a backward that raised, and return to units the earlier gradients that it had taken."""
         launched, self.launched = self.launched, []
-        self.early = None
+        self.open_launch = None
         self._fresh_held.clear()
         self._in_flight.clear()
         if launched:

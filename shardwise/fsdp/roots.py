@@ -135,7 +135,7 @@ def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
     shards = reduce = replicas = sub = None
     if group.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
-        fetch = streams.fetch if group.place.is_offloaded else None
+        fetch = streams.fetch if group.storage.is_offloaded else None
         shards = over(process_group, streams.gather, group.gather_coding, fetch)
         coding = None if has_replicas else group.reduce_coding
         reduce = over(group.custom.reduce_group or process_group, streams.reduce, coding)
@@ -178,7 +178,7 @@ def _linked(group: ParamGroup, way: GroupCommunicator | None) -> tuple[dist.Proc
     """Return the process group of ``way`` and the provider of its links; None if ``group`` cannot use a link there."""
     if way is None or isinstance(way, CompressedCommunicator):
         return None
-    provider = provider_of(way.group, (group.device, group.place.storage_device))
+    provider = provider_of(way.group, (group.device, group.storage.storage_device))
     return None if provider is None else (way.group, provider)
 
 
@@ -187,7 +187,7 @@ def may_share_memory(group: ParamGroup) -> bool:
     dim = group.axes.shard_mesh_dim
     if dim is None or not group.is_collective or default_transport() != "auto":
         return False
-    devices = group.device, group.place.storage_device
+    devices = group.device, group.storage.storage_device
     return group.gather_coding is None and provider_of(group.axes.mesh.get_group(dim), devices) is not None
 
 

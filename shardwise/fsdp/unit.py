@@ -65,7 +65,7 @@ class UnitBackward:
             sets it to NESTED until a first backward has shown more.
         ended_in: the outermost autograd task of the backward in which the unit ended with a nested one.
         ended_late: a backward ended the unit only at its own end, since some gradient did not arrive.
-        early: the buckets that may be reduced before the unit's backward ends; None if there are none.
+        buckets: those that may be reduced before the unit's backward ends; None if there are none.
         owes_weights: a backward produced no gradient of a parameter: pipeline schedules may compute those separately.
         keeps_for_graph: a backward ran with ``create_graph=True``.  Its graph reads the parameters, so they stay full until a
             backward without it has ended.
@@ -93,7 +93,7 @@ class UnitBackward:
         self.keeps_for_graph = False
         self.is_unseen = False
         self.first: int | None = None
-        self.early: Buckets | None = None
+        self.buckets: Buckets | None = None
         self.looked_at: tuple[int, bool] | None = None
         self._began_full = True
 
@@ -123,14 +123,14 @@ class UnitBackward:
             backward = this()
             if backward is None:
                 return
-            arrived, early = backward.arrived, backward.early
+            arrived, buckets = backward.arrived, backward.buckets
             if ordinal in arrived:
                 backward.ending = Ending.WHOLE
             arrived.add(ordinal)
             if backward.stage is running:
                 if backward.task != task_id():
                     backward.nest()  # a reentrant checkpoint inside the unit runs it: others may follow
-                is_bucket = early is not None and early.is_ready()
+                is_bucket = buckets is not None and buckets.is_ready()
                 if backward.ending is not by_last or (len(arrived) < backward.counted[0] and not is_bucket):
                     return  # most gradients end here: backward has begun, and neither a bucket nor the unit is complete
             elif backward.stage is Stage.IDLE:
@@ -186,7 +186,7 @@ class UnitBackward:
         self.arrived.clear()
         self.open_passes.clear()
         self.ending = Ending.LAST_GRADIENT
-        self.early = self.first = None
+        self.buckets = self.first = None
         self.stage = Stage.IDLE
 
     def unlearn(self) -> None:
@@ -221,8 +221,10 @@ class StepCallbacks(Protocol):
         ...
 
 
-class Schedule(Protocol):
+class SharedSchedule(Protocol):
     """The collectives of a pass whose ranks may take different ways: :class:`shardwise.fsdp.divergence.Divergence`.
+
+    Not the plan of a step (``plan/schedule.py``), which a rank follows alone: all ranks launch these, in this order.
 
     Attributes:
         gathers: for each collective the number of the unit whose parameters are gathered; -1 if it is no gather.
@@ -292,7 +294,7 @@ class Unit:
         self.shows_shards = self.reshards_late = False
         self.number = -1
         self.may_diverge = self.diverges = False
-        self.schedule: Schedule | None = None
+        self.schedule: SharedSchedule | None = None
         self.backward = UnitBackward(weakref.ref(self))
         self.earlier = EarlierGradients()
         self.num_commits = 0

@@ -120,8 +120,8 @@ class _AgreedSizes:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
-class GroupLink:
-    """The link of one process group, shared by the parameter groups that use it.
+class LinkSetup:
+    """Agrees on the link of one process group, and makes it; the parameter groups that use the link share this object.
 
     Args:
         process_group: the ranks.
@@ -220,7 +220,7 @@ class GroupLink:
 
         def places_of(rank: int, number: int) -> Sequence[ArenaPlace]:
             owner = ref()
-            assert owner is not None  # the GroupLink owns the link, so it outlives it
+            assert owner is not None  # the LinkSetup owns the link, so it outlives it
             return owner._places_of(rank, number)
 
         host = HostGroup(meeting.segments, meeting.pids, rank, meeting.exchange.members, places_of)
@@ -244,4 +244,4 @@ def _sizes_of(users: LinkUsers, num_ranks: int) -> _AgreedSizes:
 
 def register_transports() -> None:
     """Register these transports for groups of CPU ranks; ``shardwise/__init__.py`` calls it once."""
-    link_providers.append(LinkProvider(can_link, take_shareable, GroupLink))
+    link_providers.append(LinkProvider(can_link, take_shareable, LinkSetup))
