@@ -319,15 +319,15 @@ def test_files_and_functions_are_short() -> None:
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
     "fsdp": 5950,  # with plan and checks 6500
-    "collectives": 2500,
+    "collectives": 2650,  # of 2800
     "checkpoint": 2450,  # with transaction 2900
     "recipes": 1950,  # issue 48: --memory 25; issue 49: --reproducible 50, --elastic 65
-    "consistency": 1850,  # 1800
+    "consistency": 1800,
     "planner": 1450,  # issue 48: 50 for what a rank measures, and blocks that keep their activations
     "optim": 1700,
     "zero": 1050,
     "cli": 1350,  # of which 48 and 49 about 150
-    "(top)": 1450,  # with testing 1500
+    "(top)": 1350,  # with testing 1500
     "transaction": 500,
     "elastic": 550,  # issue 49, part 2: with the launcher and the recipe at most 800
     "reproducible": 700,  # issue 49; comparing runs 150
@@ -461,7 +461,7 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "awaited_groups": REPORT,
     },
     replaces_a_part_of_torch: {
-        "clip_mixed_by": "torch's clips nothing while a unit is unsharded, hangs where ranks diverge, refuses mixed gradients",
+        "clip_mixed_by": "torch's would clip nothing while a unit is unsharded, hang where ranks diverge, refuse mixed gradients",
         "draw_as_one_process": "DTensor draws right on accelerators alone, for which torch fills the same place",
     },
     swaps_a_class: {

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -112,25 +112,15 @@ class Accelerator(Device):
         return source.to(self._device, non_blocking=True).to(dtype)
 
 
-_stand_in: ContextVar[Device | None] = ContextVar("stand_in", default=None)
+# The device that is used in place of the host, for tests; a context variable, so that it ends with the code that set it.
+stand_in: ContextVar[Device | None] = ContextVar("stand_in", default=None)
 
 
 def device_of(device: torch.device) -> Device:
     """Return the :class:`Device` of ``device``."""
     if device.type not in ("cpu", "meta"):
         return Accelerator(device)
-    stand_in = _stand_in.get() if device.type == "cpu" else None
-    return Device(device) if stand_in is None else stand_in
-
-
-@contextmanager
-def standing_in(device: Device) -> Generator[None, None, None]:
-    """Use ``device`` in place of the host in engines created inside: tensors are on "cpu", streams are the device's."""
-    token = _stand_in.set(device)
-    try:
-        yield
-    finally:
-        _stand_in.reset(token)
+    return (stand_in.get() if device.type == "cpu" else None) or Device(device)
 
 
 class SideStream:

@@ -172,6 +172,7 @@ def _leads_to(group: dist.ProcessGroup, rank: int) -> bool:
     return True
 
 
+# ---- The ranks of a group wait for each other.
 
 
 def all_have_come(group: dist.ProcessGroup) -> None:

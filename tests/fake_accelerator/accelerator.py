@@ -20,7 +20,7 @@ import torch
 from fake_accelerator.allocations import Allocations, Violation
 from fake_accelerator.dispatch import Collective, OperationRecorder
 from fake_accelerator.timeline import HOST, FakeStream, Timeline
-from shardwise.collectives.streams import Device, standing_in
+from shardwise.collectives.streams import Device, stand_in
 from shardwise.observe import Call, Listener, listening
 
 
@@ -46,8 +46,12 @@ class FakeAccelerator(Device):
     @contextmanager
     def in_use(self) -> Generator[FakeAccelerator, None, None]:
         """Record what happens inside; engines that are made inside have this device's lanes."""
-        with standing_in(self), listening(_Doing(self)), self._recorder:
-            yield self
+        token = stand_in.set(self)
+        try:
+            with listening(_Doing(self)), self._recorder:
+                yield self
+        finally:
+            stand_in.reset(token)
 
     @property
     def violations(self) -> list[Violation]:
