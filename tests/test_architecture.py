@@ -461,7 +461,7 @@ TRICKS: dict[Trick, dict[str, str]] = {
         "awaited_groups": REPORT,
     },
     replaces_a_part_of_torch: {
-        "clip_mixed_by": "torch's would clip nothing while a unit is unsharded, hang where ranks diverge, refuse mixed gradients",
+        "clip_mixed_by": "torch's clips nothing while a unit is unsharded, hangs where ranks diverge, refuses mixed gradients",
         "draw_as_one_process": "DTensor draws right on accelerators alone, for which torch fills the same place",
     },
     swaps_a_class: {

@@ -91,7 +91,7 @@ class RootChecks(StepChecks):
     def use_again(self, name: str, groups: Sequence[ParamGroup]) -> None:
         """Raise StateError if shards were written to through ``.data`` while their unit stayed unsharded."""
         for group in groups:
-            if not group.place.on.has_streams and (param := _differing(group)) is not None:
+            if not group.storage.on.has_streams and (param := _differing(group)) is not None:
                 raise StateError(
                     f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or "
                     "another alias. Call reshard() on the module first, or copy_ to the parameter itself"
@@ -157,7 +157,7 @@ def _digests_in(root: nn.Module) -> dict[str, str]:
 
 def _differing(group: ParamGroup) -> ShardedParam | None:
     """Return a parameter whose full form differs from its shard, though torch has counted no write to it; NaN equals NaN."""
-    if not group.is_collective or not group.place.on.has_values:
+    if not group.is_collective or not group.storage.on.has_values:
         return None
     for param, full, version, address in zip(*group.registered, strict=True):
         is_seen = full._version != version or full.data_ptr() != address  # ``find_writes`` sees this write itself

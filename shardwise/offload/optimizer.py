@@ -135,7 +135,7 @@ class OffloadedStep:
         """Add units for the parameters of ``groups``, which are by index."""
         found = [(number, group) for number, unit in enumerate(all_units()) for group in unit.groups]
         number_of = {id(param.sharded): number for number, group in found for param in group.params}
-        places = {number: group.place for number, group in found}
+        places = {number: group.storage for number, group in found}
         members: dict[int, dict[int, list[Sequence[ParamSlice]]]] = {}  # by number of the FSDP unit; -1: of none
         num_bytes: dict[int, int] = {}
         for index, (params, _) in groups.items():
