@@ -261,7 +261,8 @@ class Arena:
         self._used = align(start + num_bytes, grain)
         array = segment.array(start, num_bytes)
         if grain == _PAGE_BYTES:
-            weakref.finalize(array, _give_back, segment.mapping, start, self._used - start).atexit = False
+            # It keeps the segment, of which the next call takes more, also where the caller drops the place (gradients).
+            weakref.finalize(array, _give_back, segment, start, self._used - start).atexit = False
         return torch.from_numpy(array), ArenaPlace(segment, start)
 
 
@@ -273,10 +274,10 @@ def take_shareable(num_bytes: int, folder: str = "") -> tuple[torch.Tensor, Aren
     return None if can_share_memory() else _arenas.setdefault(folder, Arena(folder)).take(num_bytes)
 
 
-def _give_back(mapping: mmap.mmap, start: int, num_bytes: int) -> None:
+def _give_back(segment: Segment, start: int, num_bytes: int) -> None:
     # a forked child has a private mapping, from which no page can be removed
     with contextlib.suppress(OSError, ValueError):
-        mapping.madvise(mmap.MADV_REMOVE, start, num_bytes)
+        segment.mapping.madvise(mmap.MADV_REMOVE, start, num_bytes)
 
 
 # ---- The ranks of a group agree on a link through the store, so that an absent rank is named.
