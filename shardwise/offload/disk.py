@@ -149,7 +149,7 @@ class DiskTier:
         self._last = -1
         self._keeps = False  # the update that runs may have to be undone
         self._error: StateError | None = None
-        self._reader, self._writer = (ThreadPoolExecutor(1, f"shardwise-disk-{name}") for name in ("read", "write"))
+        self._threads = [ThreadPoolExecutor(1, f"shardwise-disk-{name}") for name in ("read", "write")]
 
     def expect(self, num_bytes: int) -> None:
         """Check that each file system has space for what its ranks will write, ``num_bytes`` on this one.  Collective.
@@ -214,7 +214,7 @@ class DiskTier:
             buffer = buffer_of(slot.num_used, self._free.get())
             torch_private.copy_all(views_in(buffer, state, starts), list(state))
         slot.held = [torch.empty_like(each, device="meta") for each in state]
-        slot.sums = self._writer.submit(self._write, slot.begin, buffer, slot.num_used)
+        slot.sums = self._threads[1].submit(self._write, slot.begin, buffer, slot.num_used)
         return slot.held
 
     def commit(self, unit: int) -> None:
@@ -236,7 +236,7 @@ class DiskTier:
         """Begin to read the state of ``unit``."""
         place = self._places.get(unit)
         if self._ahead is None and place is not None and place.slots[place.current].held:
-            self._ahead = unit, self._reader.submit(self._read, place.slots[place.current])
+            self._ahead = unit, self._threads[0].submit(self._read, place.slots[place.current])
 
     def _buffer_of(self, unit: int, state: State) -> torch.Tensor | None:
         """Return the buffer that ``state`` was loaded into, if all of it is still there."""

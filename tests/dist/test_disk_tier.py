@@ -318,12 +318,8 @@ def test_parameters_and_gradients_on_disk_leave_memory_when_a_unit_is_done_with_
             resident.append(resident_in(folder))
             optimizer.step()
             resident.append(resident_in(folder))
-            files = {os.fstat(fd).st_ino: os.fstat(fd).st_size >> 20 for fd in files_on_disk(folder)}  # MiB
             optimizer.zero_grad()
         # Of 48 MiB of all ranks, and as many of gradients.
-        assert sum(files.values()) < dist.get_world_size() * 256 + 128, (
-            files
-        )  # gradients are in the file of the parameters
         assert max(resident) < 5 * 4 * 2**20, [each >> 20 for each in resident]
 
 

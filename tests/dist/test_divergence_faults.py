@@ -135,7 +135,7 @@ def test_a_rank_that_ends_while_it_serves_or_is_served_is_named_on_all_others(
             assert re.search(r"\brank 1\b", error[1]), error[1]
 
 
-@on_ranks(2, group_timeout_s=3)
+@on_ranks(2, group_timeout_s=6)
 def test_without_the_switch_the_error_of_ranks_that_differ_names_it() -> None:
     model = sharded()
     model.set_allow_rank_divergence(False)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from helpers.links import SEGMENT_BYTES, make_links
 from helpers.posts import announce_as, gone_process
 
 from shardwise import TransportError
-from shardwise.collectives.host.local_peers import HEADER_BYTES, NUM_WORDS, Segment
+from shardwise.collectives.host.local_peers import HEADER_BYTES, NUM_WORDS, Arena, Segment
 from shardwise.consistency.liveness import Liveness, is_gone
 
 
@@ -132,3 +133,11 @@ def test_a_link_of_some_ranks_names_them_as_the_job_does(gone_pid: int) -> None:
     links = make_links(pids=[os.getpid(), gone_pid], members=(2, 3))
     with pytest.raises(TransportError, match="rank 3 is gone .*; rank 2 waited .* s for it at the start of a forward"):
         links[0].open("forward", False)
+
+
+def test_memory_whose_places_are_dropped_lies_in_one_file(tmp_path: Path) -> None:
+    """As gradients on disk drop theirs, which took a file of 256 MiB each."""
+    arena = Arena(str(tmp_path))
+    held = [taken[0] for _ in range(3) if (taken := arena.take(2**20)) is not None]
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert (len(held), len({line[4] for line in maps})) == (3, 1)  # files by their inodes
