@@ -138,6 +138,12 @@ def test_a_link_of_some_ranks_names_them_as_the_job_does(gone_pid: int) -> None:
 def test_memory_whose_places_are_dropped_lies_in_one_file(tmp_path: Path) -> None:
     """As gradients on disk drop theirs, which took a file of 256 MiB each."""
     arena = Arena(str(tmp_path))
-    held = [taken[0] for _ in range(3) if (taken := arena.take(2**20)) is not None]
+
+    def taken() -> torch.Tensor:
+        found = arena.take(2**20)
+        assert found is not None
+        return found[0]
+
+    held = [taken() for _ in range(3)]
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert (len(held), len({line[4] for line in maps})) == (3, 1)  # files by their inodes
