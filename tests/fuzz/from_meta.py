@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def give_values(model: nn.Module, play: Play) -> None:
             min([each.to_local().numel() for each in model.parameters() if isinstance(each, DTensor)], default=0)
         )
         dist.all_reduce(least, dist.ReduceOp.MIN)
-        draws: Any = _random._rng_tracker
+        draws = cast(Any, _random)._rng_tracker
         draws.distribute_region_enabled = not least
         try:
             reset(model.to_empty(device="cpu"), play.seed, False, dtype)
