@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import shard_model, torch_private
+from shardwise import ActivationPolicy, apply_activations, shard_model, torch_private
 from shardwise.collectives.host import local_peers
 from shardwise.planner.advice import step_under
 from shardwise.planner.hardware import HARDWARE, ONE_UNIT, SHARED, Profile, Setting, TensorSplit, dry_run
@@ -104,7 +104,10 @@ class Case:
             # denormal, too; no plan knows values.
             nn.init.normal_(model.embed.weight, std=0.02)
             return model
-        return GPT(self.config.model, recompute=self.setting.recompute)
+        model = GPT(self.config.model)
+        if self.setting.recompute:
+            apply_activations(model, ActivationPolicy("recompute"))
+        return model
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.model == "tied":
@@ -165,7 +168,9 @@ class Job:
         if setting.tensor > 1:
             split_heads(plain, split)
         self.model = (
-            shard_tied(case, plain, mesh) if case.model == "tied" else self.strategy.wrap(plain, self.config, mesh)
+            shard_tied(case, plain, mesh)
+            if case.model == "tied"
+            else self.strategy.wrap(plain, self.config, mesh, None)
         )
         self.optimizer = self.strategy.build_optimizer(self.model, self.config, Path.cwd())
         # Nothing is learned: from one batch again and again a model makes denormals within some steps, with which products

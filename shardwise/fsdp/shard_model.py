@@ -20,7 +20,7 @@ from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.build import ShardPlacementFn, refuse_wrappers
 from shardwise.fsdp.mesh import DataParallelMeshDims, Placements, row_of
 from shardwise.fsdp.module import FSDPModule
-from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, precision_from
+from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, precision_from
 from shardwise.observe import say
 from shardwise.plan.grouping import DEFAULT_MIN_UNIT_BYTES, Child, group_blocks, repeated_blocks
 
@@ -112,12 +112,17 @@ def _structure(module: nn.Module) -> Hashable:
 
 
 class MemoryPolicy(Protocol):
-    """Makes a step of a model fit into memory; :class:`shardwise.MemoryLimit` is one."""
+    """Makes a step of a model fit into memory; :class:`shardwise.MemoryLimit` is one.
+
+    ``offload_policy``: set by :meth:`fit` if shards cannot be in memory.
+    """
+
+    offload_policy: OffloadPolicy | None
 
     def fit(
         self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
-    ) -> bool:
-        """Change what blocks of ``model`` keep for backward, before it is sharded; return whether shards must be offloaded."""
+    ) -> None:
+        """Change what blocks of ``model`` keep for backward, before it is sharded."""
         ...
 
 
@@ -191,8 +196,8 @@ def shard_model(
     row = None if strategy is None else row_of(strategy)
     if memory is not None:
         mesh = mesh if mesh is not None else default_mesh()
-        if memory.fit(model, mesh, "zero3" if row is None else row.strategy, min_unit_bytes, mp_policy):
-            offload_policy = CPUOffloadPolicy()
+        memory.fit(model, mesh, "zero3" if row is None else row.strategy, min_unit_bytes, mp_policy)
+        offload_policy = memory.offload_policy or offload_policy
     if row is not None and "sharded" not in row.optimizer:
         given = reshard_after_forward, shard_placement_fn, dp_mesh_dims
         if any(each is not None for each in given) or sync_module_states:

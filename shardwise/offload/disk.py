@@ -232,6 +232,15 @@ class DiskTier:
 
     # ---- buffers ----
 
+    def rest(self) -> None:
+        """Give up the memory of the buffers until the next load, once what is in them is written."""
+        self._drop_ahead()
+        self._threads[1].submit(lambda: None).result()
+        for _ in range(self._free.qsize()):
+            self._free.get()
+            self._free.put(buffer_of(0))
+        self._last = -1  # nothing is read ahead of the next step
+
     def _prefetch(self, unit: int) -> None:
         """Begin to read the state of ``unit``."""
         place = self._places.get(unit)

@@ -15,10 +15,11 @@ from shardwise.collectives.buffer_pool import limit_heap
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes, parse_size
-from shardwise.fsdp.precision import MixedPrecisionPolicy
+from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import blocks_of
 from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.optimizer import OptimizerOffload
+from shardwise.offload.tiers import DiskOffloadPolicy
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import UNIT_STRATEGIES, Hardware, Loss, default_loss, measured, this_host
 
@@ -28,18 +29,19 @@ from shardwise.planner.hardware import UNIT_STRATEGIES, Hardware, Loss, default_
 class MemoryLimit:
     """The memory that a rank may need, for ``shard_model(memory=)``, which then plans a step and makes it fit.
 
-    As few blocks as possible are recomputed in backward, and as little optimizer state as possible is on a disk; on
-    accelerators shards and state are in host memory where nothing else fits.
+    As few blocks as possible are recomputed in backward, and as little optimizer state as possible is on a disk, with
+    parameters and gradients where nothing else fits; on accelerators all of it is in host memory then.
 
     Args:
         limit: bytes of a rank, on CPU with those of its process, or a text: "8 GiB".
         inputs, loss: of one microbatch of a rank, as for :func:`plan`.
-        folder: on a local disk that may have optimizer state, on CPU ranks; None: it stays in memory.
+        folder: on a local disk that may have them, on CPU ranks; None: they stay in memory.
         accumulate: microbatches of a step.
 
     Attributes:
         plan: set by ``shard_model``: what a step holds and takes, and why.
         offload: set by ``shard_model``: for :class:`ShardedOptimizer`; None where all state stays in memory.
+        offload_policy: set by ``shard_model``, which uses it: where shards are, if not in memory.
 
     Example:
         >>> memory = shardwise.MemoryLimit("8 GiB", (4, 512), folder="/scratch")  # doctest: +SKIP
@@ -54,11 +56,12 @@ class MemoryLimit:
     accumulate: int = 1
     plan: Plan | None = field(default=None, init=False)
     offload: OptimizerOffload | None = field(default=None, init=False)
+    offload_policy: OffloadPolicy | None = field(default=None, init=False)
 
     def fit(
         self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
-    ) -> bool:
-        """Plan a step, let blocks of ``model`` recompute, and return whether shards must be in host memory.  Collective.
+    ) -> None:
+        """Plan a step, and let blocks of ``model`` recompute.  Collective.
 
         Raises: ConfigError on every rank if nothing fits.
         """
@@ -101,4 +104,6 @@ class MemoryLimit:
             apply_activations(model, ActivationPolicy(dict.fromkeys(chosen, "recompute")))
         if best.disk_share:
             self.offload = OptimizerOffload(best.disk_share, undo=False, folder=self.folder)
-        return best.offload
+        if best.offload:
+            on_disk = best.disk_share and self.folder
+            self.offload_policy = DiskOffloadPolicy(folder=self.folder) if on_disk else CPUOffloadPolicy()

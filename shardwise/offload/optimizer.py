@@ -117,9 +117,8 @@ class OffloadedStep:
         self._tier = HostTier() if policy.folder is None else DiskTier(policy.folder)
         self.units: list[UpdateUnit] = []
         self.resident: list[UpdateUnit] = []
-        self._index_of: dict[
-            int, tuple[UpdateUnit, int]
-        ] = {}  # by id of the parameter: its unit, and index of its slice
+        # by id of the parameter: its unit, and index of its slice
+        self._index_of: dict[int, tuple[UpdateUnit, int]] = {}
         self._staging: dict[tuple[torch.device, bool], Staging] = {}
         # A thread has its own number of threads, which also becomes the default of threads that start later: the second
         # call restores the default.
@@ -177,9 +176,8 @@ class OffloadedStep:
                 touched[unit] = None
         for unit in touched:
             arrivals = unit.arrivals
-            self._drop(
-                unit
-            )  # a guess of an earlier backward: a step was skipped, or there are more backwards than usual
+            # a guess of an earlier backward: a step was skipped, or there are more backwards than usual
+            self._drop(unit)
             if len(arrivals.gradients) == sum(each.param.requires_grad for each in unit.slices):
                 found, arrivals.gradients = arrivals.gradients, {}
                 arrivals.num_backwards += 1
@@ -224,6 +222,8 @@ class OffloadedStep:
             copy_options([groups[index] for index in unit.groups], unit.step.optimizer.param_groups)
             unit.step.step()
         errors = [job.exception() for job in jobs]
+        if isinstance(self._tier, DiskTier) and not self._policy.undo:
+            self._worker.submit(self._tier.rest)  # forward and backward have its memory
         for staging in now:
             staging.end()
         for unit in self.units:

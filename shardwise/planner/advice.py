@@ -58,7 +58,8 @@ def code_of(setting: Setting, device: str) -> str:
     options.append(f"mesh=mesh[{data}]" if setting.tensor > 1 else "mesh=mesh")
     if is_bf16:
         options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
-    options += ["offload_policy=CPUOffloadPolicy()"] * setting.offload
+    where = "CPUOffloadPolicy()" if device != "cpu" else "DiskOffloadPolicy(folder=)"
+    options += [f"offload_policy={where}"] * setting.offload
     return "\n".join([*lines, f"{'fully_shard' if one_unit else 'shard_model'}(model, {', '.join(options)})", ""])
 
 
@@ -77,7 +78,7 @@ class Choices:
         unit_bytes: sizes up to which blocks are merged; sizes that give the same units count once.
         recompute, offload: whether to try without, with, or both.
         keep_blocks: where nothing fits without recomputation, as many blocks as fit may do without.
-        disk: on CPU ranks, as little optimizer state as makes a way fit may be on disk.
+        disk: on CPU ranks, as little optimizer state as makes a way fit may be on disk, at last with parameters and gradients.
         precision: "fp32" or "bf16".
         accumulate: microbatches of a step.
         optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``.
@@ -224,7 +225,7 @@ class Search:
         choices = self.choices
         for setting in self._settings():
             has_units = setting.strategy in UNIT_STRATEGIES
-            offloads = has_units and False not in choices.offload
+            offloads = has_units and False not in choices.offload and self.hardware.device != "cpu"
             numel = 0 if has_units else self.profile_of(Setting(precision=choices.precision)).numel
             if 8 * numel > self.hardware.limit_bytes:  # a dry run is not worthwhile
                 words = f"whole fp32 parameters and gradients alone are {8 * numel / 1e9:.4g} GB on every rank"
@@ -241,11 +242,13 @@ class Search:
                     yield self._evaluate(replace(found.setting, offload=True))
 
     def _with_disk(self, found: Candidate) -> Candidate:
-        """Return ``found``, or with the least optimizer state on disk with which it fits, or all of it."""
+        """Return ``found``, or with the least optimizer state on disk with which it fits, or with parameters, too."""
         tenths = 0
         while self.choices.disk and not found.fits and tenths < 10:
             tenths += 1
             found = self._evaluate(replace(found.setting, disk_share=tenths / 10))
+        if self.choices.disk and not found.fits:
+            found = self._evaluate(replace(found.setting, offload=True))
         return found
 
     def _with_kept_blocks(self, found: Candidate) -> Candidate:
@@ -345,19 +348,7 @@ class Search:
             yield _Attempt("ranks", words, [replace(each, ranks=ranks // each.tensor) for each in sharded])
 
 
-_HEADINGS = (
-    "",
-    "way",
-    "peak",
-    "of which",
-    "step",
-    "samples/s",
-    "compute",
-    "exposed",
-    "host",
-    "sent",
-    "padding",
-)
+_HEADINGS = ("", "way", "peak", "of which", "step", "samples/s", "compute", "exposed", "host", "sent", "padding")
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,7 +313,7 @@ class Setting:
         min_unit_bytes: smaller blocks are merged; ``ONE_UNIT``: all parameters are one unit.
         precision: "fp32" or "bf16" (computed in bf16, gradients reduced and stored in fp32).
         recompute: repeated blocks are recomputed in backward.  keep_blocks: but not the last so many, which are first in it.
-        offload: shards, gradients and optimizer state are in the host's memory.
+        offload: shards, gradients and optimizer state are in the host's memory; of CPU ranks, on a disk.
         disk_share: the part of the optimizer state that is on disk between updates.
         accumulate: microbatches of a step.
         state_bytes: of the optimizer, per element that it updates.
@@ -379,8 +379,9 @@ class Setting:
         if self.tensor > 1:
             words.append(f"tp {self.tensor}")
         recompute = f"recompute all but {self.keep_blocks} blocks" if self.keep_blocks else "recompute"
-        words += [word for word, is_on in ((recompute, self.recompute), ("offload", self.offload)) if is_on]
-        if self.disk_share:
+        away = "parameters, gradients and optimizer state on disk" if self.disk_share else "offload"
+        words += [word for word, is_on in ((recompute, self.recompute), (away, self.offload)) if is_on]
+        if self.disk_share and not self.offload:
             words.append(f"{self.disk_share:.0%} of the optimizer state on disk")
         if self.accumulate > 1:
             words.append(f"{self.accumulate} microbatches")

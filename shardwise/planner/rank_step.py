@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -139,7 +139,7 @@ def _unit(
         section = align(section + mine, _BYTE_ALIGNMENT)
         cast += mine if itemsize != full_itemsize else 0
         packed = mine * ranks
-        if is_cut or itemsize != full_itemsize or (setting.offload and not on_cpu):
+        if is_cut or itemsize != full_itemsize or setting.offload:
             full += bucket.full_numel * full_itemsize
         is_full = is_cut and bucket.is_one_tensor and len(kept) == 1
     if len(kept) > 1:
@@ -397,14 +397,7 @@ def _walk(memory: _Memory, clock: _Clock, profile: Profile, steps: Steps) -> flo
             clock.sum_split(stretch)
         if has_units:
             memory.end_backward(steps, is_last=not left)
-    memory.note("optimizer step", 0)
-    if has_units:
-        memory.held["gradients"] = sum(of.kept for of in memory.units)  # zero_grad
-    if setting.disk_share:  # a checkpoint reads all state into memory
-        state = memory.held["optimizer"]
-        memory.held["optimizer"] = sum(of.unit.state_numel for of in memory.units) * setting.state_bytes
-        memory.note("checkpoint", 0)
-        memory.held["optimizer"] = state
+    memory.end_step()
     return compute
 
 
@@ -438,6 +431,7 @@ class _Memory:
         self.reducing: list[_Held] = []  # units whose gradients are on the way
         self.held = dict.fromkeys(KINDS, 0)
         self.held["libraries"] = hardware.library_bytes
+        self.is_on_disk = setting.offload and self.on_cpu
         self.host_bytes = 0
         if setting.strategy not in UNIT_STRATEGIES:
             trainable = [param for param in profile.params if param.is_trainable]
@@ -446,13 +440,16 @@ class _Memory:
             self.held["optimizer"] = -(-sum(param.numel for param in trainable) // owners) * setting.state_bytes
             self.held["gradients"] = sum(param.num_bytes for param in trainable)  # DDP's buckets
             return
-        shards, state_bytes = sum(unit.shard_bytes for unit in units), _state_bytes(units, setting)
-        self.held["parameters"] = profile.buffer_bytes
-        if self.is_on_host:
-            self.host_bytes = shards + sum(unit.section_bytes for unit in units) + state_bytes
+        shards, numel = sum(unit.shard_bytes for unit in units), sum(unit.state_numel for unit in units)
+        state_bytes = int(numel * setting.state_bytes * (1 - setting.disk_share))
+        if setting.offload:
+            everything = shards + sum(unit.section_bytes for unit in units) + state_bytes
+            # If all of it is on a disk, the pages of one unit are in memory.
+            shards = max(unit.shard_bytes + unit.section_bytes for unit in units) if self.is_on_disk else 0
+            self.host_bytes = 0 if self.is_on_disk else everything
         else:
-            self.held["parameters"] += shards
             self.held["optimizer"] = state_bytes
+        self.held["parameters"] = profile.buffer_bytes + shards
         if setting.transport == SHARED and setting.num_shards > 1:
             # pages of shared memory take memory when they are written
             reduced = [(u.outbox_bytes, u.section_bytes) for u in (*reversed(units[1:]), units[0]) if u.outbox_bytes]
@@ -464,10 +461,6 @@ class _Memory:
             self.held["staging"] += sums
             self.held["other ranks"] += sums * 2 * (setting.num_replicas - 1) // setting.num_replicas
 
-    @property
-    def is_on_host(self) -> bool:
-        return self.setting.offload and not self.on_cpu
-
     def note(self, place: str, activations: int = -1) -> None:
         """Record the current bytes; ``activations``: at the peak of the computation here."""
         if activations >= 0:
@@ -475,11 +468,12 @@ class _Memory:
         self.held["idle buffers"] = sum(size * count for size, count in self.free.items())
         self.moments.append(Moment(place, tuple([self.held[kind] for kind in KINDS])))
 
-    def note_with(self, num_bytes: int, place: str) -> None:
-        """Record the current bytes with ``num_bytes`` more of full gradients, which are there for this moment alone."""
-        self.held["full gradients"] += num_bytes
+    def note_with(self, more: Mapping[str, int], place: str) -> None:
+        """Record the current bytes with ``more`` of some kinds, which are there for this moment alone."""
+        before = self.held
+        self.held = {kind: num_bytes + more.get(kind, 0) for kind, num_bytes in before.items()}
         self.note(place)
-        self.held["full gradients"] -= num_bytes
+        self.held = before
 
     def acquire(self, of: _Held, what: str, num_bytes: int) -> None:
         size = size_class(num_bytes) if self.on_cpu and num_bytes else num_bytes
@@ -527,19 +521,22 @@ class _Memory:
         if passage.ends and unit.reduced_bytes != unit.gradient_bytes:
             self.held["full gradients"] += unit.reduced_bytes - of.arrived
             of.arrived = unit.reduced_bytes
-            self.note_with(unit.largest_gradient_bytes, f"cast gradients of {unit.facts.name or '(root)'}")
+            self.note_with(
+                {"full gradients": unit.largest_gradient_bytes}, f"cast gradients of {unit.facts.name or '(root)'}"
+            )
 
     def _reduce(self, of: _Held, place: str) -> None:
         unit, held = of.unit, self.held
         self.end_reductions()
         summed = unit.reduced_bytes if of.waiting else 0  # unsynced and new gradients stay alive with their sum
         held["full gradients"] += summed
-        stays = self.setting.num_shards == 1 and self.on_cpu  # an all-reduce works in place
+        # an all-reduce works in place
+        stays = self.setting.num_shards == 1 and self.on_cpu and not self.setting.offload
         self.reducing.append(of)
         if not stays:
             if unit.facts.reduce_bytes:
                 self.acquire(of, "scatter", unit.facts.reduce_bytes)
-            held["gradients"] += 0 if of.kept or self.is_on_host else unit.section_bytes
+            held["gradients"] += 0 if of.kept or self.setting.offload else unit.section_bytes
             of.kept = unit.section_bytes if unit.section_bytes <= KEPT_BYTES else 0
         self.note(place)
         held["full gradients"] -= summed + of.arrived
@@ -568,9 +565,21 @@ class _Memory:
         for of in self.units:
             num_bytes = of.unit.reduced_bytes
             if of.waiting > num_bytes:
-                self.note_with(num_bytes, f"add gradients of {of.unit.facts.name or '(root)'}")
+                self.note_with({"full gradients": num_bytes}, f"add gradients of {of.unit.facts.name or '(root)'}")
                 self.held["full gradients"] -= of.waiting - num_bytes
                 of.waiting = num_bytes
+
+    def end_step(self) -> None:
+        """End the optimizer step, in which two units of state that is on disk move while one is updated."""
+        self.held["activations"] = 0
+        states = [of.unit.state_numel * self.setting.state_bytes for of in self.units]
+        away = int(sum(states) * self.setting.disk_share)
+        read = sum(of.unit.section_bytes for of in self.units) if self.is_on_disk else 0  # by the norm of gradients
+        self.note_with({"gradients": read, "optimizer": min(away, sum(sorted(states)[-2:]))}, "optimizer step")
+        if self.setting.strategy in UNIT_STRATEGIES:
+            self.held["gradients"] = sum(of.kept for of in self.units)  # zero_grad
+        if away:
+            self.note_with({"optimizer": away}, "checkpoint")  # which reads all state into memory
 
 
 @dataclass(slots=True)
@@ -687,13 +696,6 @@ def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:
     return numel * 6 / hardware.memory_bytes_per_s
 
 
-def _state_bytes(units: Sequence[RankUnit], setting: Setting) -> int:
-    """Return the bytes of optimizer state in memory: of that on disk, one unit's moves while another's is updated."""
-    sizes = [unit.state_numel * setting.state_bytes for unit in units]
-    away = int(sum(sizes) * setting.disk_share)
-    return sum(sizes) - away + min(away, sum(sorted(sizes)[-2:]))
-
-
 def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, hardware: Hardware) -> float:
     trainable = [param for param in profile.params if param.is_trainable]
     host, rate = 0.0, hardware.memory_bytes_per_s
@@ -706,5 +708,9 @@ def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, har
     if setting.offload and hardware.device != "cpu":
         rate = hardware.host_memory.bytes_per_s
     update = numel * (setting.state_bytes * 2 + 3 * 4) / rate
-    on_disk = numel * setting.disk_share * setting.state_bytes * 2 / hardware.disk.bytes_per_s  # read, and written
-    return host + max(update, on_disk)
+    on_disk = numel * setting.disk_share * setting.state_bytes * 2  # read, and written
+    if (
+        setting.offload and hardware.device == "cpu"
+    ):  # each half of a step reads parameters; the update, all; both are written
+        on_disk += sum(2 * (1 + setting.accumulate) * unit.shard_bytes + 2 * unit.section_bytes for unit in units)
+    return host + max(update, on_disk / hardware.disk.bytes_per_s)

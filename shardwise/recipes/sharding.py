@@ -300,13 +300,14 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
 class ShardingStrategy:
     """How a model is trained under one value of ``--shard``.
 
-    ``wrap`` gets the model on its device (heads split, parts compiled) and the data-parallel mesh; ``sync(model, on)``
+    ``wrap`` gets the model on its device (heads split, parts compiled), the data-parallel mesh, and the place of shards if
+    that is not the one of the config; ``sync(model, on)``
     says whether this microbatch's backward reduces gradients; ``clip`` returns the norm before; ``precision`` is entered
     around forward; ``plain`` gives the module itself.
     """
 
     summary: str
-    wrap: Callable[[nn.Module, TrainConfig, DeviceMesh], nn.Module]
+    wrap: Callable[[nn.Module, TrainConfig, DeviceMesh, OffloadPolicy | None], nn.Module]
     build_optimizer: Callable[[nn.Module, TrainConfig, Path], Optimizer]
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
     clip: Callable[[nn.Module, Optimizer, float], Tensor]
@@ -355,27 +356,31 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
+def engine_options(config: TrainConfig, mesh: DeviceMesh, away: OffloadPolicy | None = None) -> dict[str, Any]:
     precision = MixedPrecisionPolicy()
     if config.dtype == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if config.offload else OffloadPolicy()
+    offload = away or (CPUOffloadPolicy() if config.offload else OffloadPolicy())
     return {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
 
 
 def _shard_fully(
-    model: nn.Module, config: TrainConfig, mesh: DeviceMesh, placements: Placements | None = None
+    model: nn.Module,
+    config: TrainConfig,
+    mesh: DeviceMesh,
+    away: OffloadPolicy | None,
+    placements: Placements | None = None,
 ) -> nn.Module:
-    options = engine_options(config, mesh)
+    options = engine_options(config, mesh, away)
     for expert in experts_of(model):
         fully_shard(expert, placements=placements, **options)
     sharded = shard_model(model, strategy=placements, min_unit_bytes=config.min_unit_bytes, **options)
     return _with_options(sharded, config)
 
 
-def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, away: OffloadPolicy | None) -> nn.Module:
     for module in (*experts_of(model), *blocks_of(model), model):
-        replicate(module, **engine_options(config, mesh))
+        replicate(module, **engine_options(config, mesh, away))
     return _with_options(cast(FSDPModule, model), config)
 
 
@@ -386,7 +391,7 @@ def _with_options(model: FSDPModule, config: TrainConfig) -> FSDPModule:
     return model
 
 
-def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> nn.Module:
+def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, away: OffloadPolicy | None) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)  # otherwise gradients would exist twice
 
 

@@ -165,7 +165,7 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
         blocks = set(blocks_of(plain))
         paths = [path for path, module in plain.named_modules() if module in blocks]
         apply_activations(plain, ActivationPolicy(dict.fromkeys(paths, "recompute")))
-    model = strategy.wrap(plain, config, meshes.data)
+    model = strategy.wrap(plain, config, meshes.data, memory and memory.offload_policy)
     optimizer = strategy.build_optimizer(model, config, run.folder)
     if config.init is not None and run.checkpoint is None:
         load_init(config.init, strategy.plain(model))
@@ -192,10 +192,10 @@ def _fit(
     sizes = config.batch // (ranks.num_ranks * config.accumulate), config.model.context
     memory = MemoryLimit(num_bytes, sizes, folder=str(run.folder), accumulate=config.accumulate)
     policy = engine_options(config, mesh)["mp_policy"]
-    offload = memory.fit(plain, mesh, config.shard, config.min_unit_bytes, policy)
+    memory.fit(plain, mesh, config.shard, config.min_unit_bytes, policy)
     place, share = ("device", 1.0) if memory.offload is None else ("disk", memory.offload.fraction)
     recompute = memory.plan is not None and memory.plan.best is not None and memory.plan.best.setting.recompute
-    return memory, replace(config, recompute=recompute, offload=offload, optimizer_state=place, optimizer_share=share)
+    return memory, replace(config, recompute=recompute, optimizer_state=place, optimizer_share=share)
 
 
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:

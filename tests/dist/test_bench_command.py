@@ -92,7 +92,9 @@ def test_the_command_measures_times_and_memory_and_writes_them(
     assert rows["FSDP2"]["loss"] > 0  # that contenders train alike is tested above
     model_bytes = FP32_BYTES * found["shape"]["parameters"]
     wire = {name: row["memory"]["wire_bytes_per_step"] for name, row in rows.items()}
-    assert wire["FSDP2"] > 2 * model_bytes  # no upper bound: the loopback device also counts what tests beside this send
+    assert (
+        wire["FSDP2"] > 2 * model_bytes
+    )  # no upper bound: the loopback device also counts what tests beside this send
     assert wire["local"] >= 0
     for row in rows.values():
         memory = row["memory"]

@@ -16,7 +16,15 @@ from helpers.ranks import on_ranks
 from helpers.runs import metrics_of, write_text
 from torch import nn
 
-from shardwise import ConfigError, MemoryLimit, OptimizerOffload, ShardedOptimizer, clip_grad_norm_, shard_model
+from shardwise import (
+    ConfigError,
+    DiskOffloadPolicy,
+    MemoryLimit,
+    OptimizerOffload,
+    ShardedOptimizer,
+    clip_grad_norm_,
+    shard_model,
+)
 from shardwise.offload import fit
 from shardwise.planner.hardware import Setting
 
@@ -93,8 +101,10 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
         recomputed = BLOCKS - chosen.keep_blocks if chosen.recompute else 0
         assert calls == [2 * STEPS] * recomputed + [STEPS] * (BLOCKS - recomputed)
         assert (memory.offload is not None) == (chosen.disk_share > 0)
+        assert isinstance(memory.offload_policy, DiskOffloadPolicy) == chosen.offload
         seen.add(recomputed)
     assert any(0 < recomputed < BLOCKS for recomputed in seen)
+    assert chosen.offload  # with the least memory
 
 
 @on_ranks(2)
