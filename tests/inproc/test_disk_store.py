@@ -13,6 +13,7 @@ import torch
 
 from shardwise.errors import ConfigError, StateError
 from shardwise.offload.disk import DiskTier
+from shardwise.one_host import resident_bytes
 
 SIZES = (3000, 1, 7001)
 
@@ -60,7 +61,28 @@ def test_updates_that_are_undone_redone_read_or_kept_leave_what_was_committed(tm
             held[0] = tier.restore(0)
             assert are_equal(*escaped[1])
             assert are_equal(*escaped[2])
+        if rng.random() < 0.3:
+            tier.rest()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tier_that_rests_has_no_memory_but_reads_what_was_written(tmp_path: Path) -> None:
+    tier, held = DiskTier(tmp_path), [list[torch.Tensor]() for _ in range(3)]
+
+    def step() -> int:
+        """Update all units; return the bytes of this process when the last one is written."""
+        for unit, state in enumerate(held):
+            state = tier.load(unit, state, keeps=False) or [torch.zeros(1 << 23)]
+            held[unit] = list(tier.store(unit, [each.add_(1) for each in state]))
+            tier.commit(unit)
+        return resident_bytes()
+
+    step()
+    before = step()
+    tier.rest()
+    assert before - resident_bytes() > 1.5 * (1 << 25)  # buffers of two units
+    step()
+    assert all(tier.load(unit, state, keeps=False)[0].eq(3).all() for unit, state in enumerate(held))
 
 
 def test_a_full_disk_and_torn_bytes_are_named(tmp_path: Path) -> None:
