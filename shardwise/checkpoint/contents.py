@@ -269,7 +269,7 @@ class LocalPart:
 
 
 # torch takes 100 us to compute the window of a DTensor, and optimizer state has the window of its parameter.
-Windows = dict[tuple[int, object, tuple[int, ...]], Window]
+Windows = dict[tuple[object, object, torch.Size], Window]
 
 
 def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) -> list[LocalPart]:
@@ -306,7 +306,7 @@ def _parts(name: str, tensor: torch.Tensor, windows: Windows) -> list[LocalPart]
 
 
 def _window_of(name: str, tensor: DTensor, windows: Windows) -> Window:
-    key = (id(tensor.device_mesh), tensor.placements, tuple(tensor.shape))
+    key = (tensor.device_mesh, tensor.placements, tensor.shape)
     found = windows.get(key)
     if found is None:
         if tensor.device_mesh.size() > 1 and not dist.is_initialized():
@@ -344,6 +344,7 @@ class Contents:
         params: parameters of modules by name; True for plain ones, of which every rank holds the whole.
         buffers: names of plain module buffers that no broadcast makes equal on all ranks.
         values: encoded values; a rank may lack some, but ranks must agree on those that they have.
+        windows: known ones, see :func:`parts_of`.
     """
 
     held: dict[str, Held] = field(default_factory=dict[str, Held])
@@ -353,12 +354,12 @@ class Contents:
     params: dict[str, bool] = field(default_factory=dict[str, bool])
     buffers: list[str] = field(default_factory=list[str])
     values: dict[str, Any] = field(default_factory=dict[str, Any])
-    _windows: Windows = field(default_factory=Windows)
+    windows: Windows = field(default_factory=Windows)
 
     def add_tensor(self, name: str, tensor: torch.Tensor, is_lowest: bool = False) -> None:
         """Add a tensor under a new name; ``is_lowest``: see :class:`~shardwise.checkpoint.format.Held`."""
         self._check_new(name)
-        parts = parts_of(name, tensor, self._windows)
+        parts = parts_of(name, tensor, self.windows)
         held = Held(
             name, dtype_name(tensor.dtype, name), tuple(tensor.shape), tuple(part.window for part in parts), is_lowest
         )

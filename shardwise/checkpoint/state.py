@@ -22,6 +22,7 @@ from shardwise import torch_private
 from shardwise.checkpoint.contents import (
     Contents,
     LoadRequests,
+    Windows,
     device_of,
     encode,
     groups_of,
@@ -694,12 +695,13 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
     return found
 
 
-def contents_of(state: Mapping[str, Any], rank: int, size: int) -> Contents:
+def contents_of(state: Mapping[str, Any], rank: int, size: int, windows: Windows | None = None) -> Contents:
     """Return this rank's part of ``state``; collective if an optimizer's state is on the owners of matrices.
 
+    ``windows``: see :func:`~shardwise.checkpoint.contents.parts_of`; one dict for repeated calls saves most of their time.
     Raises: ConfigError for what cannot be saved.
     """
-    contents = Contents()
+    contents = Contents(windows={} if windows is None else windows)
     for carrier in carriers_of(state, rank, size):
         carrier.put(contents)
     return contents

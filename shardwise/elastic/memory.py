@@ -1,8 +1,7 @@
 """State after a step, each rank's part in memory that outlives the rank: the launcher has it, as files without a name.
 
 There are two sets of files, one per rank in each.  Steps are written to them in turn, so that one set is complete whenever
-a rank is killed.  A thread copies optimizer state, which only optimizers write, while the next forward runs.  A rank at any
-position of any world reads what it needs, by the names and windows of checkpoints.
+a rank is killed.  A rank at any position of any world reads what it needs, by the names and windows of checkpoints.
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.contents import Contents, LoadRequests, Request, merged
-from shardwise.checkpoint.format import Manifest, PartRecord, TensorRecord, Write, dtype_of, sum_of
+from shardwise.checkpoint.format import Manifest, PartRecord, TensorRecord, Write, bytes_of, sum_of
 from shardwise.checkpoint.state import carriers_of
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import ConfigError
 from shardwise.layout import align
 from shardwise.observe import note
 from shardwise.optim.slices import Window
@@ -47,64 +45,33 @@ class _MemoryFile:
 
     fd: int
     mapping: mmap.mmap | None = None
-    targets: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    writes: Sequence[Write] = ()
+    writes: Sequence[Write] | None = None  # that ``places`` and ``parts`` describe
+    places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     parts: str = ""
 
-    def write(
-        self, moment: CommitMark, writes: Sequence[Write], contents: Contents, later: tuple[str, ...]
-    ) -> Callable[[], None]:
-        """Write this rank's tensors; return a function that writes those whose names begin with ``later``, and the values.
-
-        The mark is last, so that a file that is not whole has none.
-        """
-        begins = list(accumulate((write.num_bytes for write in writes), initial=_BEGIN))
-        if self.mapping is None or self.writes is not writes:
+    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents) -> None:
+        """Write this rank's part.  The mark is last, so that a file that is not whole has none."""
+        if self.writes is not writes:
+            self.places = list(pairwise(accumulate((write.num_bytes for write in writes), initial=_BEGIN)))
             rows = [
-                [w.name, w.dtype, w.shape, w.window.offsets, w.window.sizes, begin, begin + w.num_bytes]
-                for w, begin in zip(writes, begins, strict=False)
+                [w.name, w.dtype, w.shape, w.window.offsets, w.window.sizes, *place]
+                for w, place in zip(writes, self.places, strict=True)
             ]
             self.writes, self.parts = writes, json.dumps(rows, separators=(",", ":"))
-            self.targets.clear()
         head = json.dumps([moment.step, moment.generation, moment.num_ranks, contents.values, contents.ties])
         text = f"{head[:-1]},{self.parts}]".encode()
-        end = align(begins[-1], _BEGIN)
+        end = align(self.places[-1][1] if writes else _BEGIN, _BEGIN)
         mapping = self._sized(end + len(text))
-        if len(self.targets) != len(writes):
-            memory = torch.frombuffer(mapping, dtype=torch.uint8)
-            self.targets = [
-                memory[begin : begin + w.num_bytes].view(dtype_of(w.dtype, w.name)).view(w.window.sizes)
-                for w, begin in zip(writes, begins, strict=False)
-            ]
         _MARK.pack_into(mapping, 0, 0, end, len(text))
-        # In-place operations of DTensors count versions of these, not of their local tensors.
-        versions = [(name, each, each._version) for name, each in contents.tensors.items() if name.startswith(later)]
-        rest: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with torch.no_grad():
-            for write, target in zip(writes, self.targets, strict=True):
-                tensor = contents.tensor_at(write.name, write.window)
-                if write.name.startswith(later):
-                    rest.append((target, tensor))
-                else:
-                    target.copy_(tensor)
-
-        def finish() -> None:
-            with torch.no_grad():
-                for target, tensor in rest:
-                    target.copy_(tensor)
-            note("elastic commit", f"step {moment.step}")
-            if odd := [name for name, each, version in versions if each._version != version]:
-                raise StateError(
-                    f"elastic: {odd[0]} was written while it was copied; only optimizers may write it before they step"
-                )
-            mapping[end : end + len(text)] = text
-            _MARK.pack_into(mapping, 0, 1, end, len(text))
-
-        return finish
+        for write, (begin, after) in zip(writes, self.places, strict=True):
+            tensor = contents.tensor_at(write.name, write.window)
+            mapping[begin:after] = bytes_of(tensor.cpu().contiguous())  # memcpy: faster than copy_()
+        note("elastic commit", f"step {moment.step}")
+        mapping[end : end + len(text)] = text
+        _MARK.pack_into(mapping, 0, 1, end, len(text))
 
     def _sized(self, num_bytes: int) -> mmap.mmap:
         if self.mapping is None or len(self.mapping) < num_bytes:
-            self.targets.clear()
             self.mapping = None
             size = align(num_bytes + _PAGE, _PAGE)  # values of another step may be a little longer
             os.ftruncate(self.fd, 0)  # no mark is left of fewer ranks, whose parts were larger
@@ -170,16 +137,11 @@ def _fill(request: Request, memories: Sequence[torch.Tensor]) -> None:
 
 
 class StateMemory:
-    """The two sets of files.
+    """The two sets of files; ``fds``: by set and rank."""
 
-    ``fds``: by set and rank.  ``later``: how names begin of what does not change until :meth:`wait`, and is copied meanwhile.
-    """
-
-    def __init__(self, fds: Sequence[Sequence[int]], later: tuple[str, ...]) -> None:
+    def __init__(self, fds: Sequence[Sequence[int]]) -> None:
         self._sets = [[_MemoryFile(fd) for fd in each] for each in fds]
         self._newest = 1  # the set that the next write must leave alone
-        self._later, self._thread = later, ThreadPoolExecutor(1, "shardwise-elastic-copy")
-        self._copy = self._thread.submit(lambda: None)
 
     @property
     def num_bytes(self) -> int:
@@ -189,16 +151,11 @@ class StateMemory:
     def write(self, moment: CommitMark, rank: int, writes: Sequence[Write], contents: Contents) -> None:
         """Write this rank's part over the older set; every rank must have written its part of the newer one."""
         number = 1 - self._newest
-        finish = self._sets[number][rank].write(moment, writes, contents, self._later)
+        self._sets[number][rank].write(moment, writes, contents)
         if rank == 0:
             for file in self._sets[number][moment.num_ranks :]:
                 os.ftruncate(file.fd, 0)  # of a rank that is lost
         self._newest = number
-        self._copy = self._thread.submit(finish)
-
-    def wait(self, *_: object) -> None:
-        """Return once the last write is whole.  Raises: StateError if what it copied was written meanwhile."""
-        self._copy.result()
 
     def read(self) -> SavedState | None:
         """Return the newest complete set, None if there is none; no rank may write meanwhile."""

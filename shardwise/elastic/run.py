@@ -15,14 +15,11 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.arguments import explains_arguments
-from shardwise.checkpoint.contents import merged
+from shardwise.checkpoint.contents import Windows, merged
 from shardwise.checkpoint.files import Files, list_checkpoints
-from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_text, join, share_out, sum_of
+from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_text, share_out, sum_of
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import finish_all
 from shardwise.checkpoint.state import BufferCheck, contents_of
@@ -61,23 +58,19 @@ class ElasticStep(Generic[T]):
         number: steps done before it, 0 for the first.  state: what ``build()`` returned.
     """
 
-    def __init__(self, process: Process, number: int, state: T, memory: StateMemory) -> None:
-        self._process, self.number, self.state, self._memory = process, number, state, memory
+    def __init__(self, process: Process, number: int, state: T) -> None:
+        self._process, self.number, self.state = process, number, state
         self.outcome = ""  # "entered", "done" or "lost"
-        self._hook: RemovableHandle | None = None
 
     def __enter__(self) -> T:
         self.outcome = "entered"
         self._process.listen()
-        self._hook = register_optimizer_step_pre_hook(self._memory.wait)
         return self.state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.outcome = "done" if error is None else "lost"
-        cast(RemovableHandle, self._hook).remove()
-        self._memory.wait()
         return error is None or self._process.is_lost(error, _PATIENCE_S)
 
 
@@ -89,6 +82,7 @@ class _Commits:
     group: dist.ProcessGroup
     held: dict[str, Held] = field(default_factory=dict[str, Held])
     writes: tuple[Write, ...] = ()
+    windows: Windows = field(default_factory=Windows)
 
     def commit(self, state: Mapping[str, Any], step: int, process: Process) -> bool:
         """Return True if another generation is announced: all ranks return the same.
@@ -97,7 +91,7 @@ class _Commits:
         that is written over.  Raises: ConfigError on every rank if values differ between ranks.
         """
         rank, size = self.group.rank(), self.group.size()
-        contents = contents_of(state, rank, size)
+        contents = contents_of(state, rank, size, self.windows)
         BufferCheck(contents, "per_rank", rank)
         common = {name: value for name, value in contents.values.items() if not name.startswith("rank/")}
         digest = int(sum_of(json.dumps(common).encode())[:15], 16)
@@ -158,8 +152,7 @@ class ElasticRun(Generic[T]):
                 if not self._process.is_lost(error, _PATIENCE_S):
                     raise
             else:
-                memory = cast(_Commits, self._commits).memory
-                step = ElasticStep(self._process, self.number, cast(T, self.state), memory)
+                step = ElasticStep(self._process, self.number, cast(T, self.state))
                 try:
                     yield step
                 except GeneratorExit:  # the program leaves the loop
@@ -183,8 +176,6 @@ class ElasticRun(Generic[T]):
         return has_next
 
     def _leave(self) -> None:
-        if self._commits is not None:
-            self._commits.memory.wait()
         self.state, self._commits = None, None
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
         gc.collect()  # modules and their hooks refer to each other, and to groups
@@ -205,8 +196,7 @@ class ElasticRun(Generic[T]):
         process.set_timeouts()
         named = _named(self.state)
         built_s = time.monotonic()
-        later = tuple(join(name, "state", "") for name, each in named.items() if isinstance(each, Optimizer))
-        memory = StateMemory(json.loads(os.environ[VARIABLE])["fds"], later)
+        memory = StateMemory(json.loads(os.environ[VARIABLE])["fds"])
         saved = memory.read()
         self._commits = _Commits(memory, group)
         if saved is not None:

@@ -143,7 +143,6 @@ def train(settings: dict[str, Any]) -> None:
         set_faults(-1)
         num_passes = 0
         worlds: list[int] = []
-        copies: list[bool] = []
         if mistake == "group":
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         note(settings, f"started-{process}")
@@ -170,19 +169,11 @@ def train(settings: dict[str, Any]) -> None:
                 rank, size = dist.get_rank(), dist.get_world_size()
                 loss = state["model"](batch_of(step.number).chunk(size)[rank])
                 (loss * size / 4).backward()
-                if mistake == "writes" and copies:
-                    for each in state["optimizer"].state.values():
-                        each["momentum_buffer"].add_(1)
                 state["optimizer"].step()
-                if copies:
-                    copies.append(run._commits.memory._copy.done())  # pyright: ignore
                 state["optimizer"].zero_grad()
                 state["scheduler"].step()
                 state["user"]["seen"] += 1
                 worlds.append(size)
-                if settings.get("slow_copy") == step.number:  # of the state after this step
-                    copies.append(True)
-                    stack.enter_context(faults.delay_at("elastic commit", rank=None, seconds=2.0))
                 if folder is not None:
                     save(folder, state, step=step.number + 1, wait=not settings.get("background"))
                 if step.number + 1 == settings.get("leaves"):
@@ -200,7 +191,7 @@ def train(settings: dict[str, Any]) -> None:
     found = shardwise.full_state_dict(inner)
     if dist.get_rank() == 0:
         more = {"seen": state["user"]["seen"], "worlds": worlds, "recoveries": [r.cause for r in run.recoveries]}
-        more |= {"copies": copies, "is_watching": is_watching}
+        more["is_watching"] = is_watching
         more["num_bytes"] = run.num_bytes
         more["timeouts_s"] = [timeout_s_of(group) for group in all_groups()]
         more["seconds"] = [dict(r.seconds) for r in run.recoveries]
