@@ -27,6 +27,18 @@ WIDTH = 4096
 NUM_BYTES = 2**30  # that measure the disk
 
 
+class Block(nn.Module):
+    """A residual layer, after which values have no other scale: of a plain chain of layers they would soon be denormal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: (batch, width) -> (batch, width)."""
+        return x + self.linear(self.norm(x))
+
+
 def disk_gb_per_s() -> tuple[float, float]:
     """Return at how many GB per second the disk of temporary files is read and written."""
     fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_DIRECT)
@@ -53,7 +65,7 @@ def measure_rank(blocks: int) -> dict[str, Any]:
     """Make two steps, of which the second reads all states; return what they took."""
     read_speed, write_speed = disk_gb_per_s() if dist.get_rank() == 0 else (0.0, 0.0)
     with torch.device("meta"):
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(blocks)])
+        model = nn.Sequential(*[Block() for _ in range(blocks)])
     folder = tempfile.gettempdir()
     for module in (*model, model):
         fully_shard(module, offload_policy=DiskOffloadPolicy(folder=folder))

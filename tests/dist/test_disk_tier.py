@@ -300,6 +300,11 @@ def resident_in(folder: str) -> int:
     return found
 
 
+def read_bytes() -> int:
+    """Return how many bytes this process has read from disks."""
+    return int(re.findall(r"read_bytes: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
 @on_ranks(1, 2)
 def test_parameters_and_gradients_on_disk_leave_memory_when_a_unit_is_done_with_them() -> None:
     with shared_folder() as folder:
@@ -314,7 +319,12 @@ def test_parameters_and_gradients_on_disk_leave_memory_when_a_unit_is_done_with_
             block.register_forward_hook(lambda *_: resident.append(resident_in(folder)))
         optimizer = optimizer_for(model, "AdamW", folder, undo=False)
         for number in range(3):
-            model(torch.full((2, 1024), number + 1.0)).sum().backward()
+            before = read_bytes()
+            loss = model(torch.full((2, 1024), number + 1.0)).sum()
+            assert (
+                read_bytes() - before < 12 * 2**20
+            )  # of 48 MiB: while memory is not short, pages stay in the page cache
+            loss.backward()
             resident.append(resident_in(folder))
             optimizer.step()
             resident.append(resident_in(folder))

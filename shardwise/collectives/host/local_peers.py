@@ -51,6 +51,7 @@ WORDS_START = 64  # bytes; the token precedes the words
 NUM_WORDS = 504
 HEADER_BYTES = WORDS_START + 8 * NUM_WORDS  # one page
 _MAP_FIXED = 0x10
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, and wait for nothing
 
 # A forked child inherits shared mappings and must be cut off from them. The keys are mappings, not segments: tensors
 # keep a mapping alive after its link is gone.
@@ -167,14 +168,14 @@ class PageOut(Listener):
             self.run()
 
     def run(self) -> None:
-        """Unmap all pages, begin to write those that have changed, and free those that are written.
+        """Unmap all pages, and begin to write those that have changed, so that the system can free all when memory is short.
 
-        Values stay: the next access maps the page again, from the page cache or from the disk.
+        The next access maps the page again: from the page cache, where also other ranks find it, or from the disk.
         """
         for mapping in [ref() for ref in _live_maps.keyrefs()]:  # a list: other threads may create segments
             if mapping is not None and not os.readlink(f"/proc/self/fd/{_live_maps[mapping]}").startswith("/memfd:"):
                 mapping.madvise(mmap.MADV_DONTNEED)
-                os.posix_fadvise(_live_maps[mapping], 0, 0, os.POSIX_FADV_DONTNEED)
+                ctypes.CDLL(None).sync_file_range(_live_maps[mapping], ctypes.c_int64(0), ctypes.c_int64(0), _WRITE)
 
 
 _page_out = PageOut()
