@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardwise.cli import read_num_bytes
+from shardwise.elastic.memory import describe_copies
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.planner.advice import Choices, Plan, plan
@@ -96,6 +97,7 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--disk", action="store_true", help="CPU ranks may have optimizer state on disk where nothing else fits"
     )
+    parser.add_argument("--elastic", action="store_true", help="also say what the copies of `run --elastic` hold")
     parser.add_argument("--out", metavar="FOLDER", help="write plan.json there")
 
 
@@ -120,8 +122,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.reproducible:
         choices = _with_sums(choices, arguments)
     inputs = (arguments.batch, arguments.seq)
-    found = plan(_model_of(arguments), inputs, arguments.ranks, hardware=hardware, choices=choices)
-    print(f"{found.table()}\n\n{_sums_of(found, arguments.reproducible)}{found.code()}", end="")
+    build = _model_of(arguments)
+    found = plan(build, inputs, arguments.ranks, hardware=hardware, choices=choices)
+    copies = describe_copies(build, OPTIMIZERS[choices.optimizer]) if arguments.elastic else ""
+    print(f"{found.table()}\n\n{_sums_of(found, arguments.reproducible)}{copies}{found.code()}", end="")
     if arguments.out is not None:
         folder = Path(arguments.out)
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +134,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
+def plan_training(config: TrainConfig, ranks: int, device: str, is_elastic: bool) -> int:
     """Print what the run of ``config`` on ``ranks`` ranks would hold and take; return 0."""
     accumulate = microbatches_per_rank(config, ranks // config.tp)
     choices = Choices(
@@ -155,7 +159,8 @@ def plan_training(config: TrainConfig, ranks: int, device: str) -> int:
         return GPT(config.model)
 
     found = plan(build, size, ranks, hardware=hardware, choices=choices)
-    print(f"{found}\n\n{_sums_of(found, config.reproducible)}".rstrip())
+    copies = describe_copies(build, OPTIMIZERS[choices.optimizer]) if is_elastic else ""
+    print(f"{found}\n\n{_sums_of(found, config.reproducible)}{copies}".rstrip())
     return 0
 
 

@@ -636,7 +636,7 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
                 "the text. Plan a model without experts, or run a few steps: the run ends with its measured memory."
             )
         check_ranks(request.config, nproc)
-        return plan_training(request.config, nproc, device_type)
+        return plan_training(request.config, nproc, device_type, request.terms.num_spares is not None)
     _check_memory(request, device_type, nproc, nproc)
     check_start(request.start, request.config)
     if request.terms.min_nproc is not None and request.terms.min_nproc > nproc:

@@ -10,17 +10,19 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.checkpoint.contents import Contents, LoadRequests, Request, merged
 from shardwise.checkpoint.format import Manifest, PartRecord, TensorRecord, Write, bytes_of, sum_of
 from shardwise.checkpoint.state import carriers_of
 from shardwise.errors import ConfigError
+from shardwise.formatting import format_bytes
 from shardwise.layout import align
 from shardwise.observe import note
 from shardwise.optim.slices import Window
@@ -171,3 +173,20 @@ class StateMemory:
         newest = max(found, key=lambda each: (each.moment.step, each.moment.generation), default=None)
         self._newest = 1 if newest is None else newest.number
         return newest
+
+
+def copied_bytes(model: nn.Module, state_bytes: int) -> int:
+    """Return the bytes of all tensors in both sets; ``state_bytes``: of the optimizer, per trainable element.
+
+    Names, and values that are no tensors, come on top: each file of a rank ends with a page for them, or several.
+    """
+    tensors = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
+    trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    return 2 * (sum(each.nbytes for each in tensors.values()) + state_bytes * trainable)
+
+
+def describe_copies(build: Callable[[], nn.Module], state_bytes: int) -> str:
+    """Return :func:`copied_bytes` of what ``build`` makes, which needs no memory, in words."""
+    with torch.device("meta"):
+        num_bytes = copied_bytes(build(), state_bytes)
+    return f"--elastic: copies of two steps hold {format_bytes(num_bytes)} of the host's memory, for all ranks\n\n"

@@ -130,14 +130,17 @@ def train(settings: dict[str, Any]) -> None:
             if kind == "zero":
                 model = nn.parallel.DistributedDataParallel(model)
             made: dict[str, Any] = {"model": model, "optimizer": make_optimizer(model.parameters(), kind)}
+            if "ballast" in settings:
+                made["ballast"] = ballast = nn.Linear(settings["ballast"], settings["ballast"])
+                made["optimizer"].add_param_group({"params": [*ballast.parameters()]})
+                for param in ballast.parameters():
+                    param.grad = torch.zeros_like(param)  # it gets momentum
             made["scheduler"] = torch.optim.lr_scheduler.ConstantLR(made["optimizer"], 1.0)
             made["user"] = {"seen": 0}
             if mistake == "list":
                 return []  # pyright: ignore[reportReturnType]
             if mistake == "grows" and worlds:
                 made["more"] = nn.Linear(2, 2)
-            if "ballast" in settings:
-                made["ballast"] = nn.Linear(settings["ballast"], settings["ballast"])
             return made
 
         set_faults(-1)

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise
 from shardwise import ConfigError, fully_shard
 from shardwise.cli.main import main
+from shardwise.elastic.memory import copied_bytes
 from shardwise.formatting import format_bytes
 from shardwise.plan.schedule import StepEvent
 from shardwise.planner.hardware import UNIT_STRATEGIES, Profile, Setting, StepMark, dry_run
@@ -170,6 +171,20 @@ def test_a_plan_says_what_reproducible_sums_cost(strategy: str, capsys: pytest.C
     assert text in capsys.readouterr().out
     assert main(["train", "--plan", "--nproc", "4", "--device", "cpu", "--reproducible", "4", "--batch", "8"]) == 0
     assert "--reproducible 4: a rank sends " in capsys.readouterr().out
+
+
+def test_a_plan_says_what_the_copies_of_an_elastic_run_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(10, 10)
+    model.bias.requires_grad_(False)
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    model.tied = model.weight
+    assert copied_bytes(model, 8) == 2 * (110 * 4 + 8 + 100 * 8)
+    tiny = ["--preset", "gpt-tiny", "--seq", "64", "--precision", "fp32", "--optimizer", "momentum"]
+    assert main(["plan", *tiny, "--ranks", "4", "--elastic"]) == 0
+    num_bytes = copied_bytes(GPT(replace(PRESETS["tiny"], context=64)), 4)
+    assert f"--elastic: copies of two steps hold {format_bytes(num_bytes)} of" in capsys.readouterr().out
+    assert main(["train", "--plan", "--nproc", "4", "--device", "cpu", "--elastic", "--batch", "8"]) == 0
+    assert "--elastic: copies of two steps hold " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
