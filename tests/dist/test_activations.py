@@ -81,8 +81,11 @@ POLICIES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("reshard", [True, False, 2])
-@on_ranks(4)
+@pytest.mark.parametrize(
+    ("num_ranks", "reshard"),
+    [(2, True), pytest.param(2, False, marks=pytest.mark.exhaustive), pytest.param(4, 2, marks=pytest.mark.exhaustive)],
+)
+@on_ranks()
 def test_recomputed_blocks_train_as_those_that_keep_in_units_and_before_sharding(reshard: bool | int) -> None:
     for policy, reentrant, first in zip(POLICIES, (None, True, False), (True, False, True), strict=True):
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if first else MixedPrecisionPolicy()

@@ -148,7 +148,7 @@ def test_state_by_blocks_is_found_out_when_it_turns_up() -> None:
             found.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_whole_matrices_are_those_of_the_plain_optimizer() -> None:
     """To the bit, state dicts and loading included."""
     for form in FORMS:
@@ -188,7 +188,7 @@ def _assert_same(found: Any, expected: Any) -> None:
             assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs), (index, key)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_whole_tensors_are_right_with_zero() -> None:
     for form, bucket_view in product(FORMS, (False, True)):
         params = {name: nn.Parameter(value) for name, value in _values().items()}

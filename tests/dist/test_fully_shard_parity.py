@@ -37,7 +37,7 @@ def assert_used(model: nn.Module, transport: Transport) -> None:
     assert link_name_of(model) == LINKS[transport]
 
 
-def against_one_process(model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 3) -> None:
+def against_one_process(model: str, optimizer: str, reshard: bool | None, transport: Transport, steps: int = 2) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     reference, sharded = build(model), build_sharded(model, reshard_after_forward=reshard)
     optimizers = [OPTIMIZERS[optimizer](list(each.parameters())) for each in (reference, sharded)]

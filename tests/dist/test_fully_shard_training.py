@@ -369,7 +369,8 @@ def accumulate(mesh: DeviceMesh, mode: str, reshard: Reshard, after_backward: bo
 def test_gradient_accumulation(mode: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     offloads = (OffloadPolicy(), CPUOffloadPolicy())
-    for reshard, after_backward, offload in pairwise(RESHARDS, (False, True), offloads):
+    every = 1 if mode == "all" else 2
+    for reshard, after_backward, offload in pairwise(RESHARDS, (False, True), offloads)[::every]:
         accumulate(mesh, mode, reshard, after_backward, offload)
 
 
@@ -380,7 +381,7 @@ def test_gradient_accumulation(mode: str) -> None:
 def test_gradient_accumulation_over_replicas(mode: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     cases = pairwise(RESHARDS, (False, True), (OffloadPolicy(), CPUOffloadPolicy()))
-    for reshard, after_backward, offload in cases[MODES.index(mode) % 3 :: 3]:  # two ranks have had all of them
+    for reshard, after_backward, offload in cases[MODES.index(mode) % 3 :: 6]:  # two ranks have had all of them
         accumulate(mesh, mode, reshard, after_backward, offload)
 
 

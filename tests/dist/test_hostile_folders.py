@@ -234,7 +234,7 @@ def _mutations(count: int, seed: int, folder: Path, place: Path) -> subprocess.C
 
 
 def test_every_reader_takes_or_names_files_that_were_changed(folder: Path, tmp_path: Path) -> None:
-    done = _mutations(200, 0, folder, tmp_path / "dcp")
+    done = _mutations(120, 0, folder, tmp_path / "dcp")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

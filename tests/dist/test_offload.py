@@ -152,7 +152,7 @@ def both(name: str, optimizer: str, offload: OptimizerOffload, steps: int = 8, *
     return offload_report(found[1][1])
 
 
-STEPS = [16, pytest.param(50, marks=pytest.mark.exhaustive)]
+STEPS = [8, pytest.param(50, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("steps", STEPS)

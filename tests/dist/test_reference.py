@@ -60,7 +60,7 @@ def assert_train_alike(
     models: list[Any],
     make_batch: Callable[[int], torch.Tensor],
     optimizer: str = "sgd",
-    steps: int = 3,
+    steps: int = 2,
     microbatches: int = 1,
     tolerance: dict[str, float] = EXACT,
 ) -> None:

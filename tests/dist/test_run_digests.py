@@ -93,16 +93,16 @@ def shared_folder(tmp_path: Path) -> Path:
     return found[0]
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
 @on_ranks(4)
-def test_runs_at_any_number_of_ranks_have_the_same_digests(strategy: str, tmp_path: Path) -> None:
+def test_runs_at_any_number_of_ranks_have_the_same_digests(tmp_path: Path) -> None:
     folder = shared_folder(tmp_path)
-    run(1, folder / "1", strategy=strategy)
+    run(1, folder / "1")
     dist.barrier()
-    run(2, folder / "2", folder / "1", strategy=strategy)
+    for strategy in ("zero2", "ddp"):
+        run(2, folder / strategy, folder / "1", strategy=strategy)
     run(4, folder / "4", folder / "1")
-    run(4, folder / "hsdp", folder / "1", strategy="hsdp")
-    run(4, folder / "hfsdp", folder / "1", strategy="hfsdp")
+    for strategy in ("hsdp", "hfsdp"):
+        run(4, folder / strategy, folder / "1", strategy=strategy)
     dist.barrier()
     lines = [json.loads(line) for line in (folder / "4" / "digests.jsonl").read_text().splitlines()]
     assert [each["step"] for each in lines] == [0, 1, 2, 3]

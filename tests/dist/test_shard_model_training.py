@@ -31,7 +31,7 @@ def train_beside(name: str, least: int) -> None:
     assert list(model.state_dict()) == keys
     models = (reference, per_block, model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, foreach=True) for each in models]
-    for step in range(3):
+    for step in range(2):
         batch = inputs(name, step, size)
         expected = reference(batch).square().mean()
         losses = [each(batch.chunk(size)[rank]).square().mean() for each in (per_block, model)]

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from shardwise import ShardedOptimizer, ZeroRedundancyOptimizer, replicate
 from shardwise.testing import WorkerPool
 
-NUM_SAVED, NUM_STEPS = 3, 5
+NUM_SAVED, NUM_STEPS = 2, 3
 
 # How a checkpoint names things.  named, flat, indexed: in torch.distributed.checkpoint, by name, by torch's flattened
 # keys, by the plain optimizer's indices.  file: one plain optimizer's state dict, whole, written by torch.save.

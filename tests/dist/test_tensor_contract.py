@@ -292,7 +292,7 @@ def test_what_users_hold_are_ordinary_tensors(api: str, transport: str, check: s
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("api", "check"),
-    few([("hybrid", "aliases"), ("hybrid", "model"), ("hybrid", "copies"), ("fully_shard", "aliases")], 2),
+    few([("hybrid", "aliases"), ("hybrid", "model"), ("hybrid", "copies"), ("fully_shard", "aliases")], 4),
 )
 def test_they_are_on_four_ranks(api: str, check: str) -> None:
     run_contract(api, "auto", check, ["from meta", "assigned and kept"])

@@ -86,11 +86,10 @@ def test_a_step_that_a_rank_ends_is_made_again_to_the_bit(api: str, first: int) 
     assert_all_undone(api, "auto", PLACES[first::2])
 
 
-@pytest.mark.parametrize("transport", ["gloo", "collective"])
+@pytest.mark.parametrize(("transport", "api"), [("gloo", "fully_shard"), ("collective", "replicate")])
 @on_ranks(2, **PATIENT)
-def test_a_step_is_made_again_over_connections_that_were_closed(transport: str) -> None:
-    for api in ("fully_shard", "replicate"):
-        assert_all_undone(api, transport, ["data", "backward", "stepped"])
+def test_a_step_is_made_again_over_connections_that_were_closed(transport: str, api: str) -> None:
+    assert_all_undone(api, transport, ["data", "backward", "stepped"])
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ def run_all_transports(large_numel: int, halves: bool) -> None:
     arguments: dict[str, object] = {}
     if halves:
         arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for number, name in enumerate(MODELS if not halves else ("plain", "tied", "frozen")):
+    # Larger worlds run what is cut unevenly or tied; two ranks run every model.
+    names = ("mixed", "tied") if dist.get_world_size() > 2 else ("plain", "tied", "frozen") if halves else MODELS
+    for number, name in enumerate(names):
         reshard = number % 2 == (dist.get_world_size() > 2)
         models = {t: build_over(name, t, reshard_after_forward=reshard, **arguments) for t in TRANSPORTS}
         with parts_from(large_numel):

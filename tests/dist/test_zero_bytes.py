@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.ranks import FOUR
 from helpers.scripts import load_script
 
 from shardwise import ZeroRedundancyOptimizer
@@ -11,7 +12,7 @@ def _counts(width: int):
     return load_script("benchmarks/zero_bytes.py").count_all(width)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, FOUR])
 def test_zero_2_sends_two_units_and_zero_1_torchs_three(pool, num_ranks: int) -> None:
     for found in pool.run(_counts, num_ranks=num_ranks, width=192):
         assert found["torch_zero"]["by_operator"] == {"allreduce_": 2.0, "broadcast_": 1.0}

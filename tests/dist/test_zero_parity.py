@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import share
 
 from shardwise import ZeroRedundancyOptimizer
@@ -85,13 +85,13 @@ def parity(optimizer_class, options: dict[str, Any], partitions: tuple[str, ...]
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_elementwise_optimizers_equal_one_process() -> None:
     for optimizer_class, options in ELEMENTWISE[:: 1 if dist.get_world_size() == 2 else 4]:
         parity(optimizer_class, options, ("whole", "even"))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_optimizers_of_whole_matrices_equal_one_process() -> None:
     for optimizer_class, options in WHOLE_ONLY:
         parity(optimizer_class, options, ("whole",))
