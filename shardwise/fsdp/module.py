@@ -242,7 +242,7 @@ class FSDPModule(_Base):
                 if set_to_none:
                     param.sharded.grad = None
                 elif param.sharded.grad is not None:
-                    param.sharded.grad.detach_().zero_()
+                    param.sharded.grad.detach().zero_()  # in DDP's style a view of a bucket
         super().zero_grad(set_to_none)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

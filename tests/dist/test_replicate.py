@@ -438,6 +438,24 @@ def test_gradients_are_held_as_users_of_ddp_do(what: str, way: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("way", ["each", "older"])
+def test_gradients_become_zeros_between_a_forward_and_its_backward(way: str) -> None:
+    plain = blocks()
+    model: Any = copy.deepcopy(plain)
+    for block in model if way == "each" else ():
+        replicate(block)
+    replicate(model, device_ids=None) if way == "older" else replicate(model)
+    for each in (model, plain):
+        each(batch(0)).exp().sum().backward()
+        loss = each(batch(1)).exp().sum()
+        each.zero_grad(set_to_none=False)
+        loss.backward()
+    average_gradients(plain)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(local(found.grad), expected.grad)
+
+
+@on_ranks(2)
 def test_an_explicit_choice_of_sync_replaces_that_of_the_flag() -> None:
     model: Any = replicate(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
 
