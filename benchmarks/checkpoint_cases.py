@@ -118,7 +118,7 @@ def main() -> int:
     taken = sum(check_mutation(seed) for seed in range(arguments.mutations))
     taken += sum(check_header_mutation(seed) for seed in range(arguments.mutations))
     print(f"mutations: {2 * arguments.mutations}, {taken} changed nothing that is checked, no crash", flush=True)
-    with WorkerPool(4, 900.0, fresh_preload=PRELOAD) as pool, tempfile.TemporaryDirectory() as folder:
+    with WorkerPool(4, 900.0, preload=PRELOAD) as pool, tempfile.TemporaryDirectory() as folder:
         for start in range(0, arguments.damage, 500):
             seeds = list(range(start, min(start + 500, arguments.damage)))
             place = f"{folder}/damage-{start}"

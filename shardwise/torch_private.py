@@ -288,17 +288,17 @@ def post_accumulate_hooks(
 
     ``left_out``: ids of hooks to omit.
     """
-    found: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
-    for parameter in parameters:
-        hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-        if hooks:
-            found += [(parameter, hook) for key, hook in hooks.items() if key not in left_out]
-    return found
+    return [
+        (parameter, hook)
+        for parameter in parameters
+        for key, hook in (_POST_ACCUMULATE_HOOKS(parameter) or {}).items()
+        if key not in left_out
+    ]
 
 
 def remove_later_hooks(parameter: torch.Tensor, kept: int) -> dict[int, Callable[[torch.Tensor], None]]:
     """Remove the hooks of ``register_post_accumulate_grad_hook`` except the one with the id ``kept``; return them by id."""
-    hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = _POST_ACCUMULATE_HOOKS(parameter)
     if not hooks or len(hooks) == (kept in hooks):
         return {}
     return {key: hooks.pop(key) for key in list(hooks) if key != kept}
@@ -313,31 +313,22 @@ def gradient_hooks(
     parameters: Iterable[torch.Tensor],
 ) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]]:
     """Return the hooks of ``register_hook``, each with the index of its parameter, in registration order."""
-    found: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []
-    for index, parameter in enumerate(parameters):
-        hooks = parameter._backward_hooks
-        if hooks:
-            found += [(index, hook) for hook in hooks.values()]
-    return found
+    return [(index, hook) for index, each in enumerate(parameters) for hook in (each._backward_hooks or {}).values()]
 
 
 _HOOKS = operator.attrgetter("_backward_hooks")
-_POST_ACCUMULATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
+_POST_ACCUMULATE_HOOKS: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> tuple[bool, bool]:
     """Return whether one of ``parameters`` has a hook of ``register_hook``, and of ``register_post_accumulate_grad_hook``."""
-    return (
-        any(map(_HOOKS, parameters)),
-        any(map(_POST_ACCUMULATE_HOOKS, parameters)),
-    )
+    return any(map(_HOOKS, parameters)), any(map(_POST_ACCUMULATE_HOOKS, parameters))
 
 
 def hook_alone(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Register ``hook`` on ``parameter`` in place of its other gradient hooks, which may be shared with another tensor."""
-    parameter._backward_hooks = OrderedDict(
-        {-1: hook}
-    )  # ``register_hook`` would do the same, at several times the cost
+    # ``register_hook`` would do the same, at several times the cost.
+    parameter._backward_hooks = OrderedDict({-1: hook})
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

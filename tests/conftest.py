@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,6 +14,8 @@ hypothesis.settings.register_profile("any machine", deadline=None)  # how long a
 hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["SHARDWISE_CHECKS"] = "always"  # ranks inherit it
+# The server from which processes are forked does not have pytest's sys.path, and passes over what it cannot import.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault(
     "TORCH_CPP_LOG_LEVEL", "ERROR"
 )  # read when torch is imported: by the server of forked commands, too

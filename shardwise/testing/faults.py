@@ -110,12 +110,7 @@ class Fault:
 
 # ---- The effect of each kind of fault on the process, or on the data that it is about to send.
 
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "terminate": signal.SIGTERM,
-    "interrupt": signal.SIGINT,
-}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 
 
 def strike(fault: Fault, subject: object) -> None:

@@ -38,7 +38,7 @@ _PRELOAD = (
     "torch._dynamo",
     "torch.distributed.tensor",
     "chaos.rank_program",
-    "shardwise.testing.frozen",
+    "helpers.frozen",
 )
 _STALL_S = 4.0
 _LEAVE_S = 5.0  # for ranks that have said how they ended to end

@@ -21,6 +21,6 @@ def pool() -> Iterator[WorkerPool]:
     with WorkerPool(
         max_ranks=4,
         timeout_s=300.0,
-        preload=("torch", "torch._dynamo", "pytest", *PACKAGES, "shardwise.testing.frozen"),
+        preload=("torch", "torch._dynamo", "pytest", *PACKAGES, "helpers.frozen"),
     ) as workers:
         yield workers

@@ -31,7 +31,7 @@ PRELOAD = (
     "shardwise.recipes.train",
     "shardwise.recipes.report",
     "helpers.models",
-    "shardwise.testing.frozen",
+    "helpers.frozen",
 )
 
 
@@ -39,7 +39,7 @@ class SessionPool(WorkerPool):
     """Workers that are forked, but for rank 1: its sets of strings have an order of their own, as in ranks of a launcher."""
 
     def __init__(self, max_ranks: int) -> None:
-        super().__init__(max_ranks, preload=PRELOAD, fresh_preload=PRELOAD)
+        super().__init__(max_ranks, preload=PRELOAD)
 
     def _start(self, num_ranks: int) -> None:
         super()._start(1)
