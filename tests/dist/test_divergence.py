@@ -88,7 +88,7 @@ def test_ways_of_units_whose_parameters_are_sent_one_by_one(kind: str, num_ranks
         check(drawn(1, num_ranks, 3), kind, "gloo", joins=True)
 
 
-@pytest.mark.parametrize(("joins", "kind", "transport", "num_ranks"), few(JOINING, 5))
+@pytest.mark.parametrize(("joins", "kind", "transport", "num_ranks"), few(JOINING, 8))
 @on_ranks()
 def test_ways_drawn_at_random(joins: bool, kind: str, transport: str, num_ranks: int) -> None:
     """Each case has a program of its own."""

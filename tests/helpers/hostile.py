@@ -1,4 +1,4 @@
-"""Mutated files for everything that reads a folder: ``python -m helpers.hostile COUNT SEED RUN DCP`` prints what held.
+"""Mutated files for everything that reads a folder, in a process of its own.
 
 Each mutation must be read as it is or end in a named error; memory is limited, and what hangs or crashes ends this process.
 """
@@ -12,7 +12,6 @@ import os
 import random
 import resource
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -204,7 +203,3 @@ def main(count: int, seed: int, run: Path, dcp: Path) -> int:
     for name, text in wrong.items():
         print(f"WRONG {name}: {text}")
     return len(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])))
