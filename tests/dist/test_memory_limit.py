@@ -28,7 +28,7 @@ from shardwise import (
 from shardwise.offload import fit
 from shardwise.planner.hardware import Setting
 
-WIDTH, BATCH, BLOCKS, STEPS = 64, 1024, 6, 2
+WIDTH, BATCH, BLOCKS, STEPS = 128, 2048, 6, 2
 
 
 class Block(nn.Module):
@@ -90,11 +90,8 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
     folder, seen = tempfile.mkdtemp(), set[int]()
     assert memory.plan is not None
     above = memory.plan.candidates[0].peak.total - PROCESS
-    for tenths in (7, 4):
-        try:
-            model, memory, chosen = fitted(PROCESS + above * tenths // 10, folder)
-        except ConfigError:
-            break
+    for tenths in (7, 5):  # with four, nothing fits
+        model, memory, chosen = fitted(PROCESS + above * tenths // 10, folder)
         before = [block.calls for block in blocks_of(model)]  # of plans
         assert losses_of(model, memory.offload) == expected
         calls = [block.calls - calls for block, calls in zip(blocks_of(model), before, strict=True)]
@@ -104,7 +101,7 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
         assert isinstance(memory.offload_policy, DiskOffloadPolicy) == chosen.offload
         seen.add(recomputed)
     assert any(0 < recomputed < BLOCKS for recomputed in seen)
-    assert chosen.offload  # with the least memory
+    assert chosen.offload  # with the least memory that suffices
 
 
 @on_ranks(2)
