@@ -475,13 +475,13 @@ class OrderedSums(Protocol):
 
     Attributes:
         most_parts: a rank sends up to so many partial sums of each gradient.
-        is_last: this rank's last microbatch runs, after which the sums are complete; None: no microbatch runs.
+        is_last: this rank's last microbatch runs, after which the sums are complete.
     """
 
     most_parts: int
 
     @property
-    def is_last(self) -> bool | None: ...
+    def is_last(self) -> bool: ...
 
     def of_copy(self) -> OrderedSums:
         """Return the sums of a copy of the group."""

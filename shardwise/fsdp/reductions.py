@@ -272,9 +272,9 @@ class Reductions:
         launched, self.deferred = self.deferred, []
         for launch in launched:
             for group in launch.unit.groups[:1]:
-                if group.sums is not None and (is_last := group.sums.is_last) is not None:
+                if group.sums is not None:
                     self.summed |= launch.params
-                    if not is_last:
+                    if not group.sums.is_last:
                         launch.unused = {*launch.params}  # only whole sums are set, and hooks see them
         params: list[ShardedParam] = []
         for launch in launched:

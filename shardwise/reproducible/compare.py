@@ -165,19 +165,16 @@ class RunDigests:
             return ""
         while self._other["step"] < step and (line := next(self._others, None)) is not None:
             self._other = line
-        other = self._other
-        if other["step"] != step:
-            return f"step {step}: the run in {self._against} has no digests of it. Run it further, or from the same step on"
+        others = self._other["digests"] if self._other["step"] == step else {}
         for name, value in values.items():
-            found = other["digests"].get(name)
-            if found is None and name.startswith("output "):
+            if name not in others and name.startswith("output "):
                 continue  # another strategy has other units
-            if found is None:
+            if name not in others:
                 return (
-                    f"step {step}: the run in {self._against} has no {name}; it ended before, or has another model or other "
-                    "frozen parameters"
+                    f"step {step}: the run in {self._against} has no digest of {name}; it ended before, began later, or "
+                    "has another model or other frozen parameters"
                 )
-            if found != value:
+            if others[name] != value:
                 return (
                     f"step {step}: the first difference from the run in {self._against} is {name}. Compared are parameters, "
                     "then outputs, then gradients of each step. Save both runs before this step, and see `shardwise checkpoint "

@@ -44,20 +44,19 @@ def clip_by_rows(params: Sequence[torch.Tensor], limit: Limit, axes: MeshAxes) -
 
 def cut_of(gradient: torch.Tensor) -> ChunkShard:
     """Return how ``gradient``, or a parameter, is cut.  Raises: ConfigError unless it is cut along one dimension at most."""
-    if not isinstance(gradient, DTensor):
-        return ChunkShard(tuple(gradient.shape) or (1,), 0, 1)
-    cuts = [(dim, each) for dim, each in enumerate(gradient.placements) if not isinstance(each, Replicate)]
-    if len(cuts) > 1 or not all(type(each) is Shard for _, each in cuts):
-        raise ConfigError(
-            f"Reproducible: a parameter or gradient has placements {gradient.placements}; norms and digests do not depend on "
-            "the number of ranks only if it is cut along one dimension. Clip or compare it outside, from its full tensor"
-        )
+    axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True) if isinstance(gradient, DTensor) else ()
+    cuts = [(size, each) for size, each in axes if not isinstance(each, Replicate)]
     shape = tuple(gradient.shape) or (1,)
     if not cuts:
         return ChunkShard(shape, 0, 1)
-    axis, placement = cuts[0]
-    assert isinstance(placement, Shard)
-    return ChunkShard(shape, placement.dim, gradient.device_mesh.size(axis))
+    size, placement = cuts[0]
+    if len(cuts) > 1 or type(placement) is not Shard:
+        raise ConfigError(
+            f"Reproducible: a parameter or gradient has placements {[each for _, each in cuts]}; norms and digests do not "
+            "depend on the number of ranks only if it is cut along one dimension. Clip or compare it outside, from its full "
+            "tensor"
+        )
+    return ChunkShard(shape, placement.dim, size)
 
 
 def _norms_of_rows(local: torch.Tensor, dim: int, limit: Limit) -> torch.Tensor:

@@ -128,8 +128,9 @@ class Reproducible:
                 raise StateError(waits_for_sync(param.fqn))
         for sums in self._sums:
             sums.clear()
-        buffers, params = dict(self.model.named_buffers()), self._params()
-        versions = versions_of([*buffers.values(), *params.values()])
+        buffers, params = dict(self.model.named_buffers()), [each for _, group in self._found for each in group.params]
+        tensors = [*buffers.values(), *(param.sharded for param in params)]
+        versions = versions_of(tensors)
         if self.observer is not None:
             self.observer.begin()
         try:
@@ -141,9 +142,8 @@ class Reproducible:
             place.number = None
         for sums in self._sums:
             sums.end()
-        now = versions_of([*buffers.values(), *params.values()])
-        present = dict(self.model.named_buffers())
-        written = [name for name, its, after in zip((*buffers, *params), versions, now, strict=True) if its != after]
+        names, present = [*buffers, *(param.fqn for param in params)], dict(self.model.named_buffers())
+        written = [name for name, *its in zip(names, versions, versions_of(tensors), strict=True) if its[0] != its[1]]
         written += [name for name, buffer in buffers.items() if present.get(name) is not buffer]
         if written:
             raise StateError(
@@ -156,9 +156,6 @@ class Reproducible:
             self.observer.end()
         self._set_seed(place.num_microbatches)  # what follows draws the same numbers on every rank
         self.step += 1
-
-    def _params(self) -> dict[str, torch.Tensor]:
-        return {param.fqn: param.sharded for unit in self._units for group in unit.groups for param in group.params}
 
     def _engines(self) -> list[Engine]:
         return [*{engine: None for unit in self._units if (engine := engine_of(unit)) is not None}]

@@ -7,15 +7,17 @@ microbatches units send nothing and deliver -0.0, which changes no sum.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from shardwise.collectives.buffer_pool import PooledBuffer
 from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.owned import Expected, exchange, ranks_of_group
-from shardwise.collectives.protocol import Handle, NamedTensor, Scale, ScatterEnds, SumContents
+from shardwise.collectives.protocol import Handle, Scale, ScatterEnds, SumContents
 from shardwise.collectives.routes import LeftOut, PassTracker
 from shardwise.errors import StateError
 from shardwise.layout import Bucket, ChunkShard, align
@@ -28,13 +30,11 @@ _ALIGNMENT = 64
 Summed = tuple[str, torch.dtype]  # what is summed, as ``ScatterEnds.label`` says, and its dtype
 
 
-class PartialSum:
+class PartialSum(NamedTuple):
     """A partial sum: a 1-D tensor, and the buffer that it lies in."""
 
-    __slots__ = ("buffer", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, buffer: PooledBuffer) -> None:
-        self.tensor, self.buffer = tensor, buffer
+    tensor: torch.Tensor
+    buffer: PooledBuffer
 
     def add(self, other: PartialSum) -> PartialSum:
         """Add ``other`` to this one, and release it."""
@@ -59,7 +59,6 @@ class GroupSums:
         self.place, self.is_sharded = place, is_sharded
         self.most_parts = max(most_parts(place.of_shards()), most_parts(place.of_replicas()))
         self._counters: dict[Summed, Counter[PartialSum]] = {}
-        self._next: dict[Summed, int] = {}
         self.sharded: dict[Summed, list[tuple[Node, torch.Tensor]]] = {}
 
     def of_copy(self) -> GroupSums:
@@ -71,42 +70,36 @@ class GroupSums:
         return TreeCommunicator(self, way, passes)
 
     @property
-    def is_last(self) -> bool | None:
-        """True in the last microbatch of this rank; None outside of microbatches."""
-        return None if self.place.number is None else self.place.number == self.place.own[-1]
+    def is_last(self) -> bool:
+        """True in the last microbatch of this rank."""
+        return self.place.number == self.place.own[-1]
 
     def push(self, key: Summed, part: PartialSum) -> None:
         """Take the gradients of the microbatch that runs.  Raises: StateError unless it is the next one of ``key``."""
-        number, expected = self.place.number, self._next.get(key, self.place.own[0])
-        if number is None or number != expected:
+        counter = self._counters.setdefault(key, Counter(PartialSum.add, self.place.own.start))
+        if self.place.number != counter.stop:
             part.buffer.release()
-            raise StateError(_why_not_next(key[0], number, expected))
-        counter = self._counters.get(key)
-        if counter is None:
-            counter = self._counters[key] = Counter(PartialSum.add)
-        counter.push(Node(number, 1), part)
-        self._next[key] = number + 1
+            raise StateError(_why_not_next(key[0], self.place.number, counter.stop))
+        counter.push(Node(counter.stop, 1), part)
 
-    def take(self, key: Summed) -> list[tuple[Node, PartialSum]]:
+    def take(self, key: Summed) -> list[PartialSum]:
         """Return the partial sums of all microbatches of this rank, and forget them."""
-        return self._counters.pop(key).parts
+        parts, self._counters[key].parts = self._counters[key].parts, []
+        return [part for _, part in parts]
 
     def end(self) -> None:
         """Check that everything was reduced in every microbatch.  Raises: StateError."""
         stop = self.place.own.stop
-        missing = [
-            _why_not_next(label, stop, expected) for (label, _), expected in self._next.items() if expected != stop
-        ]
-        self.clear()
-        if missing:
-            raise StateError(missing[0])
+        for (label, _), counter in self._counters.items():
+            if counter.stop != stop:
+                raise StateError(_why_not_next(label, stop, counter.stop))
 
     def clear(self) -> None:
         """Forget the sums of a step that did not end."""
         for counter in self._counters.values():
             for _, part in counter.parts:
                 part.buffer.release()
-        self._counters, self._next, self.sharded = {}, {}, {}
+        self._counters, self.sharded = {}, {}
 
 
 def _why_not_next(label: str, number: int | None, expected: int) -> str:
@@ -133,10 +126,10 @@ class _Exchange:
     """Both ends of the exchange of partial sums (``ScatterEnds``): a section has a slice of each partial sum of a rank.
 
     Args:
-        label, params: of what is summed.
-        parts: the partial sums of this rank, in the order of ``nodes`` of its rank.
-        nodes: the nodes of every rank.  numel: elements of one slice.
-        target: as that of ``ScatterEnds``.
+        contents: what is summed.
+        parts: the partial sums of this rank, in the order of ``nodes`` of its rank; each has a slice for every rank.
+        nodes: the nodes of every rank.
+        target, deliver: as those of ``ScatterEnds``.
         use: ``use(partial sums of all ranks, target)`` adds them.
     """
 
@@ -145,41 +138,27 @@ class _Exchange:
         contents: ScatterEnds | SumContents,
         parts: Sequence[PartialSum],
         nodes: Sequence[tuple[Node, ...]],
-        numel: int,
         target: Callable[[], torch.Tensor],
+        deliver: Callable[[torch.Tensor], None],
         use: Callable[[list[tuple[Node, torch.Tensor]], torch.Tensor], None],
     ) -> None:
-        self.dtype = parts[0].tensor.dtype
-        self._contents, self._parts, self._nodes, self._numel, self._use = contents, parts, nodes, numel, use
-        self.target = target
-        self.deliver_to: Callable[[torch.Tensor], None] | None = None
-        self.section_numel = most_parts(nodes) * numel
+        self.label, self.params, self.dtype = contents.label, contents.params, parts[0].tensor.dtype
+        self.target, self._deliver = target, deliver
+        self._parts, self._nodes, self._use = parts, nodes, use
+        self._numel = parts[0].tensor.numel() // len(nodes)
+        self.section_numel = most_parts(nodes) * self._numel
         # One small tensor, and no padding to speak of: transports copy the section as a whole.
         small = ChunkShard((len(nodes),), 0, len(nodes))
         self.layout = Bucket((small,), (0,), self.section_numel, (0,), self.section_numel * len(nodes))
 
-    @property
-    def size(self) -> int:
-        return len(self._nodes)
-
-    @property
-    def label(self) -> str:
-        return self._contents.label
-
-    @property
-    def params(self) -> Sequence[NamedTensor]:
-        return self._contents.params
-
-    def slices(self, rank: int) -> list[torch.Tensor]:
-        """Return what ``rank`` is to get of each partial sum; the last rank's may be shorter than a slice."""
-        start = rank * self._numel
-        return [part.tensor[start : start + self._numel] for part in self._parts]
+    def slices(self) -> list[list[torch.Tensor]]:
+        """Return what each rank is to get of each partial sum."""
+        return [[part.tensor.split(self._numel)[rank] for part in self._parts] for rank in range(len(self._nodes))]
 
     def fill(self, packed: torch.Tensor) -> None:
-        sections = packed.view(self.size, -1, self._numel)
-        for rank in range(self.size):
-            for number, own in enumerate(self.slices(rank)):
-                sections[rank, number, : own.numel()].copy_(own)
+        sections = packed.view(len(self._nodes), -1, self._numel)
+        for number, part in enumerate(self._parts):
+            sections[:, number].copy_(part.tensor.view(-1, self._numel))
         self.drop()
 
     def full_parts(self, rank: int) -> list[torch.Tensor]:
@@ -191,8 +170,7 @@ class _Exchange:
         self._parts = ()
 
     def deliver(self, section: torch.Tensor) -> None:
-        if self.deliver_to is not None:
-            self.deliver_to(section)
+        self._deliver(section)
 
     def add(self, sections: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Add the sections of all ranks (``Scale.add``)."""
@@ -200,21 +178,12 @@ class _Exchange:
 
     def add_slices(self, slices: Sequence[Sequence[torch.Tensor]], out: torch.Tensor) -> None:
         """Add the partial sums of all ranks in the order of the tree."""
-        found = [
-            (node, its)
-            for nodes, of in zip(self._nodes, slices, strict=True)
-            for node, its in zip(nodes, of, strict=False)
-        ]
-        self._use(found, out)
+        pairs = zip(self._nodes, slices, strict=True)
+        self._use([found for nodes, its in pairs for found in zip(nodes, its, strict=False)], out)
 
     def expected(self) -> list[list[Expected]]:
         """Return what arrives from every rank."""
         return [[Expected((self._numel,), self.dtype)] * len(nodes) for nodes in self._nodes]
-
-
-def _padded(own: torch.Tensor, ends: _Exchange) -> torch.Tensor:
-    numel = ends.expected()[0][0].shape[0]
-    return own if own.numel() == numel else torch.nn.functional.pad(own, (0, numel - own.numel()))
 
 
 class TreeCommunicator(GroupCommunicator):
@@ -246,9 +215,7 @@ class TreeCommunicator(GroupCommunicator):
             else:
                 add_up(found, out)
 
-        parts = [part for _, part in sums.take(key)]
-        exchanged = _Exchange(ends, parts, sums.place.of_shards(), ends.section_numel, ends.target, use)
-        exchanged.deliver_to = ends.deliver
+        exchanged = _Exchange(ends, sums.take(key), sums.place.of_shards(), ends.target, ends.deliver, use)
         handle = super().reduce_scatter(exchanged, Scale(1.0, add=exchanged.add))
         self._over()
         return handle
@@ -256,39 +223,39 @@ class TreeCommunicator(GroupCommunicator):
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """Do the same for gradients that replicas sum: each rank adds a slice, then all ranks exchange their slices."""
         assert contents is not None
-        sums, key, numel = self._sums, (contents.label, tensor.dtype), tensor.numel()
+        sums, key = self._sums, (contents.label, tensor.dtype)
+        each = align(-(-tensor.numel() // self.size), _ALIGNMENT)
         if not sums.is_sharded:
-            sums.push(key, self._part(tensor))
+            sums.push(key, self._part(tensor, each))
         if not sums.is_last:
             tensor.fill_(_NOTHING)
             return self._over()
-        if sums.is_sharded:
-            parts = [self._part(value) for _, value in sums.sharded.pop(key)]
-        else:
-            parts = [part for _, part in sums.take(key)]
-        each = align(-(-numel // self.size), _ALIGNMENT)
+        parts = [self._part(part, each) for _, part in sums.sharded.pop(key)] if sums.is_sharded else sums.take(key)
         own = torch.empty(each, dtype=tensor.dtype, device=tensor.device)
-        exchanged = _Exchange(contents, parts, sums.place.of_replicas(), each, lambda: own, add_up)
+
+        def deliver(section: torch.Tensor) -> None:
+            target = tensor.fill_(_NOTHING)[self.rank * each :][:each]
+            target.copy_(section[: target.numel()])
+
+        exchanged = _Exchange(contents, parts, sums.place.of_replicas(), lambda: own, deliver, add_up)
         super().reduce_scatter(exchanged, Scale(1.0, add=exchanged.add)).wait()
-        start = min(self.rank * each, numel)
-        tensor.fill_(_NOTHING)[start : start + each].copy_(own[: min(each, numel - start)])
-        if self.size == 1:
-            return self._over()
         return super().all_reduce(tensor, Scale(1.0), contents)
 
     def reduce_scatter_by_backend(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Exchange partial sums by one all-to-all."""
         assert isinstance(ends, _Exchange)
-        sends = [[_padded(own, ends) for own in ends.slices(rank)] for rank in range(ends.size)]
-        arrived = exchange(sends, ends.expected(), ranks_of_group(self.group), self.pool.device)
+        arrived = exchange(ends.slices(), ends.expected(), ranks_of_group(self.group), self.pool.device)
         ends.add_slices(arrived, ends.target())
         ends.drop()
         ends.deliver(ends.target())
         return LeftOut()
 
-    def _part(self, tensor: torch.Tensor) -> PartialSum:
-        buffer = self.pool.acquire(tensor.numel() * tensor.dtype.itemsize, tensor.dtype)
-        return PartialSum(buffer.flat.copy_(tensor), buffer)
+    def _part(self, tensor: torch.Tensor, each: int) -> PartialSum:
+        """Return a copy of ``tensor`` with ``each`` elements for every rank; the last ones are padding."""
+        numel = each * self.size
+        buffer = self.pool.acquire(numel * tensor.dtype.itemsize, tensor.dtype)
+        buffer.flat[: tensor.numel()].copy_(tensor)
+        return PartialSum(buffer.flat, buffer)
 
     def _over(self) -> Handle:
         """Let what is enqueued on the stream of this communicator come after the work of this call."""
@@ -304,16 +271,18 @@ def add_up(parts: Sequence[tuple[Node, torch.Tensor]], out: torch.Tensor) -> Non
     """Write the sum of all microbatches to ``out``; the last elements of the parts may be padding."""
     for start in range(0, out.numel(), _CHUNK):
         target = out[start : start + _CHUNK]
-        counter: Counter[torch.Tensor] = Counter(torch.add)
-        for node, value in parts:
-            counter.push(node, value[start : start + target.numel()])
-        target.copy_(counter.total())
+        found = _neighbours_added([(node, value[start : start + target.numel()]) for node, value in parts])
+        target.copy_(functools.reduce(torch.add, (value for _, value in found)))
 
 
 def add_alike(parts: Sequence[tuple[Node, torch.Tensor]]) -> list[tuple[Node, torch.Tensor]]:
     """Return the parts that are left when all neighbours of the tree are added; none is a view of ``parts``."""
+    given = {id(value) for _, value in parts}
+    return [(node, value.clone() if id(value) in given else value) for node, value in _neighbours_added(parts)]
+
+
+def _neighbours_added(parts: Sequence[tuple[Node, torch.Tensor]]) -> list[tuple[Node, torch.Tensor]]:
     counter: Counter[torch.Tensor] = Counter(torch.add)
     for node, value in parts:
         counter.push(node, value)
-    given = {id(value) for _, value in parts}
-    return [(node, value.clone() if id(value) in given else value) for node, value in counter.parts]
+    return counter.parts

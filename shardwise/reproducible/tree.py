@@ -40,27 +40,23 @@ class Counter(Generic[_Value]):
 
     Args:
         add: ``add(left, right)`` returns the sum of two neighbours.
+        start: the first microbatch.
+
+    Attributes:
+        stop: the microbatch after the last one.
     """
 
-    def __init__(self, add: Callable[[_Value, _Value], _Value]) -> None:
-        self._add = add
+    def __init__(self, add: Callable[[_Value, _Value], _Value], start: int = 0) -> None:
+        self._add, self.stop = add, start
         self.parts: list[tuple[Node, _Value]] = []
 
     def push(self, node: Node, value: _Value) -> None:
         """Append the sum of ``node``, which starts where the last one ends."""
-        parts = self.parts
-        while parts and parts[-1][0].size == node.size and not parts[-1][0].first % (2 * node.size):
-            left, its = parts.pop()
+        self.stop = node.first + node.size
+        while self.parts and self.parts[-1][0].size == node.size and not self.parts[-1][0].first % (2 * node.size):
+            left, its = self.parts.pop()
             node, value = Node(left.first, 2 * node.size), self._add(its, value)
-        parts.append((node, value))
-
-    def total(self) -> _Value:
-        """Return the sum of all microbatches, and forget them."""
-        (_, total), *rest = self.parts
-        for _, value in rest:
-            total = self._add(total, value)
-        self.parts = []
-        return total
+        self.parts.append((node, value))
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.inside import engine_of
 from helpers.pairs import checkered
 from helpers.ranks import on_ranks
 from helpers.same_bits import NUM, Net, Way, differences, mesh_of
@@ -167,6 +168,18 @@ def test_scalars_count_once_in_norms_and_digests(tmp_path: Path) -> None:
     assert norms[0] == norms[-1] > 0
 
 
+@on_ranks(2)
+def test_norms_are_those_of_all_gradients() -> None:
+    model = _shared(Net().double())
+    fixed = Reproducible(model, num_microbatches=2)
+    for _ in fixed.microbatches():
+        model(torch.ones(2, 9, dtype=torch.float64)).sum().backward()
+    gradients = [full_of(param.grad) for param in model.parameters() if param.grad is not None]
+    for norm_type in (1.0, 2.0, torch.inf):
+        expected = nn.utils.get_total_norm(gradients, norm_type)
+        assert torch.isclose(fixed.clip_grad_norm_(1e9, norm_type), expected, rtol=1e-12)
+
+
 # ---- Gradients are whole after the loop; in it nobody may use them.
 
 USES: dict[str, Callable[[Any, Any], object]] = {
@@ -296,6 +309,15 @@ def test_a_gradient_hook_changes_the_sum() -> None:
 
 
 @on_ranks(2)
+def test_sums_of_negative_zeros_are_negative_zeros() -> None:
+    model: Any = shard_model(nn.RMSNorm(9), strategy="ddp")
+    fixed = Reproducible(model, num_microbatches=4)
+    for _ in fixed.microbatches():
+        (model(torch.ones(9)) * -0.0).sum().backward()
+    assert model.weight.grad.signbit().all()
+
+
+@on_ranks(2)
 def test_gradients_of_two_loops_add_up() -> None:
     model: Any = shard_model(nn.Linear(4, 2, bias=False))
     fixed = Reproducible(model, num_microbatches=4)
@@ -408,6 +430,7 @@ def test_bytes_that_are_sent_and_held_are_those_of_costs(strategy: str) -> None:
     costs = fixed.costs()
     assert sent == pytest.approx(costs["sent"], rel=0.01)
     assert sum(counts.values()) == pytest.approx(costs["held"], rel=0.01)
+    assert engine_of(model).comm_ctx.pool.used_bytes == 0
 
 
 # ---- What cannot have the same bits is refused.
@@ -433,6 +456,7 @@ def test_a_backward_outside_of_the_loop_is_refused() -> None:
     Reproducible(model, num_microbatches=2)
     with pytest.raises(StateError, match="were reduced outside of Reproducible.microbatches()"):
         _backward(model)
+    assert engine_of(model).comm_ctx.pool.used_bytes == 0
 
 
 @on_ranks(2)
@@ -496,13 +520,13 @@ def test_values_that_are_replaced_or_written_in_the_loop_are_refused() -> None:
         for _ in fixed.microbatches():
             _backward(model)
     torch.manual_seed(0)  # the loop has left another state on each rank
-    linear = _shared(nn.Linear(9, 9))
-    fixed = Reproducible(linear, num_microbatches=2)
-    with pytest.raises(StateError, match=r"weight was written in a microbatch"):
+    layers = _shared(nn.Sequential(_shared(nn.Linear(9, 9)), _shared(nn.Linear(9, 9))))
+    fixed = Reproducible(layers, num_microbatches=2)
+    with pytest.raises(StateError, match=r"0\.weight was written in a microbatch"):
         for _ in fixed.microbatches():
-            _backward(linear)
+            _backward(layers)
             with torch.no_grad():
-                linear.get_parameter("weight").mul_(0.5)
+                layers.get_parameter("0.weight").mul_(0.5)
 
 
 @on_ranks(2)

@@ -161,7 +161,9 @@ def test_a_run_that_has_fewer_steps_or_no_digests_is_named_on_every_rank(tmp_pat
     folder = shared_folder(tmp_path)
     run(1, folder / "1", steps=1)
     dist.barrier()
-    with pytest.raises(StateError, match="step 1: the run in .* has no gradient of head.bias; it ended before"):
+    with pytest.raises(
+        StateError, match="step 1: the run in .* has no digest of gradient of head.bias; it ended before"
+    ):
         run(2, folder / "2", folder / "1")
     with pytest.raises(StateError, match=r"RunDigests cannot use digests.jsonl: .* No such file"):
         run(2, folder / "2", folder / "none")
