@@ -146,10 +146,14 @@ class _Exchange:
         self.target, self._deliver = target, deliver
         self._parts, self._nodes, self._use = parts, nodes, use
         self._numel = parts[0].tensor.numel() // len(nodes)
-        self.section_numel = most_parts(nodes) * self._numel
+        section_numel = most_parts(nodes) * self._numel
         # One small tensor, and no padding to speak of: transports copy the section as a whole.
         small = ChunkShard((len(nodes),), 0, len(nodes))
-        self.layout = Bucket((small,), (0,), self.section_numel, (0,), self.section_numel * len(nodes))
+        self.layout = Bucket((small,), (0,), section_numel, (0,), section_numel * len(nodes))
+
+    @property
+    def section_numel(self) -> int:
+        return self.layout.section_numel
 
     def slices(self) -> list[list[torch.Tensor]]:
         """Return what each rank is to get of each partial sum."""
