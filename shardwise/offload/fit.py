@@ -105,5 +105,5 @@ class MemoryLimit:
         if best.disk_share:
             self.offload = OptimizerOffload(best.disk_share, undo=False, folder=self.folder)
         if best.offload:
-            on_disk = best.disk_share and self.folder
-            self.offload_policy = DiskOffloadPolicy(folder=self.folder) if on_disk else CPUOffloadPolicy()
+            folder = self.folder if best.disk_share else None
+            self.offload_policy = CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder=folder)

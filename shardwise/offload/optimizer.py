@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.fsdp.attachment import all_units
 from shardwise.fsdp.gradients import early_readers
 from shardwise.fsdp.param import ShardedParam
+from shardwise.observe import Call, Listener, listeners
 from shardwise.offload.disk import DiskTier
 from shardwise.offload.staging import Load, Staging
 from shardwise.offload.tiers import HostTier
@@ -129,6 +130,9 @@ class OffloadedStep:
         if policy.undo:
             early_readers.append(_reader_of(weakref.ref(self)))
             weakref.finalize(self, early_readers.remove, early_readers[-1])
+        if policy.folder is not None:
+            listeners.append(_Return(weakref.ref(self)))
+            weakref.finalize(self, listeners.remove, listeners[-1])
 
     def _add(self, groups: Mapping[int, tuple[Params, Mapping[str, Any]]]) -> None:
         """Add units for the parameters of ``groups``, which are by index."""
@@ -247,6 +251,12 @@ class OffloadedStep:
         jobs = [self._worker.submit(_without_graph, job, unit) for unit in self.units]
         return [*[each.result() for each in jobs], *map(job, self.resident)]
 
+    def give_back(self) -> None:
+        """Return state that was read to the disk, on the thread of the updates."""
+        for unit in self.units if self.units and self.units[0].is_read else ():
+            unit.is_read = False
+            self._worker.submit(_without_graph, unit.give_back)
+
     def mark(self) -> Callable[[], None]:
         """Return a function that restores the state of all units, which has no other place."""
         undos = dict(zip([*self.units, *self.resident], self._each(UpdateUnit.keep), strict=True))
@@ -279,6 +289,17 @@ class OffloadedStep:
         for unit in (*self.units, *self.resident):
             unit.load(values, options, adopt)
         copy_options(options, self.optimizer.param_groups)
+
+
+class _Return(Listener):
+    """Returns state that was read to its disk in the next forward, which needs the memory.  It does not own the optimizer."""
+
+    def __init__(self, backend: weakref.ref[OffloadedStep]) -> None:
+        self._backend = backend
+
+    def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
+        if what == "reshard" and (found := self._backend()) is not None:
+            found.give_back()
 
 
 def _without_graph(job: Callable[..., _T], *args: Any) -> _T:

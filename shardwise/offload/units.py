@@ -79,6 +79,7 @@ class UpdateUnit:
     Attributes:
         number: in ``tier``, where the state lives.  groups: indices of its param groups.  slices: of its parameters.
         guess: the update made early, if there is one; only the user's thread writes it.
+        is_read: the state was brought into memory, for a checkpoint or by the user.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class UpdateUnit:
             wanted = [([[next(inner) for _ in param] for param in params], found) for params, found in wanted]
         self.step = plain.over(wanted)
         self.guess: Guess | None = None
+        self.is_read = False
         self.arrivals = Arrivals()
 
     # ---- on the user's thread ----
@@ -205,7 +207,13 @@ class UpdateUnit:
         """Return the state by name of the parameter, in memory."""
         if not blank:
             self._hold(self.tier.load(self.number, self._state(), keeps=False))
+            self.is_read = True
         return self.step.states(blank)
+
+    def give_back(self) -> None:
+        """Store the state, if it is in memory."""
+        if not all(each.is_meta for each in self._state()):
+            self._release()
 
     def load(self, values: Values, options: Options, adopt: bool) -> None:
         """Replace the state by ``values``, by name, and the options; on the user's thread, since it may be collective."""

@@ -319,15 +319,13 @@ class Search:
     def _neighbours(self, settings: list[Setting]) -> Iterator[_Attempt]:
         """Yield changes to try, of each kind the smallest first."""
         sharded = [each for each in settings if each.strategy == "zero3"]
-        yield _Attempt(
-            "recompute", "recompute blocks in backward", [replace(each, recompute=True) for each in settings]
-        )
+        recomputed = [replace(each, recompute=True) for each in settings]
+        yield _Attempt("recompute", "recompute blocks in backward", recomputed)
         yield _Attempt("bf16", "compute in bf16", [replace(each, precision="bf16") for each in settings])
         if self.hardware.device != "cpu":
             words = "keep shards and optimizer state in the host's memory (offload)"
-            yield _Attempt(
-                "offload", words, [replace(each, offload=each.strategy in UNIT_STRATEGIES) for each in settings]
-            )
+            away = [replace(each, offload=each.strategy in UNIT_STRATEGIES) for each in settings]
+            yield _Attempt("offload", words, away)
         tensor = max(self.choices.tensor) * 2
         while self.choices.tensor_plan and tensor <= min(self.hardware.ranks_per_host, self.ranks):
             split = [

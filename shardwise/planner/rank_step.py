@@ -444,9 +444,7 @@ class _Memory:
         state_bytes = int(numel * setting.state_bytes * (1 - setting.disk_share))
         if setting.offload:
             everything = shards + sum(unit.section_bytes for unit in units) + state_bytes
-            # If all of it is on a disk, the pages of one unit are in memory.
-            shards = max(unit.shard_bytes + unit.section_bytes for unit in units) if self.is_on_disk else 0
-            self.host_bytes = 0 if self.is_on_disk else everything
+            self.host_bytes, shards = (0, pages_of(units)) if self.is_on_disk else (everything, 0)
         else:
             self.held["optimizer"] = state_bytes
         self.held["parameters"] = profile.buffer_bytes + shards
@@ -578,8 +576,10 @@ class _Memory:
         self.note_with({"gradients": read, "optimizer": min(away, sum(sorted(states)[-2:]))}, "optimizer step")
         if self.setting.strategy in UNIT_STRATEGIES:
             self.held["gradients"] = sum(of.kept for of in self.units)  # zero_grad
-        if away:
-            self.note_with({"optimizer": away}, "checkpoint")  # which reads all state into memory
+        if away:  # which a checkpoint reads into memory, as it reads parameters that are on the disk
+            units = [of.unit for of in self.units]
+            shards = sum(unit.shard_bytes for unit in units) - pages_of(units) if self.is_on_disk else 0
+            self.note_with({"optimizer": away, "parameters": shards}, "checkpoint")
 
 
 @dataclass(slots=True)
@@ -694,6 +694,11 @@ def _cast_s(call: Call, unit: RankUnit, hardware: Hardware) -> float:
     else:
         return 0.0
     return numel * 6 / hardware.memory_bytes_per_s
+
+
+def pages_of(units: Sequence[RankUnit]) -> int:
+    """Return the bytes in memory of parameters and gradients that are on a disk: those of one unit."""
+    return max(unit.shard_bytes + unit.section_bytes for unit in units)
 
 
 def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, hardware: Hardware) -> float:

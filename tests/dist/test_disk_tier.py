@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import tempfile
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -35,6 +36,7 @@ from shardwise import (
 )
 from shardwise.checkpoint import load, save
 from shardwise.errors import DesyncError, StateError, TransportError
+from shardwise.one_host import resident_bytes
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
@@ -336,6 +338,39 @@ def test_parameters_and_gradients_on_disk_leave_memory_when_a_unit_is_done_with_
             optimizer.zero_grad()
         # Of 48 MiB of all ranks, and as many of gradients.
         assert max(resident) < 5 * 4 * 2**20, [each >> 20 for each in resident]
+
+
+@on_ranks(1, 2)
+def test_state_that_was_read_goes_back_to_the_disk_in_the_next_forward() -> None:
+    with shared_folder() as folder:
+        model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])
+        for module in (*model, model):
+            fully_shard(module)
+        optimizer = optimizer_for(model, "AdamW", folder, undo=False)
+        data, state_bytes = torch.ones(2, 1024), 64 * 2**20 // dist.get_world_size()
+
+        def step() -> None:
+            model(data).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        step()
+        before = resident_bytes()
+        name, read = next(iter(optimizer.state_dict()["state"].items()))
+        assert resident_bytes() - before > 0.6 * state_bytes
+        del read
+        model(data)
+        last = time.monotonic() + 60
+        while resident_bytes() - before > 0.3 * state_bytes:
+            assert time.monotonic() < last
+            time.sleep(0.01)
+        for value in optimizer.state_dict()["state"][name].values():  # what is read is the user's until then
+            if value.ndim:
+                value.fill_(0.25)
+        model(data)
+        found = [value for value in optimizer.state_dict()["state"][name].values() if value.ndim]
+        assert all(value.full_tensor().eq(0.25).all() for value in found)
 
 
 @on_ranks(2)
