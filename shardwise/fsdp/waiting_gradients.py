@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -14,10 +14,8 @@ from shardwise.errors import StateError
 from shardwise.fsdp.param import ShardedParam
 
 # What ``Optimizer.zero_grad(set_to_none=False)`` calls before the gradient is zeroed; it changes nothing.
-_PASSIVE = frozenset(
-    ["__get__", "requires_grad_", "detach_", "size", "dim", "numel", "is_floating_point", "is_complex"]
-)
-_ZEROING = frozenset(["zero_", "_foreach_zero_"])
+_PASSIVE = ("__get__", "requires_grad_", "detach_", "size", "dim", "numel", "is_floating_point", "is_complex")
+_ZEROING = ("zero_", "_foreach_zero_")
 
 
 class WaitingGradient(torch.Tensor):
@@ -111,12 +109,14 @@ def is_summed_later(fqn: str) -> str:
 
 
 @contextmanager
-def withdrawn(waiting: Iterable[Mapping[ShardedParam, WaitingGradient]]) -> Generator[None]:
+def withdrawn(waiting: Iterable[dict[ShardedParam, WaitingGradient]]) -> Generator[None]:
     """Have in ``.grad`` what was there before gradients waited, for code that copies or converts gradients."""
-    shown = [(param, mark) for each in waiting for param, mark in each.items() if mark.withdraw(param)]
+    shown = [(marks, param) for marks in waiting for param, mark in marks.items() if mark.withdraw(param)]
     try:
         yield
     finally:
-        for param, mark in shown:
+        for marks, param in shown:
             param.adopt_registered()  # torch may have registered new parameters with the converted gradients
-            mark.show(param)
+            if marks[param].dtype != param.dtype:
+                marks[param] = WaitingGradient.of(param, marks[param].why)
+            marks[param].show(param)

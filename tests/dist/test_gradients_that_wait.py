@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import REORDERED, assert_same, average_gradients
-from helpers.models import build
+from helpers.models import batch_for, build
 from helpers.pairs import pairwise
 from helpers.ranks import on_ranks
 from helpers.sharded import loss_of, shard_units
@@ -101,6 +101,26 @@ def test_what_user_code_clears_is_not_added_later(
             optimizer.step()
             optimizer.zero_grad()
         assert_same(model, plain, REORDERED)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("had_gradient", [True, False])
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_gradients_that_wait_follow_a_model_to_another_dtype(api: str, had_gradient: bool) -> None:
+    model, plain = pair(api, "plain")
+    for each in (model, plain):
+        if had_gradient:
+            loss_of(each, 0).backward()
+        if each is model:
+            model.set_requires_gradient_sync(False)
+        loss_of(each, 1).backward()
+        each.double()
+        if each is model:
+            model.set_requires_gradient_sync(True)
+        each(batch_for("plain", 2, 8).chunk(2)[dist.get_rank()].double()).square().mean().backward()
+    average_gradients(plain)
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
+    assert_same(model, plain, REORDERED)
 
 
 @on_ranks(2)
