@@ -280,11 +280,6 @@ class Bucket:
         large = self.num_large
         return self.offsets[large] if large < len(self.offsets) else self.section_numel
 
-    @cached_property
-    def tail_numel(self) -> int:
-        """Elements of the tail, which is sent as one part."""
-        return self.section_numel - self.tail_start
-
     def parts(self, rank: int) -> tuple[Move, ...]:
         """Return, for every tensor, the copy between it and ``rank``'s section; full offsets count from its own start."""
         return tuple(shard.part(rank, offset) for shard, offset in zip(self.shards, self.offsets, strict=True))

@@ -205,10 +205,7 @@ def entries() -> list[Entry]:
 
 def last_time() -> float:
     """Return the time of the last event, in monotonic seconds; 0 before the first."""
-    try:
-        return ring[-1][0]
-    except IndexError:
-        return 0.0
+    return ring[-1][0] if ring else 0.0
 
 
 def observing(observer: Callable[[str], None]) -> AbstractContextManager[None]:

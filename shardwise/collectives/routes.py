@@ -88,7 +88,8 @@ def _extents(layout: Bucket, rank: int) -> list[tuple[int, int]]:
         (offset, shard.shard_numel(rank))
         for offset, shard in zip(layout.offsets[: layout.num_large], layout.shards, strict=False)
     ]
-    return [(start, numel) for start, numel in (*large, (layout.tail_start, layout.tail_numel)) if numel]
+    tail = layout.tail_start, layout.section_numel - layout.tail_start  # sent as one part
+    return [(start, numel) for start, numel in (*large, tail) if numel]
 
 
 PassKind = Literal["forward", "backward"]
