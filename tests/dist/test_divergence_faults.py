@@ -111,13 +111,13 @@ def fails(where: str, transport: str, fault: Any) -> str:
 @pytest.mark.parametrize(
     ("where", "transport", "fault", "num_ranks"),
     [
-        ("own forward", "auto", "kill", 4),
+        pytest.param("own forward", "auto", "kill", 4, marks=pytest.mark.exhaustive),
         ("own forward", "auto", "raise", 2),
         pytest.param("own forward", "collective", "kill", 2, marks=pytest.mark.exhaustive),
         ("waits", "auto", "kill", 2),
         ("waits", "collective", "kill", 4),
         ("all-gather", "collective", "kill", 2),
-        ("all-gather", "collective", "raise", 4),
+        pytest.param("all-gather", "collective", "raise", 4, marks=pytest.mark.exhaustive),
         ("reduction", "auto", "kill", 4),
         pytest.param("reduction", "collective", "kill", 2, marks=pytest.mark.exhaustive),
         pytest.param("reduction", "collective", "kill", 4, marks=pytest.mark.exhaustive),

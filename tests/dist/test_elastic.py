@@ -47,7 +47,7 @@ def assert_undisturbed(folder: Path, ended: Ended) -> dict[str, Any]:
     ("place", "kind", "transport"),
     [
         ("forward", "fully_shard", "auto"),
-        ("backward", "fully_shard", "collective"),
+        pytest.param("backward", "fully_shard", "collective", marks=pytest.mark.exhaustive),
         pytest.param("all-gather", "fully_shard", "gloo", marks=pytest.mark.exhaustive),
         ("reduction", "replicate", "auto"),
         ("optimizer step", "zero", "auto"),
@@ -138,7 +138,7 @@ def test_a_run_without_memory_begins_from_the_newest_checkpoint(tmp_path: Path) 
     assert more["worlds"] == [2, 2, 2], "steps 5 to 7"
 
 
-@pytest.mark.parametrize("process", [0, 2])
+@pytest.mark.parametrize("process", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_save_in_the_background_that_a_loss_cuts_is_left_out(process: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     ended = elastic(

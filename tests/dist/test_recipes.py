@@ -36,7 +36,7 @@ def losses_of(name: str, **arguments: Any) -> list[float]:
 def test_a_mesh_of_any_shape_trains_as_one_process(name: str, pool: WorkerPool) -> None:
     expected = pool.run(losses_of, num_ranks=1, name=name)[0]
     axis = name.replace("_parallel", "_ranks")
-    for num_ranks, size in ((2, 1), (2, 2), (4, 2), (4, 4)):
+    for num_ranks, size in ((2, 2), (4, 2)):
         found = pool.run(losses_of, num_ranks=num_ranks, name=name, **{axis: size})[0]
         assert found == pytest.approx(expected, rel=1e-4), (num_ranks, size)
 

@@ -201,7 +201,7 @@ def test_same_dense_param_type() -> None:
         ZeroRedundancyOptimizer([torch.zeros(1), torch.zeros(1, dtype=torch.double)], optimizer_class=SGD, lr=0.01)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_step() -> None:
     x = torch.tensor([float(dist.get_rank() + 1)])
     m = torch.nn.Linear(1, 1)
@@ -217,7 +217,7 @@ def test_step() -> None:
     assert m.weight.item() != 1.0
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_step_with_closure() -> None:
     for bucket_view in (False, True):
         for partition in ("whole", "even"):
@@ -246,7 +246,7 @@ def test_step_with_closure() -> None:
             assert torch.allclose(m.bias, torch.tensor([2.1]))
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_sharding() -> None:
     sizes = [9, 7, 5, 3]
     params = [torch.rand(size, 1) for size in sizes * dist.get_world_size()]
@@ -257,7 +257,7 @@ def test_sharding() -> None:
     assert sorted(x.numel() for x in theirs.optim.param_groups[0]["params"]) == mine
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_add_param_group() -> None:
     sizes = [9, 7, 5, 3]
     params = [torch.rand(size, 1, requires_grad=True) for size in (sizes * dist.get_world_size())[:-1]]
@@ -277,7 +277,7 @@ def test_add_param_group() -> None:
     assert before <= {local.owned_slice for local in zero_backend(o).rank_partition.local_slices}
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_multiple_param_groups() -> None:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(5, 10), torch.nn.Linear(10, 10), torch.nn.Linear(10, 5)]
@@ -308,7 +308,7 @@ def test_multiple_param_groups() -> None:
                 torch.testing.assert_close(p, params[-1])
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_collect_shards() -> None:
     torch.manual_seed(0)
     target, inputs = torch.rand(3, 5), torch.rand(3, 20)
@@ -377,7 +377,7 @@ def _one_parity(optimizer_class, maximize) -> None:
     train(3)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_frozen_then_thawed() -> None:
     for partition in ("whole", "even"):
         for bucket_view in (False, True):
@@ -405,7 +405,7 @@ def test_frozen_then_thawed() -> None:
                     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_model_parallel() -> None:
     """Two devices per rank: on a CPU-only machine both are the CPU, in two dtypes so that they do not mix."""
     for bucket_view in (False, True):

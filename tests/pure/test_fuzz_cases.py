@@ -212,7 +212,7 @@ def weight(case: Case) -> tuple[int, ...]:
     )
 
 
-@pytest.mark.parametrize("area", few(zip(AREAS, strict=True), 2))
+@pytest.mark.parametrize("area", few(zip(AREAS, strict=True), 3))
 def test_every_smaller_case_is_smaller_and_can_be_written(area: str) -> None:
     for seed in range(2):
         case = draw(seed, area)
