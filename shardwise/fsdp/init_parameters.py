@@ -20,6 +20,7 @@ from shardwise.fsdp.attachment import Attachment, units_in
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import CPUOffloadPolicy
 from shardwise.fsdp.unit import Unit
+from shardwise.observe import span
 
 logger = getLogger("shardwise")
 
@@ -71,8 +72,7 @@ def init_parameters(
                 (init_fn or _init_modules)(module)
         finally:  # also after an error: values that were written until then stay, as on one process
             whole.put_back()
-    left = unwritten_in(module)
-    if left:
+    if left := unwritten_in(module):
         logger.warning(
             "init_parameters: %s still have no values. Pass an init_fn that initializes them, or load a checkpoint",
             ", ".join(left),
@@ -81,12 +81,10 @@ def init_parameters(
 
 def _init_modules(module: nn.Module) -> None:
     """Initialize ``module`` and the modules below it by their own methods, outer modules first."""
-    init: Any = getattr(module, "init_weights", None)
-    if init is not None:
+    if (init := getattr(module, "init_weights", None)) is not None:
         init()
         return
-    reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is not None:
+    if reset := getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None):
         reset()
     for child in module.children():
         _init_modules(child)
@@ -107,12 +105,19 @@ def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device 
         for name, param in torch_private.parameters_of(owner).items():
             if param is not None and param.is_meta:
                 registrations.setdefault(id(param), []).append((owner, name))
-    torch_private.apply_to_tensors(module, materializing(convert))
+    fresh = {param for unit in units for param in unit.params if param.sharded.is_meta}
+    _filled_later.update([id(param.sharded) for param in fresh])
+    try:
+        torch_private.apply_to_tensors(module, materializing(convert))
+    finally:
+        _filled_later.clear()
     for (first, name), *others in registrations.values():
         for owner, other in others:
             setattr(owner, other, getattr(first, name))
     for group in (group for unit in units for group in unit.groups):
         group.ensure_packed()
+        for param in fresh.intersection(group.params):
+            fill(param.sharded)
         if group.extended.params:
             raise ConfigError(
                 f"init_parameters: {group.extended.params[0].fqn} has its own all-gather: initialize it before sharding"
@@ -203,7 +208,8 @@ class _WholeParameters(TorchFunctionMode):
         mesh = sharded.device_mesh
         cut = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         local = torch_private.local_of(cut.redistribute(placements=sharded.placements))
-        torch_private.local_of(sharded).copy_(torch_private.wait_tensor(local))
+        with span("init_parameters", "initialize", self._owners[key][1].fqn):
+            torch_private.local_of(sharded).copy_(torch_private.wait_tensor(local))
         self._fresh.discard(key)
 
 
@@ -211,6 +217,8 @@ class _WholeParameters(TorchFunctionMode):
 
 # Fill bytes of new memory: NaN in floating-point tensors, an implausible number in others.
 _FILL_FLOATING, _FILL = 0xFF, 0xA5
+# Ids of parameters on meta that init_parameters fills where they are packed, one unit at a time: until then they take no pages.
+_filled_later: set[int] = set()
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
@@ -234,22 +242,28 @@ def materializing(
         if tensor.is_meta and not result.is_meta:
             if attachment is not None:
                 attachment.is_materialized = True
-            local, fill = bytes_of(result)
-            if local is not None:
-                torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage()).fill_(fill)
+            if id(tensor) not in _filled_later:
+                fill(result)
         return result
 
     return convert_and_fill
 
 
+def fill(tensor: torch.Tensor) -> None:
+    """Fill memory of ``tensor``, which has no values yet, with bytes that mean so."""
+    local, byte = bytes_of(tensor)
+    if local is not None:
+        torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage()).fill_(byte)
+
+
 def is_unwritten(tensor: torch.Tensor) -> bool:
     """Return True if ``tensor`` was moved from meta and was not written to since, on this rank."""
-    local, fill = bytes_of(tensor)
+    local, byte = bytes_of(tensor)
     if local is None:
         return False
     found = local.reshape(-1)
-    is_first = bool((found[:1].view(torch.uint8) == fill).all())  # one element decides for most tensors
-    return is_first and bool((found.view(torch.uint8) == fill).all())
+    # One element decides for most tensors.
+    return bool((found[:1].view(torch.uint8) == byte).all() and (found.view(torch.uint8) == byte).all())
 
 
 def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:

@@ -280,10 +280,8 @@ class ParamGroup:
     def compares_reductions(self) -> bool:
         """True if the transport itself detects that ranks reduce different gradients."""
         comm = self.comm
-        if comm.replicas is not None:
-            return False
         link = comm.reduce.planned_link if comm.reduce is not None else None
-        return comm.reduce is None or (link is not None and link.compares_contents)
+        return comm.replicas is None and (comm.reduce is None or (link is not None and link.compares_contents))
 
     @property
     def is_as_left(self) -> bool:
@@ -370,9 +368,8 @@ class ParamGroup:
             param.adopt_registered()
 
     def _is_in_place(self, param: ShardedParam) -> bool:
-        if not self.keeps_plain or param.inner_spec is not None or param.local.device != self.device:
-            return False
-        return param.dtype is param.dtype_of_full(self.precision) is self.reduce_dtype(param)
+        is_plain = self.keeps_plain and param.inner_spec is None and param.local.device == self.device
+        return is_plain and param.dtype is param.dtype_of_full(self.precision) is self.reduce_dtype(param)
 
     # ---- unshard and reshard ----
 

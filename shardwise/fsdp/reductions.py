@@ -212,9 +212,7 @@ class Reductions:
         is_full = len(self._in_flight) >= self.max_inputs
         if reduction.has_next:
             return is_full
-        if is_full and sum(map(_HOLDS_INPUT, self._in_flight)) >= self.max_inputs:
-            return True
-        return reduction.is_due
+        return (is_full and sum(map(_HOLDS_INPUT, self._in_flight)) >= self.max_inputs) or reduction.is_due
 
     def _advance(self, reduction: Reduction, whole: bool = False) -> None:
         """Wait for the next stage of ``reduction``; for all stages if ``whole``."""

@@ -42,7 +42,7 @@ def families_of(model: nn.Module, ignored: frozenset[int]) -> Iterator[tuple[Chi
         path, parent = todo.pop()
         pairs: list[tuple[Child, nn.Module]] = []
         for name, module in parent.named_children():
-            if id(module) in seen or not _has_parameters(module, ignored):
+            if id(module) in seen or all(id(param) in ignored for param in module.parameters()):
                 continue
             seen.add(id(module))
             pairs.append((_describe(f"{path}.{name}" if path else name, module, parent), module))
@@ -76,10 +76,6 @@ def _weighed(child: Child, module: nn.Module, counted: set[int]) -> Child:
     own = {id(param): param for param in _own_parameters(module) if id(param) not in counted and not child.is_explicit}
     counted.update(own)
     return replace(child, num_bytes=sum(map(_num_bytes, own.values())))
-
-
-def _has_parameters(module: nn.Module, ignored: frozenset[int]) -> bool:
-    return any(id(param) not in ignored for param in module.parameters())
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -163,9 +163,8 @@ class UnitBackward:
 
         A unit of several modules ends only when all gradients have arrived: other modules may be recomputed later.
         """
-        if self.stage is not Stage.RUNNING or self.task != task or Ending.WHOLE in (self.ending, self.learned):
-            return False
-        return is_one_module or len(self.arrived) >= self.counted[0] > 0
+        is_its = self.stage is Stage.RUNNING and self.task == task and Ending.WHOLE not in (self.ending, self.learned)
+        return is_its and (is_one_module or len(self.arrived) >= self.counted[0] > 0)
 
     def leave(self, ended_late: bool = False, is_kept: bool = False, learns: bool = True) -> None:
         """Return to IDLE and drop the progress of this backward, whose gradients were taken.

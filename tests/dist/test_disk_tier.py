@@ -373,6 +373,23 @@ def test_state_that_was_read_goes_back_to_the_disk_in_the_next_forward() -> None
         assert all(value.full_tensor().eq(0.25).all() for value in found)
 
 
+@on_ranks(1)
+def test_a_model_that_is_initialized_on_disk_is_never_whole_in_memory() -> None:
+    def peak_of(count: int) -> int:
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(count)])
+        for module in (*model, model):
+            fully_shard(module, offload_policy=DiskOffloadPolicy(folder=folder))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of now
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        shardwise.init_parameters(model, device="cpu")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+    with shared_folder() as folder:
+        peak_of(1)
+        assert peak_of(24) < 64 * 1024  # KiB, of 96 MiB
+
+
 @on_ranks(2)
 def test_gradients_on_disk_are_in_files_too_and_leave_them_when_they_are_dropped() -> None:
     with shared_folder() as folder:

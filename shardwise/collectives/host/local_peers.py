@@ -158,13 +158,13 @@ class Segment:
 
 
 class PageOut(Listener):
-    """Pages files of segments out when a unit is done with its part of a forward, a backward or an optimizer step.
+    """Pages files of segments out after a unit's part of a forward, a backward, an optimizer step or ``init_parameters``.
 
     Mapped pages would be resident until memory is short, and changed ones would be written only then, while the step waits.
     """
 
     def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
-        if what in ("reshard", "update", "redo"):
+        if what in ("reshard", "update", "redo", "initialize"):
             self.run()
 
     def run(self) -> None:
