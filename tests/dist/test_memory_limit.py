@@ -105,6 +105,14 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
 
 
 @on_ranks(2)
+def test_a_plan_draws_no_random_numbers() -> None:
+    model, inputs = a_net(), (torch.empty(BATCH, WIDTH),)
+    before = torch.get_rng_state()
+    shard_model(model, memory=MemoryLimit("64 GiB", inputs, folder=tempfile.gettempdir()))
+    assert torch.equal(torch.get_rng_state(), before)  # with dropout, the step would have other bits than a plain one
+
+
+@on_ranks(2)
 def test_what_cannot_fit_is_refused_by_all_ranks() -> None:
     for limit, message in (
         ("1 MiB", "Nothing fits in 1.05 MB. The smallest change that makes it fit: devices with"),
