@@ -161,7 +161,7 @@ def test_other_calls_on_one_rank_are_named() -> None:
     zero.step()
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_a_step_that_some_ranks_make_is_an_error() -> None:
     group, rank = _group(), dist.get_rank()
