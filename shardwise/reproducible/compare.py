@@ -91,11 +91,8 @@ class RunDigests:
         number = self._fixed.place.number
         if number is None or self._outputs[name][number]:  # blocks that are computed again in backward
             return
-        total = torch.zeros_like(self._outputs[name][number])
-        for each in torch_private.leaves_of(output):
-            if isinstance(each, torch.Tensor):
-                total = total * _ODD + digest_of_part(torch_private.local_of(each.detach()))
-        self._outputs[name][number] = total
+        tensors = [each for each in torch_private.leaves_of(output) if isinstance(each, torch.Tensor)]
+        self._outputs[name][number] = sum(digest_of_part(torch_private.local_of(each.detach())) for each in tensors)
         self._outputs[name] = self._outputs.pop(name)  # after the last microbatch the order is that of the outputs
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import Reproducible, RunDigests, StateError, shard_model
 
@@ -139,6 +140,29 @@ def test_a_parameter_that_differs_in_one_copy_is_named(strategy: str, broken: in
     dist.barrier()
     with pytest.raises(StateError, match=r"step 3: the first difference .* is parameter first.weight\."):
         run(4, folder / "4", folder / "1", fault="update", strategy=strategy, broken=broken)
+
+
+class Again(Net):
+    """Computes its blocks again in backward."""
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        data = self.first(data)
+        for block in self.blocks:
+            data = checkpoint(block, data, use_reentrant=True)  # the other kind stops before hooks of outputs
+        return data
+
+
+@on_ranks(2)
+def test_outputs_are_in_the_order_of_the_forward(tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path)
+    model = shard_model(Again(), min_unit_bytes=0)
+    fixed = Reproducible(model, num_microbatches=2)
+    with RunDigests(fixed, folder):
+        for _ in fixed.microbatches():
+            model(torch.ones(2, 5)).sum().backward()
+    names = json.loads((folder / "digests.jsonl").read_text().splitlines()[0])["digests"]
+    found = [name.split()[2:-3] for name in names if name.endswith("in microbatch 1")]
+    assert found == [["blocks.0"], ["blocks.1"], ["the", "root"]]
 
 
 @on_ranks(2)

@@ -1,9 +1,10 @@
-"""Partial sums of gradients are added in the order of the tree."""
+"""Partial sums are added in the order of the tree, and digests of the parts of a tensor add up."""
 
 from __future__ import annotations
 
 import torch
 
+from shardwise.reproducible.compare import digest_of_part
 from shardwise.reproducible.sums import add_alike, add_up
 from shardwise.reproducible.tree import Node
 
@@ -20,3 +21,13 @@ def test_sums_that_replicas_receive_later_do_not_use_the_memory_of_messages() ->
     found = add_alike([(Node(number, 1), value) for number, value in enumerate(arrived)])
     arrived.zero_()  # the next message
     assert [(node, value.tolist()) for node, value in found] == [(Node(0, 2), [2.0, 4.0]), (Node(2, 1), [4.0, 5.0])]
+
+
+def test_digests_of_parts_add_up_to_that_of_the_whole() -> None:
+    whole = torch.randn(5, 6, 3)
+    for dim in range(3):
+        parts, start = list[torch.Tensor](), 0
+        for part in whole.split((1, whole.shape[dim] - 1), dim):
+            parts.append(digest_of_part(part, dim, start, whole.shape[dim]))
+            start += part.shape[dim]
+        assert sum(parts) == digest_of_part(whole) != digest_of_part(whole.flip(dim))
