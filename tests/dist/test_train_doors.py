@@ -131,10 +131,10 @@ UNITS = {
 }
 BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer compilations
     "full-tp": {"shard": "zero2", "recompute": True},
-    "hybrid": {"shard": "zero1", **TRACE},
+    "hybrid": {"shard": "zero1", **COMPILE},
     "replicate-tp": {"shard": "none", "recompute": True, **TRACE},
-    "gradients": {"shard": "ddp", "recompute": True, "offload": True, **COMPILE},
-    "optimizer": {"shard": "zero3", "recompute": True, "offload": True, "optimizer_state": "disk", **COMPILE},
+    "gradients": {"shard": "ddp", "recompute": True, "offload": True},
+    "optimizer": {"shard": "zero3", "recompute": True, "offload": True, "optimizer_state": "disk", **TRACE},
     "none": {"shard": "zero3", "tp": 2, "recompute": True, **TRACE},
 }
 
