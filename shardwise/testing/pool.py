@@ -193,15 +193,18 @@ class WorkerPool:
             function: importable (module-level); it and its arguments must be picklable.
             backend: of the group; "none" creates no process group.  With NCCL every rank has a GPU, or shares one.
             timeout_s: after how many seconds the pool gives up.  group_timeout_s: the timeout of collectives.
-            fresh: call it in new processes, which do not affect the workers: DTensor caches meshes with the names of
-                their groups, and a later group of the same shape may have other names.
+            fresh: call it in new processes: DTensor caches meshes with the names of their groups, and a later group of
+                the same shape may have other names.  With ``preload`` the workers stay; else they are replaced, so that
+                their memory is free.
             is_failure: returns True for a value after which other ranks may wait for this one in vain: as after an
                 exception, they get a few seconds.
         """
         if num_ranks > self._max_ranks:
             raise ValueError(f"num_ranks is {num_ranks}, but max_ranks is {self._max_ranks}")
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        if fresh:
+        if fresh and not self._preload:
+            self.replace()
+        elif fresh:
             options: dict[str, Any] = {"num_ranks": num_ranks, "backend": backend, "is_failure": is_failure}
             with WorkerPool(num_ranks, limit_s, preload=self._preload) as own:
                 return own.attempt(function, **options, group_timeout_s=group_timeout_s, **kwargs)

@@ -40,12 +40,14 @@ def _process() -> int:
     return os.getpid()
 
 
-def test_fresh_calls_run_in_new_processes_and_leave_the_workers() -> None:
+@pytest.mark.parametrize("preload", [(), PRELOAD], ids=["replaced", "forked"])
+def test_fresh_calls_run_in_new_processes_and_forked_ones_leave_the_workers(preload: tuple[str, ...]) -> None:
     with WorkerPool(max_ranks=1, preload=PRELOAD) as own:
+        own._preload = preload  # processes that are not forked take seconds to start
         before = own.run(_process, num_ranks=1)
         fresh = own.run(_process, num_ranks=1, fresh=True)
         assert fresh != before
-        assert own.run(_process, num_ranks=1) == before
+        assert own.run(_process, num_ranks=1) == (before if preload else fresh)
 
 
 def _frozen() -> int:
