@@ -28,6 +28,7 @@ from shardwise.consistency import store as waits
 from shardwise.consistency.process_groups import abort_all_connections
 from shardwise.errors import ConfigError, StateError
 from shardwise.loop.launch import LaunchContext
+from shardwise.one_host import read_proc
 
 VARIABLE = "SHARDWISE_ELASTIC"  # of a rank's environment: the port of the store, and the descriptors of the memory
 _NUM_SETS = 2
@@ -205,8 +206,9 @@ class _GenerationStore(dist.Store):
 
 
 def _used_s() -> float:
-    """Return the CPU time that the other threads of this process have used."""
-    return time.process_time() - time.thread_time()
+    """Return the CPU time that the other threads of this process have used, and how long the main one waited for a core."""
+    fields = read_proc("self/schedstat").split()  # on a busy machine a rank that computes has little CPU time
+    return time.process_time() - time.thread_time() + (int(fields[1]) / 1e9 if fields else 0.0)
 
 
 def _connect(port: int) -> dist.TCPStore:

@@ -29,7 +29,6 @@ from shardwise.optim.slices import Window
 
 _MARK = struct.Struct("<QQQ")  # complete or not (1, 0), begin and size of the description
 _BEGIN = 64  # of tensors, which follow each other by the size of their dtype: all are aligned
-_PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class _MemoryFile:
     def _sized(self, num_bytes: int) -> mmap.mmap:
         if self.mapping is None or len(self.mapping) < num_bytes:
             self.mapping = None
-            size = align(num_bytes + _PAGE, _PAGE)  # values of another step may be a little longer
+            size = align(num_bytes + mmap.PAGESIZE, mmap.PAGESIZE)  # values of another step may be a little longer
             os.ftruncate(self.fd, 0)  # no mark is left of fewer ranks, whose parts were larger
             os.ftruncate(self.fd, size)
             self.mapping = mmap.mmap(self.fd, size)

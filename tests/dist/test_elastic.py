@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +81,7 @@ def test_ranks_that_are_killed_at_once_are_outlived_by_the_last_one(tmp_path: Pa
     ended = elastic(tmp_path, "-n", "4", kills=[[process, "optimizer step", 3] for process in (0, 1, 3)])
     more = assert_undisturbed(tmp_path, ended)
     assert more["worlds"][-1] == 1
+    assert more["num_bytes"] - copied_bytes(elastic_program.Layers(), 4) <= 2 * 3 * mmap.PAGESIZE, "none of lost ranks"
 
 
 @pytest.mark.parametrize(
@@ -161,6 +166,31 @@ def test_a_rank_that_nothing_can_interrupt_ends_itself_and_is_replaced(tmp_path:
     assert "process 1 waits for a lost rank where nothing can interrupt it" in ended.err
     assert "in train" in ended.err, "where it waits"
     assert len(more["worlds"]) == 5, "another process makes steps 3 to 7, from the memory of both"
+
+
+def test_a_rank_that_computes_on_a_busy_core_is_not_taken_for_one_that_waits() -> None:
+    used_s = members._used_s  # pyright: ignore[reportPrivateUsage]
+    shares: list[float] = []
+
+    def watch() -> None:
+        used, begin = used_s(), time.monotonic()
+        time.sleep(0.5)
+        shares.append((used_s() - used) / (time.monotonic() - begin))
+
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of processes that it starts
+    others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        time.sleep(0.2)
+        threading.Thread(target=watch).start()
+        while not shares:
+            pass
+    finally:
+        os.sched_setaffinity(0, cores)
+        for each in others:
+            each.kill()
+            each.wait()
+    assert shares[0] > 0.5, "its CPU time alone is a fifth of a core's"
 
 
 def test_an_exception_ends_all_ranks(tmp_path: Path) -> None:
