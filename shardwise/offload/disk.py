@@ -249,11 +249,11 @@ class DiskTier:
 
     def _buffer_of(self, unit: int, state: State) -> torch.Tensor | None:
         """Return the buffer that ``state`` was loaded into, if all of it is still there."""
-        if self._in_use is None or self._in_use[0] != unit:
+        if self._in_use is None:
             return None
-        _, buffer, views = self._in_use
-        if [each.data_ptr() for each in views] != [each.data_ptr() for each in state]:
-            self._forget()
+        number, buffer, views = self._in_use
+        if number != unit or [each.data_ptr() for each in views] != [each.data_ptr() for each in state]:
+            self._forget()  # or no buffer may be left: the other one may hold what is read ahead
             return None
         self._in_use = None
         return buffer

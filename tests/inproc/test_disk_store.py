@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import resource
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,6 +85,26 @@ def test_a_tier_that_rests_has_no_memory_but_reads_what_was_written(tmp_path: Pa
     assert before - resident_bytes() > 1.5 * (1 << 25)  # buffers of two units
     step()
     assert all(tier.load(unit, state, keeps=False)[0].eq(3).all() for unit, state in enumerate(held))
+
+
+def test_state_that_was_read_is_stored_again_in_any_order(tmp_path: Path) -> None:
+    tier, held = DiskTier(tmp_path), [values(number) for number in range(len(SIZES))]
+    orders = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+
+    def run() -> None:
+        """Read all units in one order, and store them in another."""
+        for read, stored in itertools.product(orders, orders):
+            for unit in read:
+                held[unit] = list(tier.load(unit, held[unit], keeps=False))
+                assert are_equal(held[unit], values(unit))
+            for unit in stored:
+                held[unit] = list(tier.store(unit, held[unit]))
+                tier.commit(unit)
+        done.set()
+
+    done = threading.Event()
+    threading.Thread(target=run, daemon=True).start()  # which ends with the tests if it waits for a buffer for ever
+    assert done.wait(60)
 
 
 def test_a_full_disk_and_torn_bytes_are_named(tmp_path: Path) -> None:
