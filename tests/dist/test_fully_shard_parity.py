@@ -125,7 +125,7 @@ def against_peers(num_steps: int, transport: Transport) -> None:
     ],
 )
 def test_equals_torch_fsdp2_to_the_bit_and_ddp(transport: Transport) -> None:
-    run_against_peers(num_steps=3, transport=transport)
+    run_against_peers(num_steps=2, transport=transport)
 
 
 def accumulate(transport: Transport) -> None:

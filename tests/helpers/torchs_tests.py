@@ -42,7 +42,7 @@ def check_sharded_parity(reference: nn.Module, model: nn.Module, prefixes: Seque
 
 
 def train_beside(
-    reference: nn.Module, model: nn.Module, inputs: Callable[[], torch.Tensor], steps: int = 10, **adam: object
+    reference: nn.Module, model: nn.Module, inputs: Callable[[], torch.Tensor], steps: int = 4, **adam: object
 ) -> None:
     adam.setdefault("foreach", True)  # for each parameter alone, DTensors would take most of the time of a test
     optims = [torch.optim.Adam(each.parameters(), lr=1e-2, **adam) for each in (reference, model)]
