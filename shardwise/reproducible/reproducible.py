@@ -201,9 +201,8 @@ class Reproducible:
         Like :func:`shardwise.clip_grad_norm_`, in an order that does not depend on the number of ranks: each rank computes the
         norms of its rows, and all ranks sum the rows of all parameters.  Collective.
         """
-        params = [param for param in self.model.parameters() if param.grad is not None]
         limit = Limit(max_norm, norm_type, error_if_nonfinite)
-        return clip_by_rows(params, limit, self.axes)
+        return clip_by_rows([*self.model.parameters()], limit, self.axes)
 
     def costs(self) -> dict[str, int]:
         """Return bytes of a step on this rank, but for the padding of buffers: "sent" in sums, and "held" by partial sums.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.collectives.buffer_pool import PooledBuffer
-from shardwise.collectives.c10d import GroupCommunicator
+from shardwise.collectives.c10d import GroupCommunicator, StreamWork
 from shardwise.collectives.owned import Expected, exchange, ranks_of_group
 from shardwise.collectives.protocol import Handle, Scale, ScatterEnds, SumContents
 from shardwise.collectives.routes import LeftOut, PassTracker
@@ -208,8 +208,10 @@ class TreeCommunicator(GroupCommunicator):
         ends.fill(buffer.flat)
         sums.push(key, PartialSum(buffer.flat, buffer))
         if not sums.is_last:
-            ends.deliver(ends.target().fill_(_NOTHING))
-            return self._over()
+            self.stream.wait_current()
+            with self.stream.run():
+                ends.deliver(ends.target().fill_(_NOTHING))
+            return LeftOut()  # nothing is in flight
         has_replicas = sums.place.num_replicas > 1
 
         def use(found: list[tuple[Node, torch.Tensor]], out: torch.Tensor) -> None:
@@ -220,9 +222,7 @@ class TreeCommunicator(GroupCommunicator):
                 add_up(found, out)
 
         exchanged = _Exchange(ends, sums.take(key), sums.place.of_shards(), ends.target, ends.deliver, use)
-        handle = super().reduce_scatter(exchanged, Scale(1.0, add=exchanged.add))
-        self._over()
-        return handle
+        return super().reduce_scatter(exchanged, Scale(1.0, add=exchanged.add))
 
     def all_reduce(self, tensor: torch.Tensor, scale: Scale, contents: SumContents | None = None) -> Handle:
         """Do the same for gradients that replicas sum: each rank adds a slice, then all ranks exchange their slices."""
@@ -233,7 +233,8 @@ class TreeCommunicator(GroupCommunicator):
             sums.push(key, self._part(tensor, each))
         if not sums.is_last:
             tensor.fill_(_NOTHING)
-            return self._over()
+            self.stream.wait_current()
+            return LeftOut()
         parts = [self._part(part, each) for _, part in sums.sharded.pop(key)] if sums.is_sharded else sums.take(key)
         own = torch.empty(each, dtype=tensor.dtype, device=tensor.device)
 
@@ -248,11 +249,15 @@ class TreeCommunicator(GroupCommunicator):
     def reduce_scatter_by_backend(self, ends: ScatterEnds, scale: Scale) -> Handle:
         """Exchange partial sums by one all-to-all."""
         assert isinstance(ends, _Exchange)
-        arrived = exchange(ends.slices(), ends.expected(), ranks_of_group(self.group), self.pool.device)
-        ends.add_slices(arrived, ends.target())
-        ends.drop()
-        ends.deliver(ends.target())
-        return LeftOut()
+        self.stream.wait_current()
+        with self.stream.run():
+            arrived = exchange(ends.slices(), ends.expected(), ranks_of_group(self.group), self.pool.device)
+            ends.add_slices(arrived, ends.target())
+            ends.deliver(ends.target())
+        handle = StreamWork(self.stream, ends.drop, ends.drop, None)  # the stream reads the partial sums
+        if not self.stream.is_concurrent:
+            handle.wait()
+        return handle
 
     def _part(self, tensor: torch.Tensor, each: int) -> PartialSum:
         """Return a copy of ``tensor`` with ``each`` elements for every rank; the last ones are padding."""
@@ -260,12 +265,6 @@ class TreeCommunicator(GroupCommunicator):
         buffer = self.pool.acquire(numel * tensor.dtype.itemsize, tensor.dtype)
         buffer.flat[: tensor.numel()].copy_(tensor)
         return PartialSum(buffer.flat, buffer)
-
-    def _over(self) -> Handle:
-        """Let what is enqueued on the stream of this communicator come after the work of this call."""
-        if self.stream.is_concurrent:
-            self.stream.wait_current()
-        return LeftOut()  # nothing is in flight
 
 
 # ---- Sums in the order of the tree.

@@ -30,6 +30,7 @@ _MAKE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided
 _SILENT = {*_MAKE, "_unsafe_view", "_reshape_alias", "detach", "alias", "lift_fresh", "is_same_size"}
 # The host waits for them, whatever it does with the answer.
 _ANSWERS = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "allclose"}
+_EXCHANGE = "alltoall_base_"
 # Of c10d: positions of what is read, of what is written.
 _COLLECTIVES = {
     "_allgather_base_": ((1,), (0,)),
@@ -37,6 +38,7 @@ _COLLECTIVES = {
     "allreduce_": ((0,), (0,)),
     "broadcast_": ((0,), (0,)),
     "reduce_": ((0,), (0,)),
+    _EXCHANGE: ((1,), (0,)),
 }
 
 
@@ -159,9 +161,8 @@ class OperationRecorder(torch_private.DispatchMode):
         written = [*_tensors([args[index] for index in writes])]
         current = self._timeline.current[-1]
         lane = current
-        if not any(
-            each is False for each in args
-        ):  # asynchronous: on a lane of the group, that nothing here comes back from
+        # Asynchronous ones are on a lane of the group that nothing here comes back from, but exchanges, which are awaited.
+        if name != _EXCHANGE and not any(each is False for each in args):
             lane = self._timeline.new_lane(f"work of {name}")
             self._timeline.order(lane, self._timeline.record(current))
         sent = read[0] if read else written[0]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.inside import engine_of, start_peak
 from helpers.models import MODELS, batch_for, units_of
-from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate, shard_model
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, Reproducible, fully_shard, replicate, shard_model
 from shardwise.plan.schedule import peak_bytes
 from shardwise.torch_private import forget_meshes
 
@@ -169,6 +169,11 @@ def _before_gather(param: Any, mesh: Any, shape: Any, stride: Any, module: Any, 
 
 def _after_gather(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
     return None if out is not None else (outputs[0], outputs)
+
+
+def sums_along_the_tree(model: Any, loss: Callable[[], torch.Tensor]) -> None:
+    for _ in Reproducible(model, num_microbatches=2 * dist.get_world_size()).microbatches():
+        loss().backward()
 
 
 def current_stream() -> Any:
@@ -354,6 +359,10 @@ PROGRAMS = [
     Program("matrices, a smaller mesh", model="matrices", options={"reshard_after_forward": 2}),
     Program("matrices, hybrid, keep storage", api="hybrid", model="matrices", step=keeps_its_storage),
     Program("matrices, raise in backward", model="matrices", step=raises_in_backward),
+    Program("along the tree", step=sums_along_the_tree),
+    Program("along the tree, offload", options=OFFLOAD, step=sums_along_the_tree),
+    Program("along the tree, hybrid", api="hybrid", step=sums_along_the_tree),
+    Program("along the tree, hybrid, offload", api="hybrid", options=OFFLOAD, step=sums_along_the_tree),
 ]
 
 

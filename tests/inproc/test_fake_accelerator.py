@@ -174,5 +174,5 @@ def test_values_are_real(fake: FakeAccelerator) -> None:
 
 
 def test_a_collective_that_it_does_not_know_is_refused() -> None:
-    with standing_for(0, 2), FakeAccelerator().in_use(), pytest.raises(StateError, match="c10d::alltoall_base_"):
-        dist.all_to_all_single(torch.empty(2), torch.ones(2))
+    with standing_for(0, 2), FakeAccelerator().in_use(), pytest.raises(StateError, match="c10d::alltoall_"):
+        dist.all_to_all([torch.empty(1)] * 2, [torch.ones(1)] * 2)

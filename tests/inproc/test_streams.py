@@ -208,6 +208,11 @@ MISSED: dict[Site, tuple[str, str]] = {
     ("_come_after", "current_waits", "fetch"): ("replicate, blocks, offload", "race: "),
     ("end", "wait_current", "fetch"): ("replicate, blocks, offload", "reuse: "),
     ("host_waits_for_copies", "wait_event", "store"): ("offload, evaluates", "race: mul_"),
+    ("reduce_scatter", "wait_current", "reduce"): ("along the tree", "race: fill_"),
+    ("reduce_scatter_by_backend", "wait_current", "reduce"): ("along the tree", "race: copy_"),
+    ("reduce_scatter_by_backend", "wait_current", "replicas"): ("along the tree, hybrid", "race: copy_"),
+    ("_come_after", "current_waits", "replicas"): ("along the tree, hybrid", "reuse: empty"),
+    ("all_reduce", "wait_current", "replicas"): ("along the tree, hybrid, offload", "race: "),
 }
 
 
