@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from shardwise.fsdp.shard_model import blocks_of
 from shardwise.fsdp.unit import is_in_backward
 
 Choice = Literal["keep", "recompute", "offload"]
-_CHOICES: tuple[Choice, ...] = ("keep", "recompute", "offload")
 
 
 @explains_fields
@@ -59,8 +58,8 @@ class _Geometry:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Geometry:
-        return cls(tensor.dtype, (*tensor.size(),), tensor.stride(), int(tensor.storage_offset()))
+    def of(cls, tensor: torch.Tensor, shift: int = 0) -> _Geometry:
+        return cls(tensor.dtype, (*tensor.size(),), tensor.stride(), int(tensor.storage_offset()) + shift)
 
     def on(self, memory: torch.Tensor, shift: int = 0) -> torch.Tensor:
         """Return the tensor in the storage of ``memory``, moved by ``shift`` elements."""
@@ -72,13 +71,12 @@ class _Geometry:
 class _Weight:
     """A saved view of a parameter, which is unsharded again when backward reads it.
 
-    ``offset``: where the parameter began in its storage.  ``version``: of the parameter.
+    ``view``: from the first element of the parameter on.  ``version``: of the parameter.
     """
 
     module: nn.Module
     name: str
     view: _Geometry
-    offset: int
     version: int
 
 
@@ -121,7 +119,7 @@ class _Forward:
     """One forward of an offloaded block, and the memory of what it saved.
 
     Attributes:
-        saved: references to the saved tensors, which the graph owns.
+        saved: the saved tensors that the graph, which owns them, still has.
         before: reference to the forward of the block before.
         copied, fetched: events after the copies to the host and to the device.
         by_address: what it has saved so far, by the address of the storage, while the forward runs.
@@ -129,7 +127,7 @@ class _Forward:
 
     def __init__(self, offloader: _Offloader, module: nn.Module, name: str) -> None:
         self.offloader, self.module, self.name = offloader, module, name
-        self.saved: list[weakref.ref[_Saved]] = []
+        self.saved = weakref.WeakSet[_Saved]()
         self.before = offloader.last
         self.copied: Any = None
         self.fetched: Any = None
@@ -145,7 +143,7 @@ class _Forward:
                 begin = int(param.storage_offset())
                 is_its = begin <= tensor.storage_offset() < begin + param.numel() and param.dtype == tensor.dtype
                 if is_its and param.untyped_storage().data_ptr() == address:
-                    return _Weight(module, name, _Geometry.of(tensor), begin, param._version)
+                    return _Weight(module, name, _Geometry.of(tensor, -begin), param._version)
             if any(each.untyped_storage().data_ptr() == address for each in module.buffers(recurse=False)):
                 return tensor
         num_bytes = tensor.untyped_storage().nbytes()
@@ -155,7 +153,7 @@ class _Forward:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self.by_address[address] = _Stored(memory)
         found = _Saved(self, self.by_address[address], _Geometry.of(tensor), tensor, tensor._version)
-        self.saved.append(weakref.ref(found))
+        self.saved.add(found)
         return found
 
     def unpack(self, kept: Any) -> torch.Tensor:
@@ -164,7 +162,7 @@ class _Forward:
             param: torch.Tensor = getattr(kept.module, kept.name)
             if param._version != kept.version:
                 raise _changed(kept.view.size, self.name)
-            return kept.view.on(param.detach(), int(param.storage_offset()) - kept.offset)
+            return kept.view.on(param.detach(), int(param.storage_offset()))
         if not isinstance(kept, _Saved):
             return kept
         kept.check()
@@ -173,10 +171,6 @@ class _Forward:
         self.offloader.use(self)
         assert kept.stored.on_device is not None
         return kept.view.on(kept.stored.on_device)
-
-    def living(self) -> list[_Saved]:
-        """Return the saved tensors that the graph still has."""
-        return [saved for ref in self.saved if (saved := ref()) is not None]
 
 
 class _Offloader:
@@ -210,7 +204,7 @@ class _Offloader:
     def end(self, forward: _Forward) -> None:
         """Launch the copies of what ``forward`` saved."""
         forward.by_address = {}
-        stored = {id(saved.stored): saved.stored for saved in forward.living()}
+        stored = {id(saved.stored): saved.stored for saved in [*forward.saved]}
         if not stored:
             return
         self.stream.wait_current()
@@ -224,7 +218,7 @@ class _Offloader:
 
     def _release(self, forward: _Forward) -> None:
         self.stream.current_waits(forward.copied)
-        for saved in forward.living():
+        for saved in [*forward.saved]:
             saved.check()
             saved.original = saved.stored.on_device = None
 
@@ -244,16 +238,13 @@ class _Offloader:
 
     def _fetch(self, forward: _Forward) -> None:
         self._arrive()
-        stored = [saved.stored for saved in forward.living()]
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        stored = [saved.stored for saved in [*forward.saved]]
+        self.stream.wait_current()  # what had the memory of the copies before may still be at work
         for each in stored:
             if each.on_device is None and each.on_host is not None:
                 each.on_device = torch.empty(each.on_host.numel(), dtype=torch.uint8, device=self.place)
-                copies.append((each.on_device, each.on_host))
-        self.stream.wait_current()  # what had the memory of these before may still be at work
-        with self.stream.run():
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+                with self.stream.run():
+                    each.on_device.copy_(each.on_host, non_blocking=True)
         forward.fetched = self.stream.mark()
         self.coming = stored, forward.fetched
 
@@ -364,9 +355,9 @@ def apply_activations(model: nn.Module, policy: ActivationPolicy) -> dict[str, C
         )
     modules = dict(model.named_modules())
     for path, choice in choices.items():
-        if choice not in _CHOICES:
+        if choice not in get_args(Choice):
             raise ConfigError(
-                f"ActivationPolicy: unknown choice {choice!r} for {path}; choose from {', '.join(_CHOICES)}"
+                f"ActivationPolicy: unknown choice {choice!r} for {path}; choose from {', '.join(get_args(Choice))}"
             )
         if path not in modules:
             raise ConfigError(f"ActivationPolicy: {type(model).__name__} has no module {path!r}")

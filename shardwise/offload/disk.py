@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import mmap
 import os
 import tempfile
@@ -23,7 +22,6 @@ from shardwise.checkpoint.format import BLOCK_BYTES, sum_of
 from shardwise.collectives.buffer_pool import limit_heap
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.consistency.failure_report import publish_failure
-from shardwise.consistency.liveness import host_id
 from shardwise.errors import ConfigError, StateError
 from shardwise.formatting import format_bytes
 from shardwise.layout import align
@@ -44,7 +42,7 @@ class StateFile:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._end = folder, 0
+        self.folder, self._end, self._reserved = folder, 0, 0
         with tempfile.TemporaryFile(dir=folder) as file:
             self.fd = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.fd)
@@ -56,9 +54,14 @@ class StateFile:
                 raise
             fcntl.fcntl(self.fd, fcntl.F_SETFL, 0)
 
-    def reserve(self, num_bytes: int) -> int:
+    def reserve(self, num_bytes: int) -> None:
+        """Take ``num_bytes`` more of the disk for later ranges.  Raises: OSError."""
+        os.posix_fallocate(self.fd, self._reserved, max(1, num_bytes))
+        self._reserved += num_bytes
+
+    def take(self, num_bytes: int) -> int:
         """Return the offset of a new range of the file, which has its space on the disk.  Raises: OSError."""
-        os.posix_fallocate(self.fd, self._end, num_bytes)
+        os.posix_fallocate(self.fd, self._end, num_bytes)  # of what is reserved this takes nothing more
         self._end += num_bytes
         return self._end - num_bytes
 
@@ -118,6 +121,12 @@ class Place:
     current: int = 0
 
 
+def _agree(wrong: str) -> None:
+    for rank, text in enumerate(open_store_gather(None, "folder of optimizer state").call(wrong)):
+        if text:
+            raise ConfigError(f"OptimizerOffload: rank {rank} cannot write to the folder {text}. Name another one")
+
+
 class DiskTier:
     """Optimizer state on disk, with that of two units in memory; for its methods see :class:`HostTier`.
 
@@ -136,9 +145,7 @@ class DiskTier:
             self._file = StateFile(Path(folder))
         except OSError as error:
             wrong = f"{folder}: {error.strerror}"
-        for rank, text in enumerate(open_store_gather(None, "folder of optimizer state").call(wrong)):
-            if text:
-                raise ConfigError(f"OptimizerOffload: rank {rank} cannot write to the folder {text}. Name another one")
+        _agree(wrong)
         self._places: dict[int, Place] = {}
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(2):
@@ -151,23 +158,17 @@ class DiskTier:
         self._error: StateError | None = None
         self._threads = [ThreadPoolExecutor(1, f"shardwise-disk-{name}") for name in ("read", "write")]
 
-    def expect(self, num_bytes: int) -> None:
-        """Check that each file system has space for what its ranks will write, ``num_bytes`` on this one.  Collective.
+    def reserve(self, num_bytes: int) -> None:
+        """Take ``num_bytes`` of the disk, on which no step can then find it full.  Collective.
 
-        Raises: ConfigError on all ranks.
+        Raises: ConfigError on all ranks if some rank finds no space.
         """
-        folder, system = str(self._file.folder), os.fstatvfs(self._file.fd)
-        disk = f"{os.fstat(self._file.fd).st_dev} of {host_id()}"
-        mine = disk, system.f_bavail * system.f_frsize, num_bytes, folder
-        found = [json.loads(text) for text in open_store_gather(None, "space of states").call(json.dumps(mine))]
-        for disk, free, _, folder in found:
-            ranks = [rank for rank, each in enumerate(found) if each[0] == disk]
-            needed = sum(found[rank][2] for rank in ranks)
-            if needed > free:
-                raise ConfigError(
-                    f"OptimizerOffload: optimizer state of ranks {ranks} needs {format_bytes(needed, 1024)} in {folder}, where "
-                    f"{format_bytes(free, 1024)} are free. Free some, or name a folder of another disk"
-                )
+        wrong = ""
+        try:
+            self._file.reserve(num_bytes)
+        except OSError as error:
+            wrong = f"{self._file.folder}: no space for {format_bytes(num_bytes, 1024)} of optimizer state: {error.strerror}"
+        _agree(wrong)
 
     def load(self, unit: int, held: State, keeps: bool) -> State:
         """Return the state of ``unit`` in memory; ``held`` itself if that has memory, as after the first update."""
@@ -184,7 +185,7 @@ class DiskTier:
             self._drop_ahead()
             self._prefetch(unit)
         assert self._ahead is not None
-        buffer = self._result(self._ahead[1])
+        buffer = self._ahead[1].result()
         self._ahead = None
         views = views_in(buffer, held, place.slots[place.current].starts)
         self._in_use = unit, buffer, views
@@ -207,7 +208,7 @@ class DiskTier:
         slot.starts, slot.num_used = starts, align(num_bytes, _ALIGNMENT)
         if slot.num_bytes < slot.num_used:
             try:
-                slot.begin, slot.num_bytes = self._file.reserve(slot.num_used), slot.num_used
+                slot.begin, slot.num_bytes = self._file.take(slot.num_used), slot.num_used
             except OSError as error:
                 raise self._failed(error, f"no space for {format_bytes(slot.num_used, 1024)} more") from error
         if buffer is None:
@@ -268,20 +269,20 @@ class DiskTier:
         """Drop what is read ahead; only if it is of ``unit``, if that is given."""
         if self._ahead is not None and unit in (None, self._ahead[0]):
             future, self._ahead = self._ahead[1], None
-            with suppress(OSError, StateError):
+            with suppress(StateError):
                 self._free.put(future.result())
 
     # ---- the file ----
 
     def _read(self, slot: Slot) -> torch.Tensor:
-        buffer = self._free.get()
+        assert slot.sums is not None
+        sums = slot.sums.result()
+        buffer = buffer_of(slot.num_used, self._free.get())
         try:
-            assert slot.sums is not None
-            buffer = buffer_of(slot.num_used, buffer)
-            self._file.read(slot.begin, buffer.numpy().data[: slot.num_used], slot.sums.result())
-        except BaseException:
+            self._file.read(slot.begin, buffer.numpy().data[: slot.num_used], sums)
+        except OSError as error:
             self._free.put(buffer)
-            raise
+            raise self._failed(error, "a read failed") from error
         return buffer
 
     def _write(self, begin: int, buffer: torch.Tensor, num_bytes: int) -> list[str]:
@@ -291,12 +292,6 @@ class DiskTier:
             raise self._failed(error, "a write failed") from error
         finally:
             self._free.put(buffer)
-
-    def _result(self, future: Future[torch.Tensor]) -> torch.Tensor:
-        try:
-            return future.result()
-        except OSError as error:
-            raise self._failed(error, "a read failed") from error
 
     def _failed(self, error: OSError, what: str) -> StateError:
         text = (

@@ -166,7 +166,7 @@ class OffloadedStep:
         if rest:
             self.resident.append(UpdateUnit(-1, HostTier(), rest, options, self._plain, None))
         if isinstance(self._tier, DiskTier):
-            self._tier.expect(needed * (1 + bool(self._policy.undo)))  # an update to be undone needs a second place
+            self._tier.reserve(needed * (1 + bool(self._policy.undo)))  # an update to be undone needs a second place
 
     # ---- updates ----
 
@@ -225,7 +225,7 @@ class OffloadedStep:
         for unit in self.resident:
             copy_options([groups[index] for index in unit.groups], unit.step.optimizer.param_groups)
             unit.step.step()
-        errors = [job.exception() for job in jobs]
+        errors = [error for job in jobs if (error := job.exception()) is not None]
         if isinstance(self._tier, DiskTier) and not self._policy.undo:
             self._worker.submit(self._tier.rest)  # forward and backward have its memory
         for staging in now:
@@ -234,9 +234,8 @@ class OffloadedStep:
             unit.guess, arrivals = None, unit.arrivals
             arrivals.num_expected, arrivals.num_backwards = max(1, arrivals.num_backwards), 0
             arrivals.gradients.clear()
-        for error in errors:
-            if error is not None:
-                raise error
+        if errors:
+            raise errors[0]
         for unit in (*self.units, *self.resident):  # an optimizer may count its steps in its groups
             for index, own in zip(unit.groups, unit.step.optimizer.param_groups, strict=True):
                 groups[index].update({k: v for k, v in options_of(own).items() if not isinstance(v, torch.Tensor)})
@@ -320,15 +319,12 @@ def _reader_of(backend: weakref.ref[OffloadedStep]) -> Callable[..., None]:
 
 def _state_bytes(plain: ElementwiseStep, params: Params, options: Mapping[str, Any]) -> int:
     """Return the bytes of the state of ``params``, by a step of another optimizer on two elements of each dtype."""
-    found = [local_of(each) for param in params for each in param]
-    tensors = [torch.zeros(2, dtype=dtype, device="cpu") for dtype in {local.dtype for local in found}]
-    slices = [[ParamSlice(str(each.dtype), each, 0, whole(each.shape))] for each in tensors]
-    states = plain.over([(slices, options)]).states(blank=True) if slices else {}
-    sizes = {
-        name: sum(value[0].element_size() for value in state.values() if isinstance(value, PerSlice))
-        for name, state in states.items()
-    }
-    return sum(local.numel() * sizes.get(str(local.dtype), 0) for local in found)
+    found, sizes = [local_of(each) for param in params for each in param], dict[torch.dtype, int]()
+    for dtype in {local.dtype for local in found}:
+        probe = ParamSlice("", torch.zeros(2, dtype=dtype, device="cpu"), 0, whole(torch.Size([2])))
+        state = plain.over([([[probe]], options)]).states(blank=True).get("", {})
+        sizes[dtype] = sum(value[0].element_size() for value in state.values() if isinstance(value, PerSlice))
+    return sum(local.numel() * sizes[local.dtype] for local in found)
 
 
 def cores_of_a_rank() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -169,29 +170,24 @@ def test_a_folder_that_one_rank_cannot_write_to_is_named_on_all_ranks() -> None:
 
 
 @on_ranks(2)
-def test_a_file_system_with_less_space_than_the_states_of_its_ranks_need_is_named_on_all_ranks() -> None:
+def test_all_state_has_its_space_before_the_first_step_or_all_ranks_name_the_one_without() -> None:
     with shared_folder() as folder:
-        model = sharded("plain")
+        model = fully_shard(nn.Linear(512, 512))
         numel = sum(param.to_local().numel() for param in model.parameters())  # pyright: ignore
-        numels: list[int] = [0, 0]
-        dist.all_gather_object(numels, numel)
         for kind, undo, num_bytes in (
             ("AdamW", True, 16),
             ("SGD", True, 8),
             ("AdamW", False, 8),
         ):  # with undo two places
-            needed = num_bytes * sum(numels)
-            for free in (needed - 1, needed):
-                # Rank 0 finds enough for its own state: only together they need more.
-                found = mock.Mock(f_bavail=free if dist.get_rank() else needed, f_frsize=1)
-                expected = pytest.raises(
-                    ConfigError, match=r"optimizer state of ranks \[0, 1\] needs .* in .*, where .* are free"
-                )
-                with (
-                    mock.patch.object(os, "fstatvfs", return_value=found),
-                    expected if free < needed else nullcontext(),
-                ):
-                    optimizer_for(model, kind, folder, undo)
+            before = files_on_disk(folder)
+            _optimizer = optimizer_for(model, kind, folder, undo)
+            (fd,) = [each for each in files_on_disk(folder) if each not in before]
+            assert os.fstat(fd).st_size == num_bytes * numel
+            assert 512 * os.fstat(fd).st_blocks >= num_bytes * numel
+        full = mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        message = "rank 1 cannot write to the folder .*: no space for .* of optimizer state: No space left on device"
+        with full if dist.get_rank() == 1 else nullcontext(), pytest.raises(ConfigError, match=message):
+            optimizer_for(model, "AdamW", folder)
 
 
 @on_ranks(2)
