@@ -54,6 +54,7 @@ class _Task:
     store: tuple[int, str]  # the port of the pool's store, and a prefix of this call in it
     backend: str
     timeout_s: float
+    keeps_group: bool
 
 
 def _serve(pipe: Connection, stack_path: str) -> None:
@@ -73,10 +74,11 @@ def _serve(pipe: Connection, stack_path: str) -> None:
         if task is None:
             return
         pipe.send(_run_task(task))
-        gc.collect()  # an ended group that is still referenced keeps threads, hundreds of which slow the machine down
-        if len(sys.modules) != num_modules:  # garbage collection need not scan what modules reference again
-            num_modules = len(sys.modules)
-            gc.freeze()
+        if not task.keeps_group:
+            gc.collect()  # an ended group that is still referenced keeps threads, hundreds of which slow the machine down
+            if len(sys.modules) != num_modules:  # garbage collection need not scan what modules reference again
+                num_modules = len(sys.modules)
+                gc.freeze()
 
 
 def _run_task(task: _Task) -> Answer:
@@ -87,7 +89,7 @@ def _run_task(task: _Task) -> Answer:
     has_group = False
     try:
         function, kwargs = pickle.loads(task.payload)
-        if task.backend != "none":
+        if task.backend != "none" and not dist.is_initialized():
             _make_group(task)
         has_group = True
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(task.rank), str(task.num_ranks)
@@ -97,7 +99,7 @@ def _run_task(task: _Task) -> Answer:
         # torch numbers the groups of a process: after a failure here, this process would lag behind the others.
         return Answer(None, traceback.format_exc(), is_gone=not has_group)
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not task.keeps_group:
             dist.destroy_process_group()
             forget_meshes()
 
@@ -137,17 +139,21 @@ class WorkerPool:
     Args:
         max_ranks: the largest ``num_ranks`` of :meth:`run`.
         timeout_s: seconds a call may take before the ranks' stacks are collected and the processes replaced.
+        keeps_group: create one group that lives as long as the processes; every call then has ``max_ranks`` ranks.
         preload: modules that a server imports once, from which new processes are forked: they start in milliseconds,
             and sets of strings have one order in all of them.  One server serves all pools of a process: it imports what
             was requested before it started.
     """
 
-    def __init__(self, max_ranks: int = 4, timeout_s: float = 120.0, *, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self, max_ranks: int = 4, timeout_s: float = 120.0, *, keeps_group: bool = False, preload: Sequence[str] = ()
+    ) -> None:
         self._context: Any = mp.get_context("forkserver" if preload else "spawn")
         if preload:
             self._context.set_forkserver_preload(list(preload))
         self._preload = preload
         self._max_ranks = max_ranks
+        self._keeps_group = keeps_group
         self._timeout_s = timeout_s
         self._directory = TemporaryDirectory(prefix="shardwise-pool-")
         self._processes: list[Any] = []
@@ -199,8 +205,9 @@ class WorkerPool:
             is_failure: returns True for a value after which other ranks may wait for this one in vain: as after an
                 exception, they get a few seconds.
         """
-        if num_ranks > self._max_ranks:
-            raise ValueError(f"num_ranks is {num_ranks}, but max_ranks is {self._max_ranks}")
+        if num_ranks > self._max_ranks or (self._keeps_group and num_ranks != self._max_ranks):
+            limit = "the group that is kept has" if self._keeps_group else "max_ranks is"
+            raise ValueError(f"num_ranks is {num_ranks}, but {limit} {self._max_ranks}")
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if fresh and not self._preload:
             self.replace()
@@ -213,7 +220,8 @@ class WorkerPool:
         payload = pickle.dumps((function, kwargs))
         store = self._store_port(), f"{self._num_calls}"
         for rank in range(num_ranks):
-            self._pipes[rank].send(_Task(payload, rank, num_ranks, store, backend, group_timeout_s or limit_s))
+            task = _Task(payload, rank, num_ranks, store, backend, group_timeout_s or limit_s, self._keeps_group)
+            self._pipes[rank].send(task)
         answers = self._collect(num_ranks, limit_s, is_failure)
         return [answers[rank] for rank in range(num_ranks)]
 

@@ -71,17 +71,17 @@ def run_2d_mlp(with_pipeline_axis: bool) -> None:
             assert len(param.placements) == 2
 
 
-@on_ranks(TWO, 4)
+@on_ranks(TWO, 4, fresh=True)
 def test_train_parity_2d_mlp() -> None:
     run_2d_mlp(with_pipeline_axis=False)
 
 
-@on_ranks(4)
+@on_ranks(4, fresh=True)
 def test_2d_mlp_with_nd_mesh() -> None:
     run_2d_mlp(with_pipeline_axis=True)
 
 
-@on_ranks(2)
+@on_ranks(2, fresh=True)
 def test_tp_with_fsdp_offloading() -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(42)
@@ -121,7 +121,7 @@ def parallel_transformer(args: ModelArgs, mesh: DeviceMesh, sequence_parallel: b
     return fully_shard(model, mesh=mesh["dp"])
 
 
-@on_ranks(TWO, 4)
+@on_ranks(TWO, 4, fresh=True)
 def test_train_parity_2d_transformer_checkpoint_resume(tmp_path: Path) -> None:
     size = dist.get_world_size()
     dp = 2 if size > 2 else 1

@@ -419,7 +419,7 @@ def test_policies_of_torch_are_understood() -> None:
     assert model(torch.randn(2, 4)).dtype == torch.bfloat16
 
 
-@on_ranks(4)
+@on_ranks(4, fresh=True)
 def test_named_axes_of_a_full_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     reference = build("plain")

@@ -183,7 +183,7 @@ class Runner:
 
     def _pool(self, num_ranks: int) -> WorkerPool:
         if num_ranks not in self._pools:
-            self._pools[num_ranks] = WorkerPool(num_ranks, 120.0, preload=PRELOAD)
+            self._pools[num_ranks] = WorkerPool(num_ranks, 120.0, keeps_group=True, preload=PRELOAD)
         pool = self._pools[num_ranks]
         if num_ranks not in self._warm:
             times: dict[str, Any] = {"timeout_s": 120.0, "group_timeout_s": 4 * self._limit_s}
