@@ -17,7 +17,7 @@ from helpers.ranks import on_ranks
 from helpers.same_bits import NUM, Net, Way, differences, mesh_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
 from shardwise import ConfigError, Reproducible, ShardedOptimizer, StateError, UsageError, fully_shard, shard_model
@@ -180,7 +180,7 @@ def test_scalars_count_once_in_norms_and_digests(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_norms_are_those_of_all_gradients() -> None:
-    model = _shared(Net().double())
+    model = fully_shard(Net().double(), shard_placement_fn=lambda param: Shard(param.ndim - 1))
     fixed = Reproducible(model, num_microbatches=2)
     for _ in fixed.microbatches():
         model(torch.ones(2, 9, dtype=torch.float64)).sum().backward()
