@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import LifoQueue
 
 import torch
 
@@ -147,7 +147,7 @@ class DiskTier:
             wrong = f"{folder}: {error.strerror}"
         _agree(wrong)
         self._places: dict[int, Place] = {}
-        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        self._free: LifoQueue[torch.Tensor] = LifoQueue()
         for _ in range(2):
             self._free.put(buffer_of(0))
         self._in_use: tuple[int, torch.Tensor, list[torch.Tensor]] | None = None  # by the update of this unit
@@ -212,6 +212,9 @@ class DiskTier:
             except OSError as error:
                 raise self._failed(error, f"no space for {format_bytes(slot.num_used, 1024)} more") from error
         if buffer is None:
+            self._threads[1].submit(
+                lambda: None
+            ).result()  # then the buffer of the last write serves, and is the only one
             buffer = buffer_of(slot.num_used, self._free.get())
             torch_private.copy_all(views_in(buffer, state, starts), list(state))
         slot.held = [torch.empty_like(each, device="meta") for each in state]
