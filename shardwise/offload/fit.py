@@ -99,8 +99,7 @@ class MemoryLimit:
         best = self.plan.best.setting
         if best.recompute:
             found = blocks_of(model)
-            blocks = [path for path, _ in model.named_modules() if path in found]
-            chosen = blocks[: len(blocks) - best.keep_blocks]
+            chosen = [path for path, _ in model.named_modules() if path in found][: len(found) - best.keep_blocks]
             apply_activations(model, ActivationPolicy(dict.fromkeys(chosen, "recompute")))
         if best.disk_share:
             self.offload = OptimizerOffload(best.disk_share, undo=False, folder=self.folder)

@@ -65,12 +65,13 @@ def losses_of(model: nn.Module, offload: OptimizerOffload | None = None) -> list
 
 
 PROCESS = 300_000_000  # bytes of the larger rank: those of a process which runs tests change from one to the next
+LOADED = 10_000_000  # of these, by the first step, which a plan adds
 
 
 def fitted(limit: int | str, folder: str | None = None) -> tuple[nn.Module, MemoryLimit, Setting]:
     memory, rank = MemoryLimit(limit, (torch.empty(BATCH, WIDTH),), folder=folder), dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "measured", lambda *_: [-PROCESS // (2 - rank), 1e11 / (1 + rank), 3e9, 1e9])
+        patch.setattr(fit, "measured", lambda *_: [-(PROCESS - LOADED) // (2 - rank), 1e11 / (1 + rank), 3e9, 1e9])
         model = shard_model(a_net(), memory=memory, min_unit_bytes=0)
     assert memory.plan is not None
     assert memory.plan.best is not None
