@@ -170,11 +170,11 @@ class DiskTier:
             wrong = f"{self._file.folder}: no space for {format_bytes(num_bytes, 1024)} of optimizer state: {error.strerror}"
         _agree(wrong)
 
-    def load(self, unit: int, held: State, keeps: bool) -> State:
+    def load(self, unit: int, held: State, keeps: bool | None) -> State:
         """Return the state of ``unit`` in memory; ``held`` itself if that has memory, as after the first update."""
         self._check()
         self._forget()
-        self._next[self._last], self._last, self._keeps = unit, unit, keeps
+        self._next[self._last], self._last, self._keeps = unit, unit, bool(keeps)
         place = self._places.get(unit)
         if place is None or not held or not all(each.is_meta for each in held):
             if place is not None and held and keeps:  # the user may have changed it since it was read
@@ -189,6 +189,8 @@ class DiskTier:
         self._ahead = None
         views = views_in(buffer, held, place.slots[place.current].starts)
         self._in_use = unit, buffer, views
+        if keeps is None:
+            self._forget()
         if self._next.get(unit, unit) != unit:  # what is read now of this unit is not what its update stores
             self._prefetch(self._next[unit])
         return views

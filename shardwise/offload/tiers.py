@@ -55,10 +55,10 @@ class HostTier:
         self._state: dict[int, State] = {}
         self._copies: dict[int, list[torch.Tensor]] = {}
 
-    def load(self, unit: int, held: State, keeps: bool) -> State:
+    def load(self, unit: int, held: State, keeps: bool | None) -> State:
         """Return the state of ``unit`` in host memory, where it may be changed; ``held``: what the optimizer holds.
 
-        ``keeps``: the state of now must be kept, since :meth:`restore` may follow.
+        ``keeps``: the state of now must be kept, since :meth:`restore` may follow.  None: it is for a reader.
         """
         self._state[unit] = held
         if keeps:

@@ -206,7 +206,7 @@ class UpdateUnit:
     def read_state(self, blank: bool = False) -> Values:
         """Return the state by name of the parameter, in memory."""
         if not blank:
-            self._hold(self.tier.load(self.number, self._state(), keeps=False))
+            self._hold(self.tier.load(self.number, self._state(), keeps=None))
             self.is_read = True
         return self.step.states(blank)
 
@@ -231,7 +231,7 @@ class UpdateUnit:
 
     def keep(self) -> Callable[[], None]:
         """Return a function that restores the state of now, however many updates have followed."""
-        self._hold(self.tier.load(self.number, self._state(), keeps=False))
+        self._hold(self.tier.load(self.number, self._state(), keeps=None))
         found, restore = self._state(), self.keep_numbers()
         copies = [each.clone() for each in found]
 

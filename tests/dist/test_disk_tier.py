@@ -369,6 +369,21 @@ def test_state_that_was_read_goes_back_to_the_disk_in_the_next_forward() -> None
         assert all(value.full_tensor().eq(0.25).all() for value in found)
 
 
+@on_ranks(2)
+def test_state_that_a_reader_keeps_has_no_values_of_other_units_later() -> None:
+    with shared_folder() as folder:
+        model = sharded("plain")
+        optimizer = optimizer_for(model, "AdamW", folder, undo=False)
+        train("plain", model, optimizer, range(2))
+        kept = {
+            f"{name}.{key}": value for name, of in optimizer.state_dict()["state"].items() for key, value in of.items()
+        }
+        kept = {name: value.to_local() for name, value in kept.items() if value.ndim}
+        read = {name: value.clone() for name, value in kept.items()}
+        train("plain", model, optimizer, range(2, 5))
+        assert_equal(kept, read)
+
+
 @on_ranks(1)
 def test_a_model_that_is_initialized_on_disk_is_never_whole_in_memory() -> None:
     def peak_of(count: int) -> int:
