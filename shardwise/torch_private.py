@@ -434,17 +434,20 @@ def dtensor_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bo
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
 
 
+def dtensor_from_view(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """Return :func:`dtensor_from_local` of ``local``, which may begin within its storage, so that it can be deep-copied."""
+    if not local.storage_offset():
+        return dtensor_from_local(local, spec, requires_grad)
+    # The wrapper copies the offset, and by ``data_ptr() == 0`` torch distinguishes it from tensors that have memory.
+    place = torch.empty((), dtype=local.dtype, device=local.device).expand(local.shape)
+    wrapper = dtensor_from_local(place, spec, requires_grad)
+    wrapper._local_tensor = local
+    return wrapper
+
+
 def parameter_from_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """Return a DTensor that is a parameter; ``nn.Parameter(dtensor)`` detaches it first, at ten times the cost."""
-    local = local.detach()
-    if local.storage_offset():
-        # The wrapper copies the offset, and by ``data_ptr() == 0`` torch distinguishes it from tensors that have
-        # memory.
-        place = torch.empty((), dtype=local.dtype, device=local.device).expand(local.shape)
-        parameter = dtensor_from_local(place, spec, requires_grad)
-        parameter._local_tensor = local
-    else:
-        parameter = dtensor_from_local(local, spec, requires_grad)
+    parameter = dtensor_from_view(local.detach(), spec, requires_grad)
     parameter._is_param = True  # pyright: ignore[reportAttributeAccessIssue]  what isinstance(_, nn.Parameter) asks for
     return parameter  # pyright: ignore[reportReturnType]
 

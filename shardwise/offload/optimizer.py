@@ -53,6 +53,8 @@ class OptimizerOffload:
     equal to the bit to that of the plain optimizer.  An update that runs before ``step()`` is a guess: ``step()`` makes it
     again for the units whose gradients, parameters or options have changed since, for example by clipping.
 
+    State that you read may be changed until the next forward or backward; read it again to change it after that.
+
     Args:
         fraction: offload at least this part of the bytes of the parameters, in whole units, those first whose backward is
             first; the rest is updated in ``step()``, where it is.  Parameters of no unit are never offloaded.
