@@ -255,14 +255,12 @@ class DiskTier:
 
     def _buffer_of(self, unit: int, state: State) -> torch.Tensor | None:
         """Return the buffer that ``state`` was loaded into, if all of it is still there."""
-        if self._in_use is None:
-            return None
-        number, buffer, views = self._in_use
-        if number != unit or [each.data_ptr() for each in views] != [each.data_ptr() for each in state]:
-            self._forget()  # or no buffer may be left: the other one may hold what is read ahead
-            return None
-        self._in_use = None
-        return buffer
+        found = self._in_use
+        if found and found[0] == unit and [each.data_ptr() for each in found[2]] == [each.data_ptr() for each in state]:
+            self._in_use = None
+            return found[1]
+        self._forget()  # or no buffer may be left: the other one may hold what is read ahead
+        return None
 
     def _forget(self) -> None:
         """Leave the buffer in use to those who have its tensors (a state dict, for instance), for it was not stored."""
