@@ -54,6 +54,7 @@ class OptimizerOffload:
     again for the units whose gradients, parameters or options have changed since, for example by clipping.
 
     State that you read may be changed until the next forward or backward; read it again to change it after that.
+    With ``undo`` and a fused optimizer, a gradient that you replace by a tensor in other memory may change the last bits.
 
     Args:
         fraction: offload at least this part of the bytes of the parameters, in whole units, those first whose backward is
