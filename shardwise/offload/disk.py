@@ -242,8 +242,7 @@ class DiskTier:
         """Give up the memory of the buffers until the next load, once what is in them is written."""
         self._drop_ahead()
         self._threads[1].submit(lambda: None).result()
-        for _ in range(self._free.qsize()):
-            self._free.get()
+        for _ in [self._free.get() for _ in range(self._free.qsize())]:
             self._free.put(buffer_of(0))
         self._last = -1  # nothing is read ahead of the next step
 
