@@ -2,13 +2,15 @@
 
 Run: ``python benchmarks/offload.py [--num-ranks 2] [--rounds 9] [--out FILE]``.  Each round runs one step of every
 contender, in random order and between barriers.  What counts is the ratio of medians within one run: of a step to max(compute,
-16 bytes per parameter / host stream), and of an update's bytes per second to those of a copy with the same threads.
+16 bytes per parameter / host stream), of an update's bytes per second to those of a copy with the same threads, and of a step
+with state on disk to max(1.3 x resident, 1.15 x 16 bytes per parameter / disk), whose rate is the median of five measurements.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from shardwise import OptimizerOffload, ShardedOptimizer, fully_shard
+from shardwise.planner.hardware import measured
 
 WIDTH, BLOCKS, BATCH = 1024, 6, 256
 BYTES_OF_UPDATE = 28  # AdamW in fp32 reads parameter, gradient and two moments, and writes three of them
@@ -69,6 +72,7 @@ def steps_of(batch: int) -> dict[str, Callable[[], None]]:
         ("resident", None, 0.0),
         ("offloaded", OptimizerOffload(), 0.0),
         ("offloaded, undo=True", OptimizerOffload(undo=True), 0.0),
+        ("on disk", OptimizerOffload(undo=False, folder=tempfile.mkdtemp()), 0.0),
         ("resident, clipped", None, 1e-3),
         ("offloaded, clipped", OptimizerOffload(), 1e-3),
         ("offloaded, clipped, undo=True", OptimizerOffload(undo=True), 1e-3),
@@ -125,6 +129,7 @@ def measure_rank(rounds: int) -> dict[str, Any]:
                 times[name].append(took)
     medians = {name: statistics.median(each) for name, each in times.items()}
     own = sum(p.to_local().numel() for p in small.parameters())
+    disk = statistics.median(measured(torch.float32, 0, tempfile.gettempdir())[-1] for _ in range(5))
     stream = 8 * numel / medians["copy"]
     least = max(medians["compute alone"], 16 * own / stream)
     return {
@@ -134,6 +139,9 @@ def measure_rank(rounds: int) -> dict[str, Any]:
         "update GB/s": round(BYTES_OF_UPDATE * own / medians["update, units"] / 1e9, 2),
         "update / copy (bar 0.70)": round(BYTES_OF_UPDATE * own / medians["update, units"] / stream, 3),
         "offloaded / max(compute, host) (bar 1.15)": round(medians["offloaded"] / least, 3),
+        "disk GB/s of a rank": round(disk / 1e9, 2),
+        "on disk / resident": round(medians["on disk"] / medians["resident"], 3),
+        "on disk / its bar": round(medians["on disk"] / max(1.3 * medians["resident"], 1.15 * 16 * own / disk), 3),
         "offloaded / resident": round(medians["offloaded"] / medians["resident"], 3),
         "offloaded / resident, clipped": round(medians["offloaded, clipped"] / medians["resident, clipped"], 3),
         "torch / offloaded": round(medians["torch's CPUOffloadPolicy"] / medians["offloaded"], 3),
