@@ -134,7 +134,9 @@ def test_ranks_that_would_reduce_different_gradients_meet_before(pool: WorkerPoo
     assert all(message.startswith("DesyncError") for message in messages), messages
     what = {"width": "of shape (16, 8)", "block": "2.weight of shape (8, 8)", "frozen": "frozen"}
     expected = what.get(how, "rank 1 has new gradients of ")
-    assert all(expected in message for message in messages), messages
+    assert expected in messages[1], messages
+    # On a busy machine the wait of rank 0, for the sum, may end before rank 1 gives up to wait and says what differs.
+    assert expected in messages[0] or "waited 8 s for rank 1 at the sum of gradients" in messages[0], messages
 
 
 class Tower(nn.Module):
