@@ -96,7 +96,7 @@ class MemoryLimit:
         self.plan = plan_for(this_host(mesh.device_type, mesh.size(), limit, figures))
         if self.plan.best is None:
             raise ConfigError(f"MemoryLimit({format_bytes(limit)}): {self.plan.why()}")
-        best = self.plan.best.setting
+        best, self.offload, self.offload_policy = self.plan.best.setting, None, None
         if best.recompute:
             found = blocks_of(model)
             chosen = [path for path, _ in model.named_modules() if path in found][: len(found) - best.keep_blocks]

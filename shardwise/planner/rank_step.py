@@ -714,8 +714,7 @@ def _update_s(profile: Profile, units: Sequence[RankUnit], setting: Setting, har
         rate = hardware.host_memory.bytes_per_s
     update = numel * (setting.state_bytes * 2 + 3 * 4) / rate
     on_disk = numel * setting.disk_share * setting.state_bytes * 2  # read, and written
-    if (
-        setting.offload and hardware.device == "cpu"
-    ):  # each half of a step reads parameters; the update, all; both are written
+    # Forward and backward of each microbatch read parameters; the update reads and writes them; gradients are written and read.
+    if setting.offload and hardware.device == "cpu":
         on_disk += sum(2 * (1 + setting.accumulate) * unit.shard_bytes + 2 * unit.section_bytes for unit in units)
     return host + max(update, on_disk / hardware.disk.bytes_per_s)

@@ -103,6 +103,10 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
         seen.add(recomputed)
     assert any(0 < recomputed < BLOCKS for recomputed in seen)
     assert chosen.offload  # with the least memory that suffices
+    memory.limit = "64 GiB"
+    shard_model(a_net(), memory=memory, min_unit_bytes=0)
+    assert memory.offload is None  # what an earlier model needed is not used for this one
+    assert memory.offload_policy is None
 
 
 @on_ranks(2)
