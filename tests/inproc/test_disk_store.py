@@ -72,24 +72,25 @@ def test_updates_that_are_undone_redone_read_or_kept_leave_what_was_committed(tm
 def test_a_tier_that_rests_has_no_memory_but_reads_what_was_written(tmp_path: Path) -> None:
     tier, held = DiskTier(tmp_path), [list[torch.Tensor]() for _ in range(3)]
 
-    def step() -> int:
-        """Update all units; return the bytes of this process when the last one is written."""
+    def step() -> None:
         for unit, state in enumerate(held):
             state = tier.load(unit, state, keeps=False) or [torch.zeros(1 << 23)]
             held[unit] = list(tier.store(unit, [each.add_(1) for each in state]))
             tier.commit(unit)
-        return resident_bytes()
+
+    def wait_for_memory_below(num_buffers: float) -> None:
+        """The threads that write let buffers go a little later than ``commit`` returns."""
+        last = time.monotonic() + 60
+        while resident_bytes() - started > num_buffers * (1 << 25):
+            assert time.monotonic() < last
+            time.sleep(0.01)
 
     started = resident_bytes()
-    assert step() - started < 2.5 * (1 << 25)  # the last unit's state, and one buffer
-    before = step()
+    step()
+    wait_for_memory_below(2.5)  # of the last unit, and one more
+    step()
     tier.rest()
-    last = time.monotonic() + 60
-    while before - resident_bytes() < 1.5 * (
-        1 << 25
-    ):  # buffers of two units, which their threads let go a little later
-        assert time.monotonic() < last
-        time.sleep(0.01)
+    wait_for_memory_below(0.5)
     step()
     assert all(tier.load(unit, state, keeps=False)[0].eq(3).all() for unit, state in enumerate(held))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from helpers.links import SEGMENT_BYTES, make_links
 from helpers.posts import announce_as, gone_process
 
-from shardwise import TransportError
+from shardwise import TransportError, observe
 from shardwise.collectives.host.local_peers import HEADER_BYTES, NUM_WORDS, Arena, Segment
 from shardwise.consistency.liveness import Liveness, is_gone
 
@@ -147,3 +147,16 @@ def test_memory_whose_places_are_dropped_lies_in_one_file(tmp_path: Path) -> Non
     held = [taken() for _ in range(3)]
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert (len(held), len({line[4] for line in maps})) == (3, 1)  # files by their inodes
+
+
+def test_a_step_pages_nothing_out_once_no_file_is_mapped(tmp_path: Path) -> None:
+    gc.collect()
+    observe.end("unit", "reshard", "")  # of what tests before have let go
+    before = len(observe.listeners)
+    found = Arena(str(tmp_path)).take(2**20)
+    observe.end("unit", "reshard", "")
+    assert found is not None
+    assert len(observe.listeners) == before + 1
+    del found
+    observe.end("unit", "reshard", "")
+    assert len(observe.listeners) == before

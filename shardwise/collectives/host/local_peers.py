@@ -172,10 +172,14 @@ class PageOut(Listener):
 
         The next access maps the page again: from the page cache, where also other ranks find it, or from the disk.
         """
+        has_work = False
         for mapping in [ref() for ref in _live_maps.keyrefs()]:  # a list: other threads may create segments
             if mapping is not None and not os.readlink(f"/proc/self/fd/{_live_maps[mapping]}").startswith("/memfd:"):
+                has_work = True
                 mapping.madvise(mmap.MADV_DONTNEED)
                 ctypes.CDLL(None).sync_file_range(_live_maps[mapping], ctypes.c_int64(0), ctypes.c_int64(0), _WRITE)
+        if has_work != (self in listeners):  # a step without such segments pays nothing
+            (listeners.append if has_work else listeners.remove)(self)
 
 
 _page_out = PageOut()
@@ -240,10 +244,6 @@ class Arena:
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, ArenaPlace] | None:
         """Return ``num_bytes`` zeros as a 1-D byte tensor, and their place; None if memory cannot be shared."""
-        if self._folder:
-            if _page_out not in listeners:
-                listeners.append(_page_out)
-            _page_out.run()  # what was made before: parameters or gradients of another unit
         grain = _PAGE_BYTES if num_bytes >= _PAGE_BYTES else _LINE_BYTES
         segment = self._segment() if self._segment is not None and self._pid == os.getpid() else None
         start = align(self._used, grain)
@@ -260,6 +260,8 @@ class Arena:
             self._segment, self._pid = weakref.ref(segment), os.getpid()
             start = HEADER_BYTES
         self._used = align(start + num_bytes, grain)
+        if self._folder:
+            _page_out.run()  # also what was made before: parameters or gradients of another unit
         array = segment.array(start, num_bytes)
         if grain == _PAGE_BYTES:
             # It keeps the segment, of which the next call takes more, also where the caller drops the place (gradients).
