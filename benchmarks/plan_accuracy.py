@@ -172,7 +172,7 @@ class Job:
             if case.model == "tied"
             else self.strategy.wrap(plain, self.config, mesh, None)
         )
-        self.optimizer = self.strategy.build_optimizer(self.model, self.config, Path.cwd())
+        self.optimizer = self.strategy.build_optimizer(self.model, self.config, None)
         # Nothing is learned: from one batch again and again a model makes denormals within some steps, with which products
         # take up to ten times as long.
         for group in self.optimizer.param_groups:

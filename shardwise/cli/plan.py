@@ -28,7 +28,7 @@ from shardwise.planner.hardware import (
     with_hosts,
     with_memory,
 )
-from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig, microbatches_per_rank
+from shardwise.recipes.config import NUM_BYTES, PRESETS, TrainConfig, microbatches_per_rank, refuse_beside
 from shardwise.recipes.gpt import GPT, LLAMAS, Llama
 from shardwise.recipes.sharding import HEADS, LLAMA_HEADS, build_own
 from shardwise.reproducible.tree import BatchPlace
@@ -166,11 +166,12 @@ def plan_training(config: TrainConfig, ranks: int, device: str, is_elastic: bool
 
 def _with_sums(choices: Choices, arguments: argparse.Namespace) -> Choices:
     """Return what --reproducible leaves of ``choices``.  Raises: ConfigError."""
-    if arguments.accumulate > 1 or arguments.tp != [1] or set(arguments.shard or ()) - UNIT_STRATEGIES:
-        raise ConfigError(
-            f"--accumulate, --tp, --shard zero1 or none does not go with --reproducible {arguments.reproducible}: "
-            "microbatches per rank follow from the number of ranks, and DDP sums in an order of its own. Leave it out."
-        )
+    others = {
+        "--accumulate": arguments.accumulate > 1 and "microbatches per rank follow from the number of ranks",
+        "--tp": arguments.tp != [1] and "it splits the sums of a layer over ranks",
+        "--shard zero1 or none": set(arguments.shard or ()) - UNIT_STRATEGIES and "DDP sums in an order of its own",
+    }
+    refuse_beside(f"--reproducible {arguments.reproducible}", others)
     strategies = tuple(each for each in choices.strategies if each in UNIT_STRATEGIES)
     accumulate = BatchPlace(arguments.reproducible, arguments.ranks, 1, 0, 0).per_rank
     return replace(choices, strategies=strategies, accumulate=accumulate)

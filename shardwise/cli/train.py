@@ -58,7 +58,6 @@ from shardwise.loop.launch import PATIENCE_S, handled, is_lost_peer
 from shardwise.one_host import host_memory_bytes, stay_on_loopback, usable_cores
 from shardwise.recipes.config import (
     DTYPES,
-    OPTIMIZER_PLACES,
     PRESETS,
     SHARDS,
     ModelShape,
@@ -66,6 +65,7 @@ from shardwise.recipes.config import (
     check_config,
     check_ranks,
     config_to_toml,
+    refuse_beside,
 )
 from shardwise.recipes.data import open_vocabulary
 from shardwise.recipes.run_folder import (
@@ -184,13 +184,6 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 _TRAINING: tuple[tuple[str, str, Mapping[str, Any]], ...] = (  # fields of TrainConfig, in the order of the help
     ("shard", "; ".join(f"{name} = {strategy.summary}" for name, strategy in STRATEGIES.items()), {"choices": SHARDS}),
     ("offload", "keep shards, gradients and optimizer state in host memory", {}),
-    (
-        "optimizer_state",
-        "where AdamW's state is between updates: device, host (updated there, while backward runs) or disk (files in the "
-        "run folder)",
-        {"choices": OPTIMIZER_PLACES},
-    ),
-    ("optimizer_share", "part of that state which is there; the rest is on the device", {}),
     ("recompute", "keep only the inputs of blocks for backward, and compute blocks again there", {}),
     ("compile", "compile the attention and MLP of every block with torch.compile", {}),
     (
@@ -311,7 +304,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=read_num_bytes,
         metavar="SIZE",
-        help="of a rank: plan the run, and choose --recompute and --optimizer-state such that it fits (2GiB)",
+        help="of a rank (2GiB): plan the run, and choose what is recomputed or on disk such that it fits",
     )
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
@@ -357,18 +350,17 @@ def read_train_request(arguments: argparse.Namespace, environment: Mapping[str, 
 
 def _check_fit(given: Mapping[str, Any], config: TrainConfig) -> None:
     """Refuse what --memory does not go with.  Raises: ConfigError."""
-    options = {"--plan": given.get("plan"), "--experts": config.model.experts, "--reproducible": config.reproducible}
-    options |= {
-        "--tp": config.tp > 1,
-        f"--shard {config.shard}": config.shard not in ("zero3", "zero2", "ddp"),
-        "--recompute, which it chooses": given.get("recompute"),
-        "--offload, which it chooses": given.get("offload"),
-        "--optimizer-state, which it chooses": given.get("optimizer_state", "device") != "device",
+    chosen, unplanned = "it chooses that", "memory is not planned there"
+    others = {
+        "--recompute": given.get("recompute") and chosen,
+        "--offload": given.get("offload") and chosen,
+        "--plan": given.get("plan") and "it prints a plan, too",
+        "--experts": config.model.experts and unplanned,
+        "--reproducible": config.reproducible and unplanned,
+        "--tp": config.tp > 1 and unplanned,
+        f"--shard {config.shard}": config.shard not in ("zero3", "zero2") and unplanned,
     }
-    if odd := [name for name, value in options.items() if value]:
-        raise ConfigError(
-            f"--memory does not go with {odd[0]}: memory is not planned or not to be changed there. Leave one out."
-        )
+    refuse_beside("--memory", others)
 
 
 def _read_terms(given: Mapping[str, Any], environment: Mapping[str, str]) -> RestartPolicy:
@@ -630,11 +622,9 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
     if request.only == "plan":
         from shardwise.cli.plan import plan_training
 
-        if request.config.model.experts:
-            raise ConfigError(
-                f"--plan does not go with --experts {request.config.model.experts}: what experts compute and hold depends on "
-                "the text. Plan a model without experts, or run a few steps: the run ends with its measured memory."
-            )
+        experts = request.config.model.experts
+        why = "what experts compute and hold depends on the text; a run ends with its measured memory"
+        refuse_beside(f"--experts {experts}", {"--plan": experts and why})
         check_ranks(request.config, nproc)
         return plan_training(request.config, nproc, device_type, request.terms.num_spares is not None)
     _check_memory(request, device_type, nproc, nproc)
@@ -655,11 +645,15 @@ def run_train(request: TrainRequest, words: Sequence[str]) -> int:
 
 def _run_elastic(request: TrainRequest, num_spares: int, nproc: int, words: Sequence[str]) -> int:
     config, start, terms = request.config, request.start, request.terms
-    options = {"--trace": start.trace_steps, "--record-digests": start.record_digests, "--tp": config.tp > 1}
-    options |= {"--compare-with": start.compare_with, "--shard hsdp": config.shard == "hsdp"}
-    options |= {"--optimizer-state disk": config.optimizer_state == "disk", "--memory": start.memory_bytes}
-    if odd := [name for name, value in options.items() if value]:
-        raise ConfigError(f"--elastic does not go with {odd[0]}, which needs the ranks of the start. Leave one out.")
+    others = {
+        "--trace": start.trace_steps,
+        "--record-digests": start.record_digests,
+        "--compare-with": start.compare_with,
+        "--memory": start.memory_bytes,
+        "--tp": config.tp > 1,
+        "--shard hsdp": config.shard == "hsdp",
+    }
+    refuse_beside("--elastic", {name: value and "it needs the ranks of the start" for name, value in others.items()})
     if start.resume is None:
         words = [*words, "--out", str(new_folder(start.out).absolute())]
     members = ElasticTerms(nproc, num_spares, terms.max_restarts, terms.min_nproc or 1)

@@ -108,17 +108,12 @@ def _structure(module: nn.Module) -> Hashable:
 
 
 class MemoryPolicy(Protocol):
-    """Makes a step of a model fit into memory; :class:`shardwise.MemoryLimit` is one.
-
-    ``offload_policy``: set by :meth:`fit` if shards cannot be in memory.
-    """
-
-    offload_policy: OffloadPolicy | None
+    """Makes a step of a model fit into memory; :class:`shardwise.MemoryLimit` is one."""
 
     def fit(
         self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
-    ) -> None:
-        """Change what blocks of ``model`` keep for backward, before it is sharded."""
+    ) -> OffloadPolicy | None:
+        """Change what blocks of ``model`` keep for backward, before it is sharded; return a place of shards, or None."""
         ...
 
 
@@ -192,8 +187,8 @@ def shard_model(
     row = None if strategy is None else row_of(strategy)
     if memory is not None:
         mesh = mesh if mesh is not None else default_mesh()
-        memory.fit(model, mesh, "zero3" if row is None else row.strategy, min_unit_bytes, mp_policy)
-        offload_policy = memory.offload_policy or offload_policy
+        strategy = "zero3" if row is None else row.strategy
+        offload_policy = memory.fit(model, mesh, strategy, min_unit_bytes, mp_policy) or offload_policy
     if row is not None and "sharded" not in row.optimizer:
         given = reshard_after_forward, shard_placement_fn, dp_mesh_dims
         if any(each is not None for each in given) or sync_module_states:

@@ -41,7 +41,6 @@ class MemoryLimit:
     Attributes:
         plan: set by ``shard_model``: what a step holds and takes, and why.
         offload: set by ``shard_model``: for :class:`ShardedOptimizer`; None where all state stays in memory.
-        offload_policy: set by ``shard_model``, which uses it: where shards are, if not in memory.
 
     Example:
         >>> memory = shardwise.MemoryLimit("8 GiB", (4, 512), folder="/scratch")  # doctest: +SKIP
@@ -56,12 +55,11 @@ class MemoryLimit:
     accumulate: int = 1
     plan: Plan | None = field(default=None, init=False)
     offload: OptimizerOffload | None = field(default=None, init=False)
-    offload_policy: OffloadPolicy | None = field(default=None, init=False)
 
     def fit(
         self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
-    ) -> None:
-        """Plan a step, and let blocks of ``model`` recompute.  Collective.
+    ) -> OffloadPolicy | None:
+        """Plan a step, and let blocks of ``model`` recompute; return where shards are, if not in memory.  Collective.
 
         Raises: ConfigError on every rank if nothing fits.
         """
@@ -96,13 +94,14 @@ class MemoryLimit:
         self.plan = plan_for(this_host(mesh.device_type, mesh.size(), limit, figures))
         if self.plan.best is None:
             raise ConfigError(f"MemoryLimit({format_bytes(limit)}): {self.plan.why()}")
-        best, self.offload, self.offload_policy = self.plan.best.setting, None, None
+        best, self.offload = self.plan.best.setting, None
         if best.recompute:
             found = blocks_of(model)
             chosen = [path for path, _ in model.named_modules() if path in found][: len(found) - best.keep_blocks]
             apply_activations(model, ActivationPolicy(dict.fromkeys(chosen, "recompute")))
         if best.disk_share:
             self.offload = OptimizerOffload(best.disk_share, undo=False, folder=self.folder)
-        if best.offload:
-            folder = self.folder if best.disk_share else None
-            self.offload_policy = CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder=folder)
+        if not best.offload:
+            return None
+        folder = self.folder if best.disk_share else None
+        return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder=folder)

@@ -234,7 +234,7 @@ class Search:
             may_offload = has_units and len(set(choices.offload)) == 2 and self.hardware.device != "cpu"
             for recompute in choices.recompute:
                 found = self._evaluate(replace(setting, recompute=recompute, offload=offloads))
-                found = self._with_disk(found) if has_units and self.hardware.device == "cpu" else found
+                found = self._with_disk(found)
                 yield self._with_kept_blocks(found) if choices.keep_blocks and recompute else found
                 # State in the host's memory costs time, so it is tried only if nothing else fits, and if it frees enough.
                 left = found.peak.total - sum(found.peak.held[:3])  # without parameters, optimizer, gradients
@@ -243,12 +243,10 @@ class Search:
 
     def _with_disk(self, found: Candidate) -> Candidate:
         """Return ``found``, or with the least optimizer state on disk with which it fits, or with parameters, too."""
-        tenths = 0
-        while self.choices.disk and not found.fits and tenths < 10:
-            tenths += 1
-            found = self._evaluate(replace(found.setting, disk_share=tenths / 10))
-        if self.choices.disk and not found.fits:
-            found = self._evaluate(replace(found.setting, offload=True))
+        may_use = self.choices.disk and self.hardware.device == "cpu" and found.setting.strategy in UNIT_STRATEGIES
+        for share, offload in [*((tenths / 10, False) for tenths in range(1, 11)), (1.0, True)] if may_use else ():
+            if not found.fits:
+                found = self._evaluate(replace(found.setting, disk_share=share, offload=offload))
         return found
 
     def _with_kept_blocks(self, found: Candidate) -> Candidate:

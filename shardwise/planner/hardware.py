@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from timeit import timeit
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -157,7 +158,6 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         ),
     }
 )
-_REPEATS = 2  # of a measurement
 _FIRST_STEP_BYTES = 10_000_000  # of code and objects that the first step loads on a CPU: 8 to 14 MB were measured
 _WIRES = ("inside", "between", "host_memory", "shared", "disk")
 
@@ -236,16 +236,10 @@ def measured(dtype: torch.dtype, own_bytes: int, folder: str | None) -> list[flo
     """
     rows, weight = (torch.ones(size, dtype=dtype, device="cpu") for size in ((1 << 13, 512), (512, 1024)))
     F.gelu(rows[:64] @ weight.requires_grad_()).sum().backward()
-
-    def seconds_of(run: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        for _ in range(_REPEATS):
-            run()
-        return (time.perf_counter() - began) / _REPEATS
-
-    product, memory = seconds_of(lambda: rows @ weight.detach()), seconds_of(lambda: F.gelu(rows))
+    flops_per_s = 2 * 2 * rows.numel() * weight.shape[1] / timeit(lambda: rows @ weight.detach(), number=2)
+    bytes_per_s = 2 * 2 * rows.nbytes / timeit(lambda: F.gelu(rows), number=2)
     process = resident_bytes() - own_bytes - rows.nbytes
-    return [-process, 2 * rows.numel() * weight.shape[1] / product, 2 * rows.nbytes / memory, _measured_disk(folder)]
+    return [-process, flops_per_s, bytes_per_s, _measured_disk(folder)]
 
 
 def this_host(device: str, ranks: int, memory_bytes: int, figures: Sequence[float]) -> Hardware:

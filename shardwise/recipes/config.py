@@ -37,7 +37,6 @@ class ModelShape:
     top_k: int = 1
 
 
-OPTIMIZER_PLACES = ("device", "host", "disk")
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
     {
         "tiny": ModelShape(layers=4, width=192, heads=6, context=128),
@@ -58,8 +57,6 @@ class TrainConfig:
     tp: int = 1
     transport: str = "auto"
     offload: bool = False
-    optimizer_state: str = "device"
-    optimizer_share: float = 1.0
     recompute: bool = False
     compile: bool = False
     compile_backend: str = "inductor"
@@ -88,8 +85,8 @@ class TrainConfig:
 
 # How a step is carried out, but not what it computes.
 _EXECUTION = frozenset({
-    "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "optimizer_state", "optimizer_share",
-    "recompute", "compile", "compile_backend", "accumulate",
+    "shard", "min_unit_bytes", "replicas", "tp", "transport", "offload", "recompute", "compile",
+    "compile_backend", "accumulate",
 })  # fmt: skip
 # --resume may change these: none alters which windows a step sees or what a past step computed.
 RESUME_MAY_CHANGE = _EXECUTION | {
@@ -129,12 +126,6 @@ def check_config(config: TrainConfig) -> None:
         raise ConfigError(f"--clip is {config.clip}, expected a positive number, or 0 to clip nothing.")
     if config.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {config.dtype!r}, expected one of {', '.join(DTYPES)}.")
-    if config.optimizer_state not in OPTIMIZER_PLACES:
-        raise ConfigError(
-            f"--optimizer-state is {config.optimizer_state!r}, expected one of {', '.join(OPTIMIZER_PLACES)}."
-        )
-    if not 0 < config.optimizer_share <= 1:
-        raise ConfigError(f"--optimizer-share is {config.optimizer_share}, expected more than 0 and at most 1.")
     if config.shard not in SHARDS:
         raise ConfigError(f"--shard is {config.shard!r}, expected one of {', '.join(SHARDS)}.")
     check_transport(config.transport, "--transport")
@@ -151,75 +142,54 @@ def _check_own_model(config: TrainConfig) -> None:
             f"--model-from is {config.model_from!r}, expected module:function, for a function that returns a torch.nn.Module "
             "(in a file module.py of this folder, or installed)."
         )
-    if config.tp > 1:
-        raise ConfigError(
-            f"--tp {config.tp} does not go with --model-from: it changes the blocks of shardwise's own GPT. Leave it out, and "
-            f"do it in {config.model_from} (torch.distributed.tensor.parallel)."
-        )
+    why = f"it splits blocks of shardwise's own GPT; split yours in {module} (torch.distributed.tensor.parallel)"
+    refuse_beside("--model-from", {f"--tp {config.tp}": config.tp > 1 and why})
+
+
+def refuse_beside(option: str, others: Mapping[str, object]) -> None:
+    """Refuse the first of ``others`` that does not go with ``option``: one whose value is the reason, and not empty.
+
+    Raises: ConfigError.
+    """
+    for other, reason in others.items():
+        if reason:
+            raise ConfigError(f"{other} does not go with {option}: {reason}. Leave one of them out.")
 
 
 def _check_together(config: TrainConfig) -> None:
-    if config.model.experts:
-        _check_experts(config)
+    has_units, experts = config.shard in ENGINE_SHARDS, config.model.experts
+    shard, tp = f"--shard {config.shard}", f"--tp {config.tp}"
+    if experts:
+        others = {
+            shard: not has_units and "only --shard zero3, hsdp, zero2 and ddp let ranks run different experts",
+            tp: config.tp > 1 and "it splits one MLP per block",
+            "--compile": config.compile and "the number of positions of an expert changes in each step",
+        }
+        refuse_beside(f"--experts {experts}", others)
     if config.reproducible:
-        _check_reproducible(config)
-    if config.offload and config.shard not in ENGINE_SHARDS:
-        raise ConfigError(
-            f"--offload does not go with --shard {config.shard}: only the engine behind --shard zero3, hsdp, "
-            f"zero2 and ddp moves parameters between host and device. Say --no-offload, or use one of those."
-        )
-    if config.optimizer_state != "device" and config.shard not in ENGINE_SHARDS:
-        raise ConfigError(
-            f"--optimizer-state {config.optimizer_state} does not go with --shard {config.shard}, which has no units to update "
-            "one by one. Use --shard zero3, hsdp, zero2 or ddp."
-        )
-    if config.tp == 1:
-        return
-    if config.shard not in ENGINE_SHARDS:
-        raise ConfigError(
-            f"--tp {config.tp} does not go with --shard {config.shard}: DDP takes no tensors that are split "
-            f"over a second mesh axis. Use --shard zero3, hsdp, zero2 or ddp, or --tp 1."
-        )
+        others = {
+            f"--accumulate {config.accumulate}": config.accumulate > 1 and "the number of ranks decides it",
+            tp: config.tp > 1 and "it splits the sums of a layer over ranks",
+            f"--experts {experts}": experts and "ranks run different experts",
+            shard: not has_units and "DDP sums in an order of its own",
+        }
+        refuse_beside(f"--reproducible {config.reproducible}", others)
+        if config.batch % config.reproducible:
+            raise ConfigError(
+                f"--reproducible {config.reproducible} does not divide --batch {config.batch}: microbatches must have equally "
+                "many sequences. Choose a divisor of --batch."
+            )
+    if not has_units:
+        others = {
+            "--offload": config.offload
+            and "only --shard zero3, hsdp, zero2 and ddp move parameters to the host and back",
+            tp: config.tp > 1 and "DDP takes no tensors that are split; --shard zero3, hsdp, zero2 and ddp do",
+        }
+        refuse_beside(shard, others)
     if config.model.heads % config.tp:
         raise ConfigError(
             f"--tp {config.tp} does not divide --heads {config.model.heads} (--width {config.model.width}): every rank "
             f"of a tensor-parallel group computes the same number of whole heads. Choose a divisor of --heads."
-        )
-
-
-def _check_experts(config: TrainConfig) -> None:
-    other, reason = "", ""
-    if config.shard not in ENGINE_SHARDS:
-        other, reason = (
-            f"--shard {config.shard}",
-            "only --shard zero3, hsdp, zero2 and ddp let ranks run different experts",
-        )
-    elif config.tp > 1:
-        other, reason = f"--tp {config.tp}", "it splits one MLP per block"
-    elif config.compile:
-        other, reason = "--compile", "the number of positions of an expert changes in each step"
-    if other:
-        raise ConfigError(
-            f"{other} does not go with --experts {config.model.experts}: {reason}. Leave one of them out."
-        )
-
-
-def _check_reproducible(config: TrainConfig) -> None:
-    reasons = {
-        f"--accumulate {config.accumulate}": config.accumulate > 1 and "the number of ranks decides it",
-        f"--tp {config.tp}": config.tp > 1 and "it splits the sums of a layer over ranks",
-        f"--experts {config.model.experts}": config.model.experts and "ranks run different experts",
-        f"--shard {config.shard}": config.shard not in ENGINE_SHARDS and "DDP sums in an order of its own",
-    }
-    for other, reason in reasons.items():
-        if reason:
-            raise ConfigError(
-                f"{other} does not go with --reproducible {config.reproducible}: {reason}. Leave one of them out."
-            )
-    if config.batch % config.reproducible:
-        raise ConfigError(
-            f"--reproducible {config.reproducible} does not divide --batch {config.batch}: microbatches must have equally many "
-            "sequences. Choose a divisor of --batch."
         )
 
 

@@ -32,6 +32,7 @@ from torch.optim import AdamW, Optimizer
 from shardwise import (
     CPUOffloadPolicy,
     FSDPModule,
+    MemoryLimit,
     MixedPrecisionPolicy,
     OffloadPolicy,
     OptimizerOffload,
@@ -300,15 +301,14 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
 class ShardingStrategy:
     """How a model is trained under one value of ``--shard``.
 
-    ``wrap`` gets the model on its device (heads split, parts compiled), the data-parallel mesh, and the place of shards if
-    that is not the one of the config; ``sync(model, on)``
-    says whether this microbatch's backward reduces gradients; ``clip`` returns the norm before; ``precision`` is entered
-    around forward; ``plain`` gives the module itself.
+    ``wrap`` gets the model on its device (heads split, parts compiled), the data-parallel mesh, and what --memory allows;
+    ``build_optimizer`` gets where its state is then; ``sync(model, on)`` says whether this microbatch's backward reduces
+    gradients; ``clip`` returns the norm before; ``precision`` is entered around forward; ``plain`` gives the module itself.
     """
 
     summary: str
-    wrap: Callable[[nn.Module, TrainConfig, DeviceMesh, OffloadPolicy | None], nn.Module]
-    build_optimizer: Callable[[nn.Module, TrainConfig, Path], Optimizer]
+    wrap: Callable[[nn.Module, TrainConfig, DeviceMesh, MemoryLimit | None], nn.Module]
+    build_optimizer: Callable[[nn.Module, TrainConfig, OptimizerOffload | None], Optimizer]
     sync: Callable[[nn.Module, bool], AbstractContextManager[None]]
     clip: Callable[[nn.Module, Optimizer, float], Tensor]
     precision: Callable[[TrainConfig, torch.device], AbstractContextManager[object]]
@@ -329,22 +329,20 @@ def param_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
     ]
 
 
-def build_adamw(model: nn.Module, config: TrainConfig, folder: Path) -> Optimizer:
-    """Return AdamW with one fused update per group, or per unit if its state is elsewhere; ``folder``: for state on disk.
+def build_adamw(model: nn.Module, config: TrainConfig, offload: OptimizerOffload | None = None) -> Optimizer:
+    """Return AdamW with one fused update per group, or per unit with ``offload``.
 
     With --reproducible its bits do not depend on how parameters are cut.
     """
     fixed = bool(config.reproducible)
     options: dict[str, Any] = {"lr": config.lr, "betas": (0.9, 0.95), "fused": not fixed, "foreach": fixed}
     groups = param_groups(model, config)
-    if config.optimizer_state == "device":
+    if offload is None:
         return AdamW(groups, **options)
-    on_disk = config.optimizer_state == "disk"
-    offload = OptimizerOffload(config.optimizer_share, undo=not on_disk, folder=str(folder) if on_disk else None)
     return ShardedOptimizer(dict(model.named_parameters()), AdamW, groups=groups, offload=offload, **options)
 
 
-def build_zero_adamw(model: nn.Module, config: TrainConfig, folder: Path) -> Optimizer:
+def build_zero_adamw(model: nn.Module, config: TrainConfig, offload: OptimizerOffload | None = None) -> Optimizer:
     """Return AdamW; every rank stores and updates the same number of elements of its state."""
     return ZeroRedundancyOptimizer(
         param_groups(model, config), AdamW, partition="even", lr=config.lr, betas=(0.9, 0.95), fused=True
@@ -356,11 +354,11 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def engine_options(config: TrainConfig, mesh: DeviceMesh, away: OffloadPolicy | None = None) -> dict[str, Any]:
+def _engine_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
     precision = MixedPrecisionPolicy()
     if config.dtype == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    offload = away or (CPUOffloadPolicy() if config.offload else OffloadPolicy())
+    offload = CPUOffloadPolicy() if config.offload else OffloadPolicy()
     return {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
 
 
@@ -368,19 +366,19 @@ def _shard_fully(
     model: nn.Module,
     config: TrainConfig,
     mesh: DeviceMesh,
-    away: OffloadPolicy | None,
+    memory: MemoryLimit | None,
     placements: Placements | None = None,
 ) -> nn.Module:
-    options = engine_options(config, mesh, away)
+    options = _engine_options(config, mesh)
     for expert in experts_of(model):
         fully_shard(expert, placements=placements, **options)
-    sharded = shard_model(model, strategy=placements, min_unit_bytes=config.min_unit_bytes, **options)
-    return _with_options(sharded, config)
+    options |= {"min_unit_bytes": config.min_unit_bytes, "memory": memory}
+    return _with_options(shard_model(model, strategy=placements, **options), config)
 
 
-def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, away: OffloadPolicy | None) -> nn.Module:
+def _replicate(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, memory: MemoryLimit | None) -> nn.Module:
     for module in (*experts_of(model), *blocks_of(model), model):
-        replicate(module, **engine_options(config, mesh, away))
+        replicate(module, **_engine_options(config, mesh))
     return _with_options(cast(FSDPModule, model), config)
 
 
@@ -391,7 +389,7 @@ def _with_options(model: FSDPModule, config: TrainConfig) -> FSDPModule:
     return model
 
 
-def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, away: OffloadPolicy | None) -> nn.Module:
+def _wrap_ddp(model: nn.Module, config: TrainConfig, mesh: DeviceMesh, memory: MemoryLimit | None) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)  # otherwise gradients would exist twice
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import (
@@ -72,7 +72,6 @@ from shardwise.recipes.sharding import (
     build_meshes,
     build_own,
     compile_blocks,
-    engine_options,
     load_init,
     local_optimizer,
     measure_held,
@@ -159,14 +158,14 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
         compile_blocks(plain, config.compile_backend)
     memory = None
     if memory_bytes is not None:
-        memory, config = _fit(run, ranks, plain, meshes.data, memory_bytes)
-        run = replace(run, config=config)
+        sizes = config.batch // (ranks.num_ranks * config.accumulate), config.model.context
+        memory = MemoryLimit(memory_bytes, sizes, folder=str(run.folder), accumulate=config.accumulate)
     elif config.recompute:
         blocks = set(blocks_of(plain))
         paths = [path for path, module in plain.named_modules() if module in blocks]
         apply_activations(plain, ActivationPolicy(dict.fromkeys(paths, "recompute")))
-    model = strategy.wrap(plain, config, meshes.data, memory and memory.offload_policy)
-    optimizer = strategy.build_optimizer(model, config, run.folder)
+    model = strategy.wrap(plain, config, meshes.data, memory)
+    optimizer = strategy.build_optimizer(model, config, memory and memory.offload)
     if config.init is not None and run.checkpoint is None:
         load_init(config.init, strategy.plain(model))
     fixed = None
@@ -182,20 +181,6 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
     damaged = resumed.skipped if resumed else ()
     numbers = num_parameters, unsharded, damaged
     return Trainer(run, ranks, strategy, model, optimizer, train, validation, *numbers, fixed, memory)
-
-
-def _fit(
-    run: TrainRun, ranks: RunRanks, plain: nn.Module, mesh: DeviceMesh, num_bytes: int
-) -> tuple[MemoryLimit, TrainConfig]:
-    """Let blocks of ``plain`` recompute; return the choice, and the config with the place of optimizer state."""
-    config = run.config
-    sizes = config.batch // (ranks.num_ranks * config.accumulate), config.model.context
-    memory = MemoryLimit(num_bytes, sizes, folder=str(run.folder), accumulate=config.accumulate)
-    policy = engine_options(config, mesh)["mp_policy"]
-    memory.fit(plain, mesh, config.shard, config.min_unit_bytes, policy)
-    place, share = ("device", 1.0) if memory.offload is None else ("disk", memory.offload.fraction)
-    recompute = memory.plan is not None and memory.plan.best is not None and memory.plan.best.setting.recompute
-    return memory, replace(config, recompute=recompute, optimizer_state=place, optimizer_share=share)
 
 
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
@@ -358,7 +343,7 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter, *, measure: bool)
     trainer.optimizer.step()
     held = HeldBytes(0, 0, 0)
     if measure:
-        on_disk = config.optimizer_state == "disk"
+        on_disk = trainer.memory is not None and trainer.memory.offload is not None
         held = measure_held(trainer.model, local_optimizer(trainer.optimizer), on_disk)
     trainer.optimizer.zero_grad()
     return _DoneStep(TrainedStep(step + 1, 0.0, float(norm), rate), loss, held)

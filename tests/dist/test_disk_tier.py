@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.folders import files_on_disk
 from helpers.jobs import Job, tell
 from helpers.models import batch_for, build, units_of
 from helpers.ranks import FOUR, on_ranks
@@ -94,12 +95,6 @@ def shared_folder() -> Generator[str, None, None]:
         yield made[0]
     finally:
         dist.barrier()
-
-
-def files_on_disk(folder: str) -> list[int]:
-    """Return the descriptors of this process that lead into ``folder``."""
-    links = {int(fd): f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
-    return [fd for fd, link in links.items() if os.path.lexists(link) and os.readlink(link).startswith(folder)]
 
 
 @pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.exhaustive)])

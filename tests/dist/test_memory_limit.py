@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.commands import COMMAND, options
+from helpers.folders import files_on_disk
 from helpers.forked_commands import run_forked
 from helpers.ranks import on_ranks
 from helpers.runs import metrics_of, write_text
@@ -18,7 +19,6 @@ from torch import nn
 
 from shardwise import (
     ConfigError,
-    DiskOffloadPolicy,
     MemoryLimit,
     OptimizerOffload,
     ShardedOptimizer,
@@ -93,20 +93,19 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
     above = memory.plan.candidates[0].peak.total - PROCESS
     for tenths in (7, 5):  # with four, nothing fits
         model, memory, chosen = fitted(PROCESS + above * tenths // 10, folder)
+        assert bool(files_on_disk(folder)) == chosen.offload  # of parameters
         before = [block.calls for block in blocks_of(model)]  # of plans
         assert losses_of(model, memory.offload) == expected
         calls = [block.calls - calls for block, calls in zip(blocks_of(model), before, strict=True)]
         recomputed = BLOCKS - chosen.keep_blocks if chosen.recompute else 0
         assert calls == [2 * STEPS] * recomputed + [STEPS] * (BLOCKS - recomputed)
         assert (memory.offload is not None) == (chosen.disk_share > 0)
-        assert isinstance(memory.offload_policy, DiskOffloadPolicy) == chosen.offload
         seen.add(recomputed)
     assert any(0 < recomputed < BLOCKS for recomputed in seen)
     assert chosen.offload  # with the least memory that suffices
     memory.limit = "64 GiB"
     shard_model(a_net(), memory=memory, min_unit_bytes=0)
     assert memory.offload is None  # what an earlier model needed is not used for this one
-    assert memory.offload_policy is None
 
 
 @on_ranks(2)

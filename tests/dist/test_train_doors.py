@@ -102,9 +102,8 @@ CASES: dict[str, Case] = {
             "accumulate": 2,
             "offload": True,
             "recompute": True,
-            "optimizer_state": "disk",
         },
-        (0.75, 0.75, 1.0),
+        (0.75, 0.75, 0.75),
     ),
     "full-tp": Case(
         {"shard": "zero3", "tp": 2, "accumulate": 2, "offload": True, "recompute": True},
@@ -113,10 +112,7 @@ CASES: dict[str, Case] = {
     "hybrid": Case({"shard": "hsdp", "accumulate": 2, "offload": True, "recompute": True}, (0.5, 0.5, 0.5)),
     "replicate": Case({"shard": "ddp", "accumulate": 2, "recompute": True}, (0.0, 0.0, 0.0)),
     "replicate-tp": Case({"shard": "ddp", "tp": 2, "offload": True}, (SPLIT / 2,) * 3),
-    "gradients": Case(
-        {"shard": "zero2", "accumulate": 2, "recompute": True, "optimizer_state": "host", "optimizer_share": 0.5},
-        (0.75, 0.75, 0.75),
-    ),
+    "gradients": Case({"shard": "zero2", "accumulate": 2, "recompute": True}, (0.75, 0.75, 0.75)),
     "optimizer": Case({"shard": "zero1", "accumulate": 2}, (0.0, 0.0, 0.75)),
     "none": Case({"shard": "none", "recompute": True}, (0.0, 0.0, 0.0)),
 }
@@ -134,7 +130,7 @@ BACK: dict[str, dict[str, object]] = {  # compiled here: fewer ranks, so fewer c
     "hybrid": {"shard": "zero1", **COMPILE},
     "replicate-tp": {"shard": "none", "recompute": True, **TRACE},
     "gradients": {"shard": "ddp", "recompute": True, "offload": True},
-    "optimizer": {"shard": "zero3", "recompute": True, "offload": True, "optimizer_state": "disk", **TRACE},
+    "optimizer": {"shard": "zero3", "recompute": True, "offload": True, **TRACE},
     "none": {"shard": "zero3", "tp": 2, "recompute": True, **TRACE},
 }
 
@@ -148,8 +144,6 @@ def _continue(run: Path, to: Path, step: int, **options: object) -> Job:
         "recompute": False,
         "compile": False,
         "accumulate": 1,
-        "optimizer_state": "device",
-        "optimizer_share": 1.0,
     }
     return Job(Start(resume=copy_cut_back(run, to, step)), with_overrides(config, plain | options))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -19,3 +20,9 @@ def folder_of_all() -> Generator[Path]:
         own = first.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else None
         yield Path(from_rank(0, own))
         dist.barrier()
+
+
+def files_on_disk(folder: str) -> list[int]:
+    """Return the descriptors of this process that lead into ``folder``."""
+    links = {int(fd): f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+    return [fd for fd, link in links.items() if os.path.lexists(link) and os.readlink(link).startswith(folder)]

@@ -127,7 +127,6 @@ def test_the_printed_config_is_toml_that_says_the_same(tmp_path: Path, capsys: p
 def test_every_option_of_a_run_is_repeated_by_its_file(field: str, tmp_path: Path) -> None:
     others: dict[str, object] = {
         "shard": "ddp", "transport": "gloo", "dtype": "bf16", "compile_backend": "eager", "text_column": "body",
-        "optimizer_state": "disk", "optimizer_share": 0.5,
     }  # fmt: skip
     old = getattr(TrainConfig(), field)
     new = others.get(field) or ("/a/file" if old is None else not old if isinstance(old, bool) else old + 2)

@@ -42,7 +42,7 @@ FOR_USERS = {
         host_s_per_update inside library_bytes limit_bytes memory_bytes memory_bytes_per_s name overlaps ranks_per_host
         shared usable""",
     "Loaded": "missing num_bytes_read path skipped step unexpected",
-    "MemoryLimit": "accumulate fit folder inputs limit loss offload offload_policy plan",
+    "MemoryLimit": "accumulate fit folder inputs limit loss offload plan",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
     "OffloadReport": "num_early num_redone num_units num_updates offloaded_bytes resident_bytes",
     "OptimizerOffload": "folder fraction num_threads over undo",

@@ -105,7 +105,7 @@ def test_generation_keeps_the_prompt_and_the_mode_and_calls_forward_once_per_byt
 
 def test_measured_bytes_of_a_plain_model_are_the_unsharded_bytes() -> None:
     model = build_gpt(SHAPE, 0)
-    optimizer = build_adamw(model, TrainConfig(), Path())
+    optimizer = build_adamw(model, TrainConfig())
     next_byte_loss(model, torch.ones(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.long)).backward()
     optimizer.step()
     held, whole = measure_held(model, optimizer), unsharded_of(model)
