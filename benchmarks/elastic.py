@@ -34,14 +34,17 @@ from chaos.elastic import run_elastic  # noqa: E402
 def kill(num_kills: int, seed: int) -> int:
     """Make runs until ``num_kills`` processes were killed; print a line for each; return 1 if one is wrong."""
     noise, killed, runs, num_wrong, steps = random.Random(seed), Counter[str](), 0, 0, 0
+    seconds: list[float] = []
     while killed.total() < num_kills:
         found = run_elastic(noise)
         killed[f"{found.num_ranks} ranks, {'replaced' if found.is_replaced else 'not replaced'}"] += found.num_dead
         runs, num_wrong, steps = runs + 1, num_wrong + (not found.is_right), steps + found.num_steps
+        seconds += found.recoveries_s
         print(f"{'right' if found.is_right else 'WRONG'}: {found.text}", flush=True)
         if not found.is_right:
             print(found.details, flush=True)
     print(f"{killed.total()} kills in {runs} runs of {steps} steps, {num_wrong} wrong: {dict(killed)}")
+    print(f"from a notice until the state was loaded, {len(seconds)} times: {[round(each, 3) for each in seconds]} s")
     return int(num_wrong > 0)
 
 

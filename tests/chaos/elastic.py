@@ -35,6 +35,7 @@ class ElasticOutcome:
         text: the run in one line.  details: its settings and what it has printed.
         num_ranks, is_replaced: of the start, and whether processes were started in place of lost ones.
         num_dead: processes that were killed.  num_passes, num_steps: of steps, and steps.
+        recoveries_s: of the last process to be rank 0, from each notice of a loss until the state was loaded.
     """
 
     is_right: bool
@@ -45,6 +46,7 @@ class ElasticOutcome:
     num_dead: int
     num_passes: int
     num_steps: int
+    recoveries_s: list[float]
 
 
 def _run(words: list[str], folder: str) -> tuple[int, str]:
@@ -80,7 +82,7 @@ def run_elastic(noise: random.Random) -> ElasticOutcome:
         settings["random"] = {**drawn, "immune": sorted(set(range(100)) - set(mortal))}
         words = ["-n", str(num_ranks), "--spares", str(num_spares), "--max-restarts", str(num_new - num_spares)]
         code, err = _run([*RUN, *words, elastic_program.__file__, json.dumps(settings)], folder)
-        found = torch.load(f"{folder}/out")[0] if code == 0 else {}
+        found, more = torch.load(f"{folder}/out") if code == 0 else ({}, {"seconds": [], "recoveries": []})
         expected = elastic_program.undisturbed(num_steps)
         is_right = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
         names = os.listdir(folder)
@@ -91,7 +93,9 @@ def run_elastic(noise: random.Random) -> ElasticOutcome:
     text += f"{num_dead} lost, {lost} losses, {seconds:.1f} s"
     text += ", stuck" * err.count("waits for a lost rank where nothing")
     details = "\n".join([json.dumps(settings), *words, str(code), err])
-    return ElasticOutcome(is_right, text, details, num_ranks, is_replaced, num_dead, passes, num_steps)
+    pairs = zip(more["seconds"], more["recoveries"], strict=True)
+    recoveries_s = [sum(parts.values()) for parts, cause in pairs if "was ended" in cause]
+    return ElasticOutcome(is_right, text, details, num_ranks, is_replaced, num_dead, passes, num_steps, recoveries_s)
 
 
 if __name__ == "__main__":
