@@ -168,6 +168,13 @@ def test_a_rank_that_nothing_can_interrupt_ends_itself_and_is_replaced(tmp_path:
     assert len(more["worlds"]) == 5, "another process makes steps 3 to 7, from the memory of both"
 
 
+@pytest.mark.parametrize("kind", ["fully_shard", "zero"])  # waits for shared memory, and in C++
+def test_ranks_that_wait_for_a_late_one_are_interrupted_before_it_comes(kind: str, tmp_path: Path) -> None:
+    words = {"kills": [[0, 200, 3]], "late": [1, 3], "waiting": [2, 3], "log": str(tmp_path)}
+    ended = elastic(tmp_path, "-n", "4", kind=kind, **words)
+    assert assert_undisturbed(tmp_path, ended)["worlds"][-1] == 2, "0 and 1 were killed, and nobody else"
+
+
 def test_a_rank_that_computes_on_a_busy_core_is_not_taken_for_one_that_waits() -> None:
     used_s = members._used_s  # pyright: ignore[reportPrivateUsage]
     shares: list[float] = []

@@ -105,7 +105,8 @@ def draw(process: int, number: int, random_kills: dict[str, Any]) -> str | float
 def train(settings: dict[str, Any]) -> None:
     """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms.
 
-    ``stuck``: ``[process, step]`` that waits for ever where Python does not run.  ``ballast``: width of a further layer.
+    ``stuck``: ``[process, step]`` that waits for ever where Python does not run.  ``late``: one that begins the step, and is
+    killed, when all ``waiting`` processes have been interrupted in it.  ``ballast``: width of a further layer.
     ``random``: kills that are drawn, see :func:`draw`.  ``log``: a folder for what starts and ends.
     """
     process, kind = int(os.environ["RANK"]), settings.get("kind", "fully_shard")
@@ -165,13 +166,22 @@ def train(settings: dict[str, Any]) -> None:
                 if settings.get("stuck") == [process, step.number]:
                     members._STUCK_S = 1.0  # pyright: ignore[reportPrivateUsage]
                     os.read(os.pipe()[0], 1)
+                if settings.get("late") == [process, step.number]:
+                    while not all(Path(settings["log"], f"raised-{each}").exists() for each in settings["waiting"]):
+                        time.sleep(0.01)
+                    time.sleep(0.5)  # they come to wait for this process in the next generation
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if settings.get("raises") == step.number and dist.get_rank() == 1:
                     raise ValueError("no such column")
                 if step.number >= 1 and settings.get("slow_ms"):
                     time.sleep(settings["slow_ms"] / 1000)
                 rank, size = dist.get_rank(), dist.get_world_size()
-                loss = state["model"](batch_of(step.number).chunk(size)[rank])
-                (loss * size / 4).backward()
+                try:
+                    loss = state["model"](batch_of(step.number).chunk(size)[rank])
+                    (loss * size / 4).backward()
+                except RuntimeError:
+                    note(settings, f"raised-{process}")
+                    raise
                 state["optimizer"].step()
                 state["optimizer"].zero_grad()
                 state["scheduler"].step()
