@@ -219,10 +219,14 @@ class WorkerPool:
         self._num_calls += 1
         payload = pickle.dumps((function, kwargs))
         store = self._store_port(), f"{self._num_calls}"
-        for rank in range(num_ranks):
-            task = _Task(payload, rank, num_ranks, store, backend, group_timeout_s or limit_s, self._keeps_group)
-            self._pipes[rank].send(task)
-        answers = self._collect(num_ranks, limit_s, is_failure)
+        try:
+            for rank in range(num_ranks):
+                task = _Task(payload, rank, num_ranks, store, backend, group_timeout_s or limit_s, self._keeps_group)
+                self._pipes[rank].send(task)
+            answers = self._collect(num_ranks, limit_s, is_failure)
+        except BaseException:  # an interrupt: the next call would get the answers of this one
+            self.replace()
+            raise
         return [answers[rank] for rank in range(num_ranks)]
 
     def replace(self) -> None:

@@ -94,7 +94,7 @@ def run_elastic(noise: random.Random) -> ElasticOutcome:
     text += ", stuck" * err.count("waits for a lost rank where nothing")
     details = "\n".join([json.dumps(settings), *words, str(code), err])
     pairs = zip(more["seconds"], more["recoveries"], strict=True)
-    recoveries_s = [sum(parts.values()) for parts, cause in pairs if "was ended" in cause]
+    recoveries_s = [sum(parts.values(), 0.0) for parts, cause in pairs if "was ended" in cause]
     return ElasticOutcome(is_right, text, details, num_ranks, is_replaced, num_dead, passes, num_steps, recoveries_s)
 
 

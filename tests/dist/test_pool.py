@@ -50,6 +50,16 @@ def test_fresh_calls_run_in_new_processes_and_forked_ones_leave_the_workers(prel
         assert own.run(_process, num_ranks=1) == (before if preload else fresh)
 
 
+def test_an_interrupted_call_leaves_no_answers_to_the_next_one() -> None:
+    def interrupt(value: object) -> bool:
+        raise KeyboardInterrupt
+
+    with WorkerPool(max_ranks=2, preload=PRELOAD) as own:
+        with pytest.raises(KeyboardInterrupt):
+            own.attempt(_process, is_failure=interrupt)
+        assert own.run(_sum_of_ranks) == [1.0, 1.0]
+
+
 def _frozen() -> int:
     return gc.get_freeze_count()
 
