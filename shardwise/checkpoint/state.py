@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar, cast, get_args
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -48,7 +46,7 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer, empty_state_of
 from shardwise.optim.slices import in_order_of
 from shardwise.optim.state_dict import options_of
 from shardwise.optim.sums import why_other_class
-from shardwise.random_state import RandomState
+from shardwise.random_state import RandomState, set_seed
 from shardwise.zero.optimizer import OptimizerState
 from shardwise.zero.partition import LocalSlice
 from shardwise.zero.state_dict import StateSlice
@@ -217,14 +215,6 @@ class PerRank:
         self._inner = inner
 
 
-def _seed_from(save_id: str, rank: int) -> None:
-    """Seed all generators from the save and this rank."""
-    seed = xxhash.xxh3_64_intdigest(f"{save_id}/{rank}".encode())
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed % 2**63)
-
-
 class ObjectCarrier:
     """Anything with ``state_dict`` and ``load_state_dict``, and dicts; equal on all ranks.
 
@@ -310,7 +300,7 @@ class PerRankCarrier:
 
     def ask(self, order: LoadRequests) -> Apply:
         """See :class:`ObjectCarrier`."""
-        saved_by, save_id = order.manifest.num_ranks, order.manifest.save_id
+        saved_by = order.manifest.num_ranks
         if saved_by == self._size:
             return ObjectCarrier(self.prefix, self._thing).ask(order)
         order.skip(self.prefix)
@@ -318,7 +308,8 @@ class PerRankCarrier:
         what = "each rank's is derived from the save" if is_random else "it stays as it is"
         if self._rank == 0:
             self._warn(f"{self._key}: {saved_by} ranks have saved theirs, {self._size} load it: {what}")
-        return (lambda: _seed_from(save_id, self._rank)) if is_random else (lambda: None)
+        seed = xxhash.xxh3_64_intdigest(f"{order.manifest.save_id}/{self._rank}".encode()) >> 1
+        return (lambda: set_seed(seed)) if is_random else (lambda: None)
 
 
 # ---- Optimizers as carriers: state and options by parameter names.  In memory, state is by the number of the parameter, as

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -25,6 +25,7 @@ from shardwise.planner.hardware import (
     STRATEGIES,
     UNIT_STRATEGIES,
     read_hardware,
+    state_bytes_of,
     with_hosts,
     with_memory,
 )
@@ -73,7 +74,13 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16", help="of the computation (default: bf16)"
     )
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)")
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help=f"{', '.join(OPTIMIZERS)}, in fp32; or MODULE:FUNCTION, which makes yours of parameters: its state is measured, "
+        "as torchao.optim:AdamW8bit's (default: adamw)",
+    )
     parser.add_argument(
         "--tp",
         type=int,
@@ -88,15 +95,10 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help="with --model-from: what parallelize_module takes for one block of the model (a preset has its own)",
     )
     parser.add_argument("--shard", nargs="+", choices=STRATEGIES, help="strategies to consider (default: all but DDP)")
-    parser.add_argument(
-        "--memory",
-        type=read_num_bytes,
-        metavar="SIZE",
-        help="that a plan may fill on a rank (default: 92 %% of the device's)",
-    )
-    parser.add_argument(
-        "--disk", action="store_true", help="CPU ranks may have optimizer state on disk where nothing else fits"
-    )
+    words = "that a plan may fill on a rank (default: 92 %% of the device's)"
+    parser.add_argument("--memory", type=read_num_bytes, metavar="SIZE", help=words)
+    words = "CPU ranks may have optimizer state on disk where nothing else fits"
+    parser.add_argument("--disk", action="store_true", help=words)
     parser.add_argument("--elastic", action="store_true", help="also say what the copies of `run --elastic` hold")
     parser.add_argument("--out", metavar="FOLDER", help="write plan.json there")
 
@@ -108,10 +110,13 @@ def run_plan(arguments: argparse.Namespace) -> int:
         hardware = with_hosts(hardware, arguments.ranks, arguments.hosts)
     if arguments.memory is not None:
         hardware = with_memory(hardware, arguments.memory)
+    optimizer = arguments.optimizer
+    if ":" in optimizer:
+        optimizer = _named(optimizer, "--optimizer", "FUNCTION")
     choices = Choices(
         precision=arguments.precision,
         accumulate=arguments.accumulate,
-        optimizer=arguments.optimizer,
+        optimizer=optimizer,
         disk=arguments.disk,
         keep_blocks=arguments.memory is not None,
         tensor=tuple(arguments.tp),
@@ -124,7 +129,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     inputs = (arguments.batch, arguments.seq)
     build = _model_of(arguments)
     found = plan(build, inputs, arguments.ranks, hardware=hardware, choices=choices)
-    copies = describe_copies(build, OPTIMIZERS[choices.optimizer]) if arguments.elastic else ""
+    copies = describe_copies(build, state_bytes_of(choices.optimizer)) if arguments.elastic else ""
     print(f"{found.table()}\n\n{_sums_of(found, arguments.reproducible)}{copies}{found.code()}", end="")
     if arguments.out is not None:
         folder = Path(arguments.out)
@@ -159,7 +164,7 @@ def plan_training(config: TrainConfig, ranks: int, device: str, is_elastic: bool
         return GPT(config.model)
 
     found = plan(build, size, ranks, hardware=hardware, choices=choices)
-    copies = describe_copies(build, OPTIMIZERS[choices.optimizer]) if is_elastic else ""
+    copies = describe_copies(build, state_bytes_of(choices.optimizer)) if is_elastic else ""
     print(f"{found}\n\n{_sums_of(found, config.reproducible)}{copies}".rstrip())
     return 0
 
@@ -199,9 +204,7 @@ def _model_of(arguments: argparse.Namespace) -> Callable[[], nn.Module]:
             return lambda: Llama(LLAMAS[name])
         shape = replace(PRESETS[name.removeprefix(_GPT)], context=arguments.seq)
         return lambda: GPT(shape)
-    return cast(
-        "Callable[[], nn.Module]", _named(arguments.model_from, "--model-from", "FUNCTION, such as my_model:build")
-    )
+    return _named(arguments.model_from, "--model-from", "FUNCTION, such as my_model:build")
 
 
 def _tensor_plan_of(arguments: argparse.Namespace) -> Mapping[str, ParallelStyle]:
@@ -217,7 +220,7 @@ def _tensor_plan_of(arguments: argparse.Namespace) -> Mapping[str, ParallelStyle
     return cast("Mapping[str, ParallelStyle]", found)
 
 
-def _named(source: str, option: str, expected: str) -> object:
+def _named(source: str, option: str, expected: str) -> Any:
     """Return what MODULE:NAME names.  Raises: ConfigError."""
     module, _, name = source.partition(":")
     if not name:

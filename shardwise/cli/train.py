@@ -275,37 +275,20 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="restart on the ranks that are left after some were killed, if M are (default: always on as many as before)",
     )
     group.add_argument(
-        "--elastic",
-        action="store_true",
-        help="go on from memory when ranks are killed, as shardwise run --elastic",
+        "--elastic", action="store_true", help="go on from memory when ranks are killed, as shardwise run --elastic"
     )
-    group.add_argument(
-        "--spares",
-        type=int,
-        metavar="N",
-        help="with --elastic: waiting processes (default: 0)",
-    )
+    group.add_argument("--spares", type=int, metavar="N", help="with --elastic: waiting processes (default: 0)")
     group.add_argument("--leave-s", type=float, metavar="S", help=LEAVE_HELP)
     group.add_argument(
         "--trace", type=int, metavar="STEPS", help="record every call of STEPS steps after the first, one file per rank"
     )
-    group.add_argument(
-        "--record-digests",
-        action="store_true",
-        help="with --reproducible: write digests of the parameters, outputs and gradients of every step to digests.jsonl",
-    )
-    group.add_argument(
-        "--compare-with",
-        metavar="RUN",
-        help="record digests, and end at the first step and tensor that differ from those of this run folder",
-    )
+    words = "with --reproducible: write digests of the parameters, outputs and gradients of every step to digests.jsonl"
+    group.add_argument("--record-digests", action="store_true", help=words)
+    words = "record digests, and end at the first step and tensor that differ from those of this run folder"
+    group.add_argument("--compare-with", metavar="RUN", help=words)
     group.add_argument("--plan", action="store_true", help="say what the run would hold and take, and stop")
-    group.add_argument(
-        "--memory",
-        type=read_num_bytes,
-        metavar="SIZE",
-        help="of a rank (2GiB): plan the run, and choose what is recomputed or on disk such that it fits",
-    )
+    words = "of a rank (2GiB): plan the run, and choose what is recomputed or on disk such that it fits"
+    group.add_argument("--memory", type=read_num_bytes, metavar="SIZE", help=words)
     group.add_argument("--device", choices=DEVICES, help="where to compute (default: auto = GPUs if there are any)")
 
 
@@ -441,7 +424,7 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets whe
 
 def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, str]) -> int:
     """Train as one rank; return 0, or 128 plus the signal on which it saved and left; a failure ends this process at once."""
-    from shardwise.recipes.train import ElasticTrainer, train  # need the packages that run_train has looked for
+    from shardwise.recipes.train import train, train_elastic  # need the packages that run_train has looked for
 
     warnings.filterwarnings("ignore", module=r"torch\.")
     logging.disable(logging.ERROR)  # torch logs tracebacks of failures that are reported below, once
@@ -457,7 +440,7 @@ def run_rank(request: TrainRequest, device_type: str, environment: Mapping[str, 
         device = _choose_own_device(device_type, environment)
         if VARIABLE in environment:
             claim = lambda: cast(Any, default_store()).add(_CLAIM, 1) == 1  # noqa: E731
-            number = ElasticTrainer(request.start, request.config, device).train(partial(stop_on_signals, False))
+            number = train_elastic(request.start, request.config, device, partial(stop_on_signals, False))
             dist.destroy_process_group()
             return 128 + number if number else 0
         place = _meet(request, environment)

@@ -246,7 +246,7 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
     """
     if group.size() == 1:
         return
-    tensors = [as_sent(part) for tensor in tensors for part in _plain(tensor)]
+    tensors = [as_sent(part) for tensor in tensors for part in plain_parts(tensor)]
     source = dist.get_global_rank(group, 0)
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -265,7 +265,8 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
                 tensor.copy_(part.view(tensor.shape))
 
 
-def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return ``tensor``, or the inner tensors of a wrapper subclass.  Raises: ConfigError if its class does not tell them."""
     if cast(Any, type(tensor)).__torch_dispatch__ is cast(Any, torch.Tensor).__torch_dispatch__:
         return [tensor]
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -275,7 +276,7 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
             "equal values"
         )
     names, _ = cast(Any, tensor).__tensor_flatten__()
-    return [part for name in names for part in _plain(getattr(tensor, name))]
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
 
 
 # ---- One all-to-all of tensors from every rank to every rank: shards to the owners of whole matrices, and back.

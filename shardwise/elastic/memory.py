@@ -174,17 +174,17 @@ class StateMemory:
         return newest
 
 
-def copied_bytes(model: nn.Module, state_bytes: int) -> int:
+def copied_bytes(model: nn.Module, state_bytes: float) -> int:
     """Return the bytes of all tensors in both sets; ``state_bytes``: of the optimizer, per trainable element.
 
     Names, and values that are no tensors, come on top: each file of a rank ends with a page for them, or several.
     """
     tensors = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
     trainable = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    return 2 * (sum(each.nbytes for each in tensors.values()) + state_bytes * trainable)
+    return 2 * (sum(each.nbytes for each in tensors.values()) + int(state_bytes * trainable))
 
 
-def describe_copies(build: Callable[[], nn.Module], state_bytes: int) -> str:
+def describe_copies(build: Callable[[], nn.Module], state_bytes: float) -> str:
     """Return :func:`copied_bytes` of what ``build`` makes, which needs no memory, in words."""
     with torch.device("meta"):
         num_bytes = copied_bytes(build(), state_bytes)

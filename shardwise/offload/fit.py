@@ -21,7 +21,15 @@ from shardwise.offload.activations import ActivationPolicy, apply_activations
 from shardwise.offload.optimizer import OptimizerOffload
 from shardwise.offload.tiers import DiskOffloadPolicy
 from shardwise.planner.advice import Choices, Plan, plan
-from shardwise.planner.hardware import UNIT_STRATEGIES, Hardware, Loss, default_loss, measured, this_host
+from shardwise.planner.hardware import (
+    UNIT_STRATEGIES,
+    Hardware,
+    Loss,
+    MakeOptimizer,
+    default_loss,
+    measured,
+    this_host,
+)
 
 
 @explains_fields
@@ -37,6 +45,7 @@ class MemoryLimit:
         inputs, loss: of one microbatch of a rank, as for :func:`plan`.
         folder: on a local disk that may have them, on CPU ranks; None: they stay in memory.
         accumulate: microbatches of a step.
+        optimizer: as in :class:`Choices`; a plan takes its state as it is, and never chooses a smaller one.
 
     Attributes:
         plan: set by ``shard_model``: what a step holds and takes, and why.
@@ -53,6 +62,7 @@ class MemoryLimit:
     loss: Loss = default_loss
     folder: str | None = None
     accumulate: int = 1
+    optimizer: str | MakeOptimizer = "adamw"
     plan: Plan | None = field(default=None, init=False)
     offload: OptimizerOffload | None = field(default=None, init=False)
 
@@ -77,6 +87,7 @@ class MemoryLimit:
             disk=self.folder is not None,
             precision="bf16" if precision.param_dtype == torch.bfloat16 else "fp32",
             accumulate=self.accumulate,
+            optimizer=self.optimizer,
         )
 
         def plan_for(hardware: Hardware | str) -> Plan:

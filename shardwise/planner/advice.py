@@ -22,12 +22,14 @@ from shardwise.planner.hardware import (
     UNIT_STRATEGIES,
     Hardware,
     Loss,
+    MakeOptimizer,
     Profile,
     Setting,
     TensorSplit,
     default_loss,
     dry_run,
     read_hardware,
+    state_bytes_of,
 )
 from shardwise.planner.rank_step import KINDS, Moment, RankMemory, RankTime, rank_units, step_of, steps_of, unit_paths
 
@@ -81,7 +83,8 @@ class Choices:
         disk: on CPU ranks, as little optimizer state as makes a way fit may be on disk, at last with parameters and gradients.
         precision: "fp32" or "bf16".
         accumulate: microbatches of a step.
-        optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``.
+        optimizer: one of ``adamw``, ``adam``, ``adagrad``, ``momentum``, ``sgd``, with state in fp32; or a function of
+            parameters that makes yours, whose state is measured: ``torchao.optim.AdamW8bit``.
         tensor: numbers of ranks that may split every block (tensor parallelism); 1: none.
         tensor_plan: how they split it, as ``parallelize_module`` takes it for one block.
     """
@@ -94,13 +97,15 @@ class Choices:
     disk: bool = False
     precision: str = "bf16"
     accumulate: int = 1
-    optimizer: str = "adamw"
+    optimizer: str | MakeOptimizer = "adamw"
     tensor: tuple[int, ...] = (1,)
     tensor_plan: Mapping[str, ParallelStyle] = field(default_factory=dict[str, ParallelStyle])
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer is {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}")
+        if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer is {self.optimizer!r}, expected one of {', '.join(OPTIMIZERS)}, or a function"
+            )
         if self.precision not in ("fp32", "bf16"):
             raise ConfigError(f"precision is {self.precision!r}, expected fp32 or bf16")
         if not self.tensor or min(self.tensor) < 1:
@@ -208,6 +213,7 @@ class Search:
     ranks: int
     hardware: Hardware
     choices: Choices
+    dtype: torch.dtype = torch.float32  # of the parameters
     left_out: list[str] = field(default_factory=list[str])
 
     def run(self) -> SearchResult:
@@ -259,7 +265,7 @@ class Search:
         return found
 
     def _settings(self) -> Iterator[Setting]:
-        choices = self.choices
+        choices, state_bytes = self.choices, state_bytes_of(self.choices.optimizer, self.dtype)
         for tensor in choices.tensor:
             if self.ranks % tensor:
                 self.left_out.append(f"tp {tensor}: it does not divide {self.ranks:,} ranks")
@@ -269,7 +275,7 @@ class Search:
                 tensor=tensor,
                 precision=choices.precision,
                 accumulate=choices.accumulate,
-                state_bytes=OPTIMIZERS[choices.optimizer],
+                state_bytes=state_bytes,
             )
             for strategy in choices.strategies:
                 if strategy == "hsdp":
@@ -509,7 +515,8 @@ def plan(
     def profile_of(setting: Setting) -> Profile:
         return profile(setting.computes_in, setting.recompute, setting.keep_blocks, setting.tensor)
 
-    found = Search(profile_of, ranks, machine, choices).run()
+    dtype = next((param.dtype for param in built.parameters() if param.is_floating_point()), torch.float32)
+    found = Search(profile_of, ranks, machine, choices, dtype).run()
     first = next(each for each in given if isinstance(each, torch.Tensor))
     return Plan(
         found.candidates,

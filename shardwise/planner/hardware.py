@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwise import torch_private
+from shardwise.collectives.owned import plain_parts
 from shardwise.errors import ConfigError
 from shardwise.fsdp.mesh import STRATEGIES as ROWS
 from shardwise.fsdp.shard_model import families_of
@@ -295,6 +296,19 @@ ONE_UNIT = 1 << 62  # a unit size that no block has: all parameters are one unit
 
 # Bytes of state per parameter of element-wise optimizers, in fp32.
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 8, "adam": 8, "adagrad": 4, "momentum": 4, "sgd": 0})
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def state_bytes_of(optimizer: str | MakeOptimizer, dtype: torch.dtype = torch.float32) -> float:
+    """Return the bytes of state per element: of one of ``OPTIMIZERS``, or measured after a step of the user's, in ``dtype``."""
+    if isinstance(optimizer, str):
+        return OPTIMIZERS[optimizer]
+    param = nn.Parameter(torch.zeros(1 << 10, 1 << 10, dtype=dtype, device="cpu"))
+    param.grad, made = torch.zeros_like(param), optimizer([param])
+    with torch.random.fork_rng(devices=()), torch.compiler.set_stance("force_eager"):  # torchao rounds, and compiles
+        made.step()
+    values = [value for value in made.state[param].values() if isinstance(value, torch.Tensor) and value.dim()]
+    return sum(part.nbytes for value in values for part in plain_parts(value)) / param.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +325,7 @@ class Setting:
         offload: shards, gradients and optimizer state are in the host's memory; of CPU ranks, on a disk.
         disk_share: the part of the optimizer state that is on disk between updates.
         accumulate: microbatches of a step.
-        state_bytes: of the optimizer, per element that it updates.
+        state_bytes: of the optimizer, per element that it updates; below those of fp32 only where the user's has less.
         depth: units to prefetch.
         transport: ``COLLECTIVE``: the backend's; ``SHARED``: CPU ranks of one host read each other's memory.
     """
@@ -326,7 +340,7 @@ class Setting:
     offload: bool = False
     disk_share: float = 0.0
     accumulate: int = 1
-    state_bytes: int = OPTIMIZERS["adamw"]
+    state_bytes: float = OPTIMIZERS["adamw"]
     depth: int = 1
     tensor: int = 1
     transport: str = COLLECTIVE

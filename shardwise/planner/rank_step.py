@@ -437,7 +437,7 @@ class _Memory:
             trainable = [param for param in profile.params if param.is_trainable]
             owners = setting.ranks if setting.strategy != "none" else 1
             self.held["parameters"] = profile.buffer_bytes + sum(param.num_bytes for param in profile.params)
-            self.held["optimizer"] = -(-sum(param.numel for param in trainable) // owners) * setting.state_bytes
+            self.held["optimizer"] = int(-(-sum(param.numel for param in trainable) // owners) * setting.state_bytes)
             self.held["gradients"] = sum(param.num_bytes for param in trainable)  # DDP's buckets
             return
         shards, numel = sum(unit.shard_bytes for unit in units), sum(unit.state_numel for unit in units)
@@ -570,7 +570,7 @@ class _Memory:
     def end_step(self) -> None:
         """End the optimizer step, in which two units of state that is on disk move while one is updated."""
         self.held["activations"] = 0
-        states = [of.unit.state_numel * self.setting.state_bytes for of in self.units]
+        states = [int(of.unit.state_numel * self.setting.state_bytes) for of in self.units]
         away = int(sum(states) * self.setting.disk_share)
         read = sum(of.unit.section_bytes for of in self.units) if self.is_on_disk else 0  # by the norm of gradients
         self.note_with({"gradients": read, "optimizer": min(away, sum(sorted(states)[-2:]))}, "optimizer step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,9 +32,7 @@ from shardwise import (
 )
 from shardwise.checkpoint import finish
 from shardwise.consistency.recorder import BLACK_BOX
-from shardwise.elastic.run import Recovery
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.formatting import format_bytes
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
 from shardwise.recipes.data import (
     Windows,
@@ -483,58 +481,44 @@ def _end(trainer: Trainer, run_log: RunLog, outcome: Finished | Stopped | None, 
 # ---- ``--elastic``: the same steps on ranks that change.
 
 
-class ElasticTrainer:
-    """What the present ranks of an elastic run have built and opened; figures of steps that are made again are replaced.
+def train_elastic(start: Start, config: TrainConfig, device: torch.device, listening: Listening) -> int:
+    """Do as :func:`train`, of which ``start`` names the folder; there is no process group yet.
 
-    ``start``: names the folder.
+    Figures of steps that are made again are replaced.
     """
+    folder, opened, run_log = start.resume or start.out or Path(), ExitStack(), RunLog()
+    trainer: Trainer | None = None  # what the present ranks have built
+    steps: Iterator[Finished | Stopped | None] | None = None  # of these ranks, once they have begun
 
-    def __init__(self, start: Start, config: TrainConfig, device: torch.device) -> None:
-        self._start, self._config, self._device = start, config, device
-        self._folder = start.resume or start.out or Path()
-        self._opened = ExitStack()
-        self._trainer: Trainer | None = None
-        self._steps: Iterator[Finished | Stopped | None] | None = None
-        self._run_log = RunLog()
-
-    def train(self, listening: Listening = listen_to_nobody) -> int:
-        """Do as :func:`train`; there is no process group yet."""
-        config, outcome = self._config, None
-        run = elastic(
-            self._build,
-            num_steps=config.steps,
-            num_microbatches=math.gcd(config.reproducible, config.batch // config.accumulate),
-            folder=self._folder / "checkpoints",
-        )
-        with listening() as asked, self._opened:
-            for step in run:
-                with step:
-                    outcome = next(self._steps or self._open(step.number, asked, run.recoveries))
-                    self._run_log.flush()
-                if isinstance(outcome, Stopped):
-                    break
-            assert self._trainer is not None
-            return _end(self._trainer, self._run_log, outcome, self._opened)
-
-    def _build(self) -> dict[str, Any]:
-        self._opened.close()
-        self._trainer, self._steps, self._run_log = None, None, RunLog()
-        ranks = RunRanks(dist.get_rank(), dist.get_world_size(), self._device)
-        told = ranks.from_first(run_to_json(prepare_again(self._start, self._config)) if ranks.is_first else None)
+    def build() -> dict[str, Any]:
+        nonlocal trainer, steps, run_log
+        opened.close()
+        trainer, steps, run_log = None, None, RunLog()  # their memory is free before there is more
+        ranks = RunRanks(dist.get_rank(), dist.get_world_size(), device)
+        told = ranks.from_first(run_to_json(prepare_again(start, config)) if ranks.is_first else None)
         if ranks.is_first:
-            self._opened.enter_context(lock_run(self._folder))
-        trainer = self._trainer = build_trainer(run_from_json(told, self._config), ranks)
+            opened.enter_context(lock_run(folder))
+        trainer = build_trainer(run_from_json(told, config), ranks)
         return entries_of(trainer.strategy.plain(trainer.model), trainer.optimizer, trainer.fixed)
 
-    def _open(self, number: int, asked: Asked, recoveries: Sequence[Recovery]) -> Iterator[Finished | Stopped | None]:
-        """Begin after ``number`` steps; return the others."""
-        trainer, config = cast(Trainer, self._trainer), self._config
-        done = RunProgress(number, number * config.batch, config.model, trainer.num_parameters) if number else None
-        trainer = self._trainer = replace(trainer, run=replace(trainer.run, done=done))
-        restart = Restart(len(recoveries), recoveries[-1].cause) if recoveries else None
-        self._run_log = _begin(trainer, restart, self._opened)
-        self._steps = train_steps(trainer, self._run_log, asked)
-        return self._steps
+    num_microbatches = math.gcd(config.reproducible, config.batch // config.accumulate)
+    run = elastic(build, num_steps=config.steps, num_microbatches=num_microbatches, folder=folder / "checkpoints")
+    outcome: Finished | Stopped | None = None
+    with listening() as asked, opened:
+        for step in run:
+            with step:
+                if trainer is not None and steps is None:
+                    windows, size = step.number * config.batch, trainer.num_parameters
+                    done = RunProgress(step.number, windows, config.model, size) if step.number else None
+                    trainer = replace(trainer, run=replace(trainer.run, done=done))
+                    restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
+                    run_log = _begin(trainer, restart, opened)
+                    steps = train_steps(trainer, run_log, asked)
+                outcome = next(cast("Iterator[Finished | Stopped | None]", steps))
+                run_log.flush()
+            if isinstance(outcome, Stopped):
+                break
+        return _end(cast(Trainer, trainer), run_log, outcome, opened)
 
 
 def _digests(trainer: Trainer, start: Start) -> AbstractContextManager[object]:
@@ -605,11 +589,6 @@ def _say_start(trainer: Trainer, run_log: RunLog) -> None:
         run_log.say(trainer.memory.plan.why())
     if trainer.config.shard in ENGINE_SHARDS:
         run_log.say(str(describe_units(trainer.model)))
-    if trainer.fixed is not None:
-        sent, held = map(format_bytes, trainer.fixed.costs().values())
-        run_log.say(
-            f"--reproducible {config.reproducible}: a rank sends {sent} of gradients per step; partial sums hold {held}"
-        )
     for text in trainer.damaged:
         run_log.say(f"DAMAGED: {text}")
     if run.done is not None:

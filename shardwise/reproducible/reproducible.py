@@ -204,18 +204,6 @@ class Reproducible:
         limit = Limit(max_norm, norm_type, error_if_nonfinite)
         return clip_by_rows([*self.model.parameters()], limit, self.axes)
 
-    def costs(self) -> dict[str, int]:
-        """Return bytes of a step on this rank, but for the padding of buffers: "sent" in sums, and "held" by partial sums.
-
-        An all-reduce sends what a ring does; over shared memory nothing is sent.
-        """
-        num_bytes = sum(
-            param.shard.section_numel * group.reduce_dtype(param).itemsize * param.sharded.requires_grad
-            for _, group in self._found
-            for param in group.params
-        )
-        return {"sent": self.place.sent(num_bytes), "held": self.place.held(num_bytes)}
-
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:

@@ -633,8 +633,11 @@ class Transaction:
     ) -> bool:
         ledger = self._ledger
         try:
-            if error is None:
-                error = self._arrive()
+            if error is None and ledger.agreement is not None:
+                try:
+                    ledger.agreement.arrive()
+                except BaseException as raised:
+                    error = raised
             if error is None:
                 self.outcome = "committed"
                 return False
@@ -642,15 +645,6 @@ class Transaction:
         finally:
             ledger.close()
             del error, trace  # they reference this frame
-
-    def _arrive(self) -> BaseException | None:
-        agreement = self._ledger.agreement
-        try:
-            if agreement is not None:
-                agreement.arrive()
-        except BaseException as error:
-            return error
-        return None
 
     def _fail(self, error: BaseException, is_own: bool) -> bool:
         """Undo the step with all ranks; return True to suppress the exception."""

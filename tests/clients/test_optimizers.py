@@ -14,6 +14,7 @@ from helpers.ranks import on_ranks
 from helpers.sharded import shard_units, step_on_drawn_gradients
 
 from shardwise import ShardedOptimizer
+from shardwise.planner.hardware import state_bytes_of
 
 pytestmark = pytest.mark.clients
 
@@ -94,3 +95,10 @@ def test_whole_matrices() -> None:
 
     for name, options in WHOLE_MATRIX.items():
         run(getattr(pytorch_optimizer, name), "whole_matrix", options)
+
+
+def test_a_plan_counts_the_8_bit_state_of_torchaos() -> None:
+    from torchao.optim import AdamW8bit
+
+    scales = 2 * 4 / 256  # a number per block, for both averages
+    assert state_bytes_of(AdamW8bit) == pytest.approx(2 + scales, rel=0.01)

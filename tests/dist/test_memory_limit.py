@@ -112,7 +112,10 @@ def test_a_model_that_is_made_to_fit_has_the_losses_of_the_plain_one() -> None:
 def test_a_plan_draws_no_random_numbers() -> None:
     model, inputs = a_net(), (torch.empty(BATCH, WIDTH),)
     before = torch.get_rng_state()
-    shard_model(model, memory=MemoryLimit("64 GiB", inputs, folder=tempfile.gettempdir()))
+    memory = MemoryLimit("64 GiB", inputs, folder=tempfile.gettempdir(), optimizer=torch.optim.SGD)
+    shard_model(model, memory=memory)
+    assert memory.plan is not None
+    assert {each.setting.state_bytes for each in memory.plan.candidates} == {0}  # as of the optimizer that is given
     assert torch.equal(torch.get_rng_state(), before)  # with dropout, the step would have other bits than a plain one
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +23,10 @@ from shardwise.cli.main import main
 from shardwise.elastic.memory import copied_bytes
 from shardwise.formatting import format_bytes
 from shardwise.plan.schedule import StepEvent
-from shardwise.planner.hardware import UNIT_STRATEGIES, Profile, Setting, StepMark, dry_run
+from shardwise.planner.hardware import HARDWARE, UNIT_STRATEGIES, Profile, Setting, StepMark, dry_run
 from shardwise.recipes.config import PRESETS
 from shardwise.recipes.gpt import GPT
+from shardwise.reproducible.tree import BatchPlace
 
 
 def blocks(width: int = 32) -> nn.Module:
@@ -157,20 +160,48 @@ def test_the_command_plans_and_train_plans_before_it_runs(capsys: pytest.Capture
 def test_a_plan_says_what_reproducible_sums_cost(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--seq", "64", "--hardware", "cpu", "--hosts", "2", "--precision", "fp32", "--reproducible", "12"]
     assert main(["plan", "--preset", "gpt-tiny", "--ranks", "4", "--shard", strategy, *options]) == 0
-    model: Any = GPT(replace(PRESETS["tiny"], context=64))
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)  # holds most: microbatches 3, 4 and 5
-    try:
-        sizes, names = ((2, 2), ("replicate", "shard")) if strategy == "hsdp" else ((4,), None)
-        mesh = device_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        shardwise.shard_model(model, strategy=strategy, mesh=mesh)
-        costs = shardwise.Reproducible(model, num_microbatches=12).costs()
-    finally:
-        dist.destroy_process_group()
-    sent, held = map(format_bytes, costs.values())
+    shards = {"zero3": 4, "hsdp": 2, "ddp": 1}[strategy]
+    place = BatchPlace(
+        12, shards, 4 // shards, int(shards > 1), int(shards == 1)
+    )  # it holds most: microbatches 3, 4 and 5
+    params = [*GPT(replace(PRESETS["tiny"], context=64)).parameters()]
+    num_bytes = sum(4 * -(-len(param) // shards) * (param.numel() // len(param)) for param in params)
+    sent, held = map(format_bytes, (place.sent(num_bytes), place.held(num_bytes)))
     text = f"--reproducible 12: a rank sends {sent} of gradients per step; partial sums hold {held}, "
     assert text in capsys.readouterr().out
     assert main(["train", "--plan", "--nproc", "4", "--device", "cpu", "--reproducible", "4", "--batch", "8"]) == 0
     assert "--reproducible 4: a rank sends " in capsys.readouterr().out
+
+
+class SmallState(torch.optim.Optimizer):
+    """Keeps a byte per element, and a number per row of 256; draws random numbers, as rounding does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            codes = torch.randint(255, param.shape, dtype=torch.uint8)
+            self.state[param] = {"codes": codes, "scales": torch.ones(param.numel() // 256), "step": torch.ones(())}
+
+
+def test_only_an_optimizer_that_is_asked_for_has_less_state_than_fp32(tmp_path: Path) -> None:
+    def state_bytes(model: nn.Module, **asked: Any) -> set[float]:
+        found = shardwise.plan(model, (torch.empty(8, 32),), 2, hardware=tight, choices=shardwise.Choices(**asked))
+        each = [*found.candidates, *(change.best for change in found.changes)]
+        return {candidate.setting.state_bytes for candidate in each}
+
+    tight = replace(HARDWARE["cpu"], memory_bytes=1 << 10)  # so that all changes are tried, too
+    model = blocks()
+    assert state_bytes(model) == state_bytes(model, optimizer=torch.optim.AdamW) == {8}
+    before = torch.get_rng_state()
+    assert state_bytes(model, optimizer=SmallState) == {1 + 4 / 256}
+    assert torch.equal(torch.get_rng_state(), before)
+    assert state_bytes(model.bfloat16(), optimizer=torch.optim.AdamW) == {4}
+    words = ["plan", "--preset", "gpt-tiny", "--ranks", "2", "--seq", "64", "--out", str(tmp_path), "--optimizer"]
+    assert main([*words, f"{__name__}:SmallState"]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["candidates"][0]["state_bytes"] == 1 + 4 / 256
+    assert main([*words, "torch.optim:NoSuch"]) == 2
 
 
 def test_a_plan_says_what_the_copies_of_an_elastic_run_hold(capsys: pytest.CaptureFixture[str]) -> None:

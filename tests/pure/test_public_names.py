@@ -42,7 +42,7 @@ FOR_USERS = {
         host_s_per_update inside library_bytes limit_bytes memory_bytes memory_bytes_per_s name overlaps ranks_per_host
         shared usable""",
     "Loaded": "missing num_bytes_read path skipped step unexpected",
-    "MemoryLimit": "accumulate fit folder inputs limit loss offload plan",
+    "MemoryLimit": "accumulate fit folder inputs limit loss offload optimizer plan",
     "MixedPrecisionPolicy": "cast_forward_inputs output_dtype param_dtype param_dtype_override_fn reduce_dtype",
     "OffloadReport": "num_early num_redone num_units num_updates offloaded_bytes resident_bytes",
     "OptimizerOffload": "folder fraction num_threads over undo",
@@ -50,7 +50,7 @@ FOR_USERS = {
     "Plan": "batch best candidates changes code hardware left_out model num_parameters ranks table to_json why",
     "RandomState": "load_state_dict state_dict",
     "ReplicateModule": f"{_MODULE} no_sync require_backward_grad_sync",
-    "Reproducible": "axes clip_grad_norm_ costs load_state_dict microbatches model observer place state_dict step sum",
+    "Reproducible": "axes clip_grad_norm_ load_state_dict microbatches model observer place state_dict step sum",
     "RunDigests": "begin end",
     "ShardPlacementResult": "mesh_info placement",
     "ShardedOptimizer": f"{_OPTIMIZER} blank_state_dict full_state_dict named_params",

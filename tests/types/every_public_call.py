@@ -241,7 +241,6 @@ def undoes(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor) -> 
 
 def is_reproducible(model: FSDPModule, optimizer: torch.optim.Optimizer, data: Tensor) -> Tensor:
     fixed = Reproducible(model, optimizer, num_microbatches=4, seed=1)
-    assert fixed.costs()["sent"] >= 0
     losses: list[Tensor] = []
     for number in fixed.microbatches():
         losses.append(model(data[number]).sum())
