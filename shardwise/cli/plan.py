@@ -74,13 +74,8 @@ def add_plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
     parser.add_argument(
         "--precision", choices=("fp32", "bf16"), default="bf16", help="of the computation (default: bf16)"
     )
-    parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)}, in fp32; or MODULE:FUNCTION, which makes yours of parameters: its state is measured, "
-        "as torchao.optim:AdamW8bit's (default: adamw)",
-    )
+    words = f"{', '.join(OPTIMIZERS)}, in fp32, or yours as torchao.optim:AdamW8bit, which is measured (default: adamw)"
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help=words)
     parser.add_argument(
         "--tp",
         type=int,
