@@ -30,11 +30,12 @@ from shardwise.cli import (
 )
 from shardwise.consistency.liveness import host_id
 from shardwise.consistency.recorder import BLACK_BOX, PATTERN
-from shardwise.elastic.members import ElasticTerms, outliving
-from shardwise.errors import ConfigError
+from shardwise.elastic.members import ElasticTerms, meet, outliving
+from shardwise.errors import ConfigError, RankError, TransportError
 from shardwise.formatting import format_ranks
 from shardwise.loop.launch import (
     LEAVE_S,
+    LOOPBACK,
     Ended,
     FailedRank,
     LaunchContext,
@@ -152,7 +153,7 @@ def launch_elastic(terms: ElasticTerms, words: Sequence[str], leave_s: float) ->
     """Run the command in processes that outlive each other; return the exit code."""
 
     def prepare(store: dist.TCPStore, place: LaunchContext) -> LaunchContext:
-        place = outliving(terms, store, place)
+        place = outliving(terms, 0, LOOPBACK, store, place)
         return replace(place, told={**place.told, LAUNCHER_VARIABLE: os.getpid()})
 
     program = UserProgram("module", (COMMAND[1], *words), prepare=prepare)
@@ -228,7 +229,9 @@ def add_run_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     parser.add_argument("--leave-s", type=float, default=LEAVE_S, metavar="S", help=LEAVE_HELP)
     add_elastic_arguments(parser)
-    parser.add_argument("--nnodes", metavar="N", help=argparse.SUPPRESS)  # torchrun's: answered with torchrun's command
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="with --elastic: hosts")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="of this host")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where host 0 listens")
     parser.add_argument("-m", "--module", action="store_true", help="run the module of this name in place of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="a script and its arguments")
 
@@ -259,10 +262,16 @@ def run_run(arguments: argparse.Namespace) -> int:
     if arguments.max_restarts < 0:
         raise ConfigError(f"--max-restarts is {arguments.max_restarts}, expected at least 0.")
     check_leave(arguments.leave_s)
-    if arguments.nnodes not in (None, "1"):
-        if arguments.elastic:
-            raise ConfigError("--elastic runs on one host, whose launcher has the state in memory: leave --nnodes out.")
-        command = ["torchrun", "--nnodes", arguments.nnodes, "--nproc-per-node", str(nproc), "--rdzv-backend", "c10d"]
+    if arguments.nnodes != 1 and not arguments.elastic:
+        command = [
+            "torchrun",
+            "--nnodes",
+            str(arguments.nnodes),
+            "--nproc-per-node",
+            str(nproc),
+            "--rdzv-backend",
+            "c10d",
+        ]
         command += ["--rdzv-endpoint", "FIRST_HOST:29400", *["-m"] * arguments.module, *words]
         raise ConfigError(
             f"--nnodes {arguments.nnodes}: shardwise run starts the ranks of one host. Run this on every host: "
@@ -278,12 +287,30 @@ def run_run(arguments: argparse.Namespace) -> int:
         if arguments.spares or arguments.min_nproc != 1:
             raise ConfigError("--spares and --min-nproc need --elastic.")
         return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
-    if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc:
+    hosts, host = arguments.nnodes, arguments.node_rank
+    if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc * hosts:
         raise ConfigError(
-            f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to {nproc}."
+            f"--spares is {arguments.spares}, expected at least 0; --min-nproc is {arguments.min_nproc}, expected 1 to "
+            f"{nproc * hosts}."
         )
-    terms = ElasticTerms(nproc, arguments.spares, arguments.max_restarts, arguments.min_nproc)
-    return _run(replace(program, prepare=partial(outliving, terms)), nproc, 0, arguments.leave_s)
+    address, _, port = (arguments.rdzv_endpoint or f"{LOOPBACK}:0").rpartition(":")
+    if (
+        not 0 <= host < hosts
+        or not (address and port.isdigit())
+        or (hosts > 1) != (arguments.rdzv_endpoint is not None)
+    ):
+        raise ConfigError(
+            f"--nnodes is {hosts}, --node-rank {host} and --rdzv-endpoint {arguments.rdzv_endpoint}, expected 0 to nnodes - 1, "
+            "and for several hosts an address and a port of the first one, as host0:29400"
+        )
+    terms = ElasticTerms(nproc * hosts, arguments.spares, arguments.max_restarts, arguments.min_nproc, hosts)
+    prepare = partial(outliving, terms, host, address)
+    program = replace(program, prepare=prepare, store=partial(meet, (address, int(port)), host))
+    try:
+        return _run(program, nproc, 0, arguments.leave_s)
+    except (RankError, TransportError) as error:  # it has ended on another host
+        print(f"shardwise: error: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def check_leave(leave_s: float) -> None:

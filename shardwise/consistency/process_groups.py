@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -208,6 +208,18 @@ def largest_words(words: torch.Tensor, group: dist.ProcessGroup) -> None:
     note(EVERYBODY)
     await_collective(work, group)
     note("went on")
+
+
+def broadcast(data: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Replace ``data`` by that of rank ``source`` of ``group``, a gloo group."""
+    await_collective(dist.broadcast(data, group=group, group_src=source, async_op=True), group)
+
+
+def begin_exchange(
+    received: torch.Tensor, sent: torch.Tensor, takes: list[int], sends: list[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Send ``sends[rank]`` elements to each rank of ``group``, in order, and receive ``takes[rank]``."""
+    return cast(dist.Work, dist.all_to_all_single(received, sent, takes, sends, group, async_op=True))
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:

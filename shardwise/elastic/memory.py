@@ -2,6 +2,9 @@
 
 There are two sets of files, one per rank in each.  Steps are written to them in turn, so that one set is complete whenever
 a rank is killed.  A rank at any position of any world reads what it needs, by the names and windows of checkpoints.
+
+On several hosts each host has such files.  A rank sends its part to a rank of the next host, during the next forward, and
+all have received before the older set is written over: one set is complete without any one host.
 """
 
 from __future__ import annotations
@@ -16,11 +19,19 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.checkpoint.contents import Contents, LoadRequests, Request, merged
 from shardwise.checkpoint.format import Manifest, PartRecord, TensorRecord, Write, bytes_of, sum_of
 from shardwise.checkpoint.state import carriers_of
+from shardwise.consistency.process_groups import (
+    await_collective,
+    begin_exchange,
+    broadcast,
+    gather_objects,
+    largest_words,
+)
 from shardwise.errors import ConfigError
 from shardwise.formatting import format_bytes
 from shardwise.layout import align
@@ -50,8 +61,8 @@ class _MemoryFile:
     places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     parts: str = ""
 
-    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents) -> None:
-        """Write this rank's part.  The mark is last, so that a file that is not whole has none."""
+    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents) -> torch.Tensor:
+        """Write this rank's part, and return its bytes.  The mark is last, so that a file that is not whole has none."""
         if self.writes is not writes:
             self.places = list(pairwise(accumulate((write.num_bytes for write in writes), initial=_BEGIN)))
             rows = [
@@ -70,6 +81,14 @@ class _MemoryFile:
         note("elastic commit", f"step {moment.step}")
         mapping[end : end + len(text)] = text
         _MARK.pack_into(mapping, 0, 1, end, len(text))
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=end + len(text))
+
+    def put(self, part: torch.Tensor) -> None:
+        """Write the bytes of a rank of another host."""
+        mapping, data = self._sized(len(part)), memoryview(bytes_of(part))
+        mapping[: _MARK.size] = bytes(_MARK.size)
+        mapping[_MARK.size : len(data)] = data[_MARK.size :]
+        mapping[: _MARK.size] = data[: _MARK.size]
 
     def _sized(self, num_bytes: int) -> mmap.mmap:
         if self.mapping is None or len(self.mapping) < num_bytes:
@@ -85,16 +104,24 @@ class _MemoryFile:
         is_whole, begin, length = _MARK.unpack(os.pread(self.fd, _MARK.size, 0) or bytes(_MARK.size))
         return json.loads(os.pread(self.fd, length, begin)) if is_whole else None
 
+    def read(self) -> torch.Tensor:
+        """Return the memory."""
+        return torch.frombuffer(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)
+
 
 class SavedState:
-    """One complete set: the state after a step."""
+    """One complete set: the state after a step.
+
+    ``holders``: for each file, the ranks that describe a host which has it, and the file's description.
+    """
 
     def __init__(
-        self, number: int, moment: CommitMark, files: Sequence[_MemoryFile], described: Sequence[list[Any]]
+        self, moment: CommitMark, files: Sequence[_MemoryFile], holders: Sequence[dict[int, list[Any]]]
     ) -> None:
-        self.number, self.moment, self._files = number, moment, files
+        self.moment, self._files, self._holders = moment, files, holders
         tensors: dict[str, tuple[str, list[int], list[PartRecord]]] = {}
         ties: dict[str, str] = {}
+        described = [next(iter(each.values())) for each in holders]
         for rank, (_, own_ties, rows) in enumerate(described):
             ties |= own_ties
             for name, dtype, shape, offsets, sizes, begin, end in rows:
@@ -107,13 +134,13 @@ class SavedState:
         save_id = sum_of(f"step {moment.step}".encode())
         self._manifest = Manifest(save_id, moment.step, moment.num_ranks, (), records, ties, merged(values))
 
-    def load(self, state: Mapping[str, Any], rank: int, size: int) -> None:
-        """Put it into ``state``, whose parts on this rank are of any sharding.
+    def load(self, state: Mapping[str, Any], group: dist.ProcessGroup, num_hosts: int) -> None:
+        """Put it into ``state``, whose parts on this rank are of any sharding; what a host lacks is broadcast.
 
         Collective.  Raises: ConfigError if ``state`` has other tensors than were saved.
         """
         order = LoadRequests(self._manifest)
-        carriers = carriers_of(state, rank, size)
+        carriers = carriers_of(state, group.rank(), group.size())
         applies = [carrier.ask(order) for carrier in carriers]
         odd = [*order.missing, *order.unlike, *order.unexpected([carrier.prefix for carrier in carriers])]
         if odd:
@@ -121,61 +148,112 @@ class SavedState:
                 f"elastic: build() made a state that differs from the one before a rank was lost: {', '.join(odd[:4])}. It "
                 "must make the same model and optimizer at every call, at any number of ranks"
             )
-        mapped = [mmap.mmap(each.fd, 0, prot=mmap.PROT_READ | mmap.PROT_WRITE) for each in self._files]
-        memories = [torch.frombuffer(each, dtype=torch.uint8) for each in mapped]
+        wanted: list[list[tuple[Request, PartRecord]]] = [[] for _ in self._files]
         for request in order.requests:
-            _fill(request, memories)
+            for part in request.record.parts:
+                wanted[part.file].append((request, part))
+        for file, holders, requests in zip(self._files, self._holders, wanted, strict=True):
+            if len(holders) == num_hosts:
+                memory = file.read()
+            else:
+                source, (_, _, rows) = next(iter(holders.items()))
+                num_bytes = rows[-1][-1] if rows else 0
+                is_source = group.rank() == source
+                memory = (
+                    file.read()[:num_bytes] if is_source else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                )
+                broadcast(memory, source, group)
+            for request, part in requests:
+                _fill(request, part, memory)
         for apply in applies:
             apply()
 
 
-def _fill(request: Request, memories: Sequence[torch.Tensor]) -> None:
-    for part in request.record.parts:
-        common = part.window.meet(request.window) if part.window.sizes else part.window
-        if common is not None and common.numel:
-            source = memories[part.file][part.begin : part.end].view(request.target.dtype).view(part.window.sizes)
-            common.cut(request.target, request.window).copy_(common.cut(source, part.window))
+def _fill(request: Request, part: PartRecord, memory: torch.Tensor) -> None:
+    common = part.window.meet(request.window) if part.window.sizes else part.window
+    if common is not None and common.numel:
+        source = memory[part.begin : part.end].view(request.target.dtype).view(part.window.sizes)
+        common.cut(request.target, request.window).copy_(common.cut(source, part.window))
 
 
 class StateMemory:
-    """The two sets of files; ``fds``: by set and rank."""
+    """The two sets of files of this host.
 
-    def __init__(self, fds: Sequence[Sequence[int]]) -> None:
+    Args:
+        fds: by set and rank.  hosts: of each rank of ``group``.
+    """
+
+    def __init__(self, fds: Sequence[Sequence[int]], hosts: Sequence[int], group: dist.ProcessGroup) -> None:
         self._sets = [[_MemoryFile(fd) for fd in each] for each in fds]
         self._newest = 1  # the set that the next write must leave alone
+        self._group = group
+        by_host = [[rank for rank, each in enumerate(hosts) if each == host] for host in dict.fromkeys(hosts)]
+        self.num_hosts = len(by_host)
+        here = next(each for each in by_host if group.rank() in each)
+        self._is_first = group.rank() == here[0]
+        self._partners: dict[int, int] = {}  # by rank: on the next host, with a copy of its part
+        for each, others in zip(by_host, by_host[1:] + by_host[:1], strict=True):
+            self._partners |= {rank: others[number % len(others)] for number, rank in enumerate(each)}
+        self._kept = {*here, *(rank for rank, partner in self._partners.items() if partner in here)}
+        self._coming: tuple[dist.Work, Sequence[_MemoryFile], Sequence[torch.Tensor]] | None = None
+        self.lost_step = 0  # after reading: the newest that a file has, if no set is complete
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all ranks in both sets."""
+        """Bytes of both sets on this host."""
         return sum(os.fstat(file.fd).st_size for each in self._sets for file in each)
 
-    def write(self, moment: CommitMark, rank: int, writes: Sequence[Write], contents: Contents) -> None:
-        """Write this rank's part over the older set; every rank must have written its part of the newer one."""
-        number = 1 - self._newest
-        self._sets[number][rank].write(moment, writes, contents)
-        if rank == 0:
-            for file in self._sets[number][moment.num_ranks :]:
-                os.ftruncate(file.fd, 0)  # of a rank that is lost
+    def write(self, moment: CommitMark, writes: Sequence[Write], contents: Contents) -> None:
+        """Write this rank's part over the older set; every rank must have written and received its parts of the newer one."""
+        number, rank = 1 - self._newest, self._group.rank()
+        files = self._sets[number]
+        part = files[rank].write(moment, writes, contents)
+        for other, file in enumerate(files) if self._is_first else ():
+            if other not in self._kept:
+                os.ftruncate(file.fd, 0)  # of a rank that is lost, or now on another host
         self._newest = number
+        if self.num_hosts > 1:
+            sizes = torch.zeros(moment.num_ranks, dtype=torch.int64, device="cpu")
+            sizes[rank] = len(part)
+            largest_words(sizes, self._group)
+            takes = [size * (self._partners[other] == rank) for other, size in enumerate(sizes.tolist())]
+            sends = [len(part) * (other == self._partners[rank]) for other in range(moment.num_ranks)]
+            coming = torch.empty(sum(takes), dtype=torch.uint8, device="cpu")
+            self._coming = begin_exchange(coming, part, takes, sends, self._group), files, coming.split(takes)
+
+    def receive(self, may_wait: bool = True) -> None:
+        """Write the parts of another host's ranks that are to come; all of them, or none if that needs a wait."""
+        if self._coming is None or not (may_wait or self._coming[0].is_completed()):
+            return
+        (work, files, parts), self._coming = self._coming, None
+        await_collective(work, self._group)
+        for file, part in zip(files, parts, strict=False):
+            if len(part):
+                file.put(part)
 
     def read(self) -> SavedState | None:
-        """Return the newest complete set, None if there is none; no rank may write meanwhile."""
-        found: list[SavedState] = []
-        for number, files in enumerate(self._sets):
-            if (first := files[0].describe()) is None:
-                continue
-            moment = CommitMark(*first[:3])
-            described = [file.describe() for file in files[: moment.num_ranks]]
-            whole = [each[3:] for each in described if each is not None and CommitMark(*each[:3]) == moment]
-            if len(whole) == moment.num_ranks:
-                found.append(SavedState(number, moment, files[: moment.num_ranks], whole))
-        newest = max(found, key=lambda each: (each.moment.step, each.moment.generation), default=None)
-        self._newest = 1 if newest is None else newest.number
-        return newest
+        """Return the newest set that is complete on all hosts together, None if there is none; no rank may write meanwhile."""
+        is_asked = self._is_first or self.num_hosts == 1
+        mine = [[file.describe() for file in each] for each in self._sets] if is_asked else []
+        tables = gather_objects(mine, self._group) if self.num_hosts > 1 else [mine]
+        found: dict[tuple[CommitMark, int], dict[int, dict[int, list[Any]]]] = {}
+        for holder, table in enumerate(tables):
+            for number, descriptions in enumerate(table):
+                for rank, each in enumerate(descriptions):
+                    if each is not None and rank < each[2]:
+                        files = found.setdefault((CommitMark(*each[:3]), number), {})
+                        files.setdefault(rank, {})[holder] = each[3:]
+        whole = [key for key, files in found.items() if len(files) == key[0].num_ranks]
+        self.lost_step = 0 if whole else max((key[0].step for key in found), default=0)
+        if not whole:
+            return None
+        moment, self._newest = newest = max(whole, key=lambda each: (each[0].step, each[0].generation))
+        holders = [found[newest][rank] for rank in range(moment.num_ranks)]
+        return SavedState(moment, self._sets[self._newest][: moment.num_ranks], holders)
 
 
 def copied_bytes(model: nn.Module, state_bytes: float) -> int:
-    """Return the bytes of all tensors in both sets; ``state_bytes``: of the optimizer, per trainable element.
+    """Return the bytes of all tensors in both sets, on one host; ``state_bytes``: of the optimizer, per trainable element.
 
     Names, and values that are no tensors, come on top: each file of a rank ends with a page for them, or several.
     """
@@ -188,4 +266,5 @@ def describe_copies(build: Callable[[], nn.Module], state_bytes: float) -> str:
     """Return :func:`copied_bytes` of what ``build`` makes, which needs no memory, in words."""
     with torch.device("meta"):
         num_bytes = copied_bytes(build(), state_bytes)
-    return f"--elastic: copies of two steps hold {format_bytes(num_bytes)} of the host's memory, for all ranks\n\n"
+    held = f"copies of two steps hold {format_bytes(num_bytes)} of the host's memory, for all ranks"
+    return f"--elastic: {held}; of several hosts' together twice that\n\n"

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,14 +25,17 @@ from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import finish_all
 from shardwise.checkpoint.state import BufferCheck, contents_of
 from shardwise.consistency.process_groups import all_have_come, gather_objects, group_of, largest_words
-from shardwise.elastic.members import VARIABLE, Generation, Process
+from shardwise.elastic.members import VARIABLE, ElasticTerms, Generation, Process
 from shardwise.elastic.memory import CommitMark, StateMemory
 from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.observe import note
 from shardwise.torch_private import is_gloo
 
 T = TypeVar("T")
-_PATIENCE_S = 3.0  # for the launcher to say that a rank is lost, after an error that may come of it
+_PATIENCE_S, _HOSTS_PATIENCE_S = (
+    3.0,
+    12.0,
+)  # for the launcher to say that a rank is lost, after an error that may come of it
 logger = logging.getLogger(__name__)
 
 
@@ -58,8 +62,8 @@ class ElasticStep(Generic[T]):
         number: steps done before it, 0 for the first.  state: what ``build()`` returned.
     """
 
-    def __init__(self, process: Process, number: int, state: T) -> None:
-        self._process, self.number, self.state = process, number, state
+    def __init__(self, process: Process, number: int, state: T, patience_s: float) -> None:
+        self._process, self.number, self.state, self._patience_s = process, number, state, patience_s
         self.outcome = ""  # "entered", "done" or "lost"
 
     def __enter__(self) -> T:
@@ -71,7 +75,7 @@ class ElasticStep(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.outcome = "done" if error is None else "lost"
-        return error is None or self._process.is_lost(error, _PATIENCE_S)
+        return error is None or self._process.is_lost(error, self._patience_s)
 
 
 @dataclass(slots=True)
@@ -87,9 +91,10 @@ class _Commits:
     def commit(self, state: Mapping[str, Any], step: int, process: Process) -> bool:
         """Return True if another generation is announced: all ranks return the same.
 
-        After the exchange all ranks have ended the step, so the set of the step before is complete, and the one before
-        that is written over.  Raises: ConfigError on every rank if values differ between ranks.
+        After the exchange all ranks have ended the step, so the set of the step before is complete, without any one host,
+        and the one before that is written over.  Raises: ConfigError on every rank if values differ between ranks.
         """
+        self.memory.receive()
         rank, size = self.group.rank(), self.group.size()
         contents = contents_of(state, rank, size, self.windows)
         BufferCheck(contents, "per_rank", rank)
@@ -106,7 +111,9 @@ class _Commits:
             texts = gather_objects(held_to_text(contents.held.values()), self.group)
             writes = share_out([held_from_text(text) for text in texts])
             self.held, self.writes = contents.held, tuple(write for write in writes if write.rank == rank)
-        self.memory.write(CommitMark(step, number, size), rank, self.writes, contents)
+        self.memory.write(CommitMark(step, number, size), self.writes, contents)
+        if newest > number:
+            self.memory.receive()
         return newest > number
 
 
@@ -122,7 +129,9 @@ class ElasticRun(Generic[T]):
         self, build: Callable[[], T], num_steps: int, num_used: Callable[[int], int], folder: Path | None
     ) -> None:
         self._build, self._num_steps, self._num_used, self._folder = build, num_steps, num_used, folder
-        self._process = Process(os.environ)
+        told = json.loads(os.environ[VARIABLE])
+        self._terms = ElasticTerms(**told["terms"])
+        self._process = Process(int(os.environ["RANK"]), told["address"], told["port"])
         self._commits: _Commits | None = None
         self.state: T | None = None
         self.number = 0
@@ -130,11 +139,12 @@ class ElasticRun(Generic[T]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that the states of the last two steps take, of all ranks."""
+        """Bytes of this host's memory that the states of the last two steps take, of all ranks."""
         return 0 if self._commits is None else self._commits.memory.num_bytes
 
     def __iter__(self) -> Iterator[ElasticStep[T]]:
         is_done = False
+        patience_s = _PATIENCE_S if self._terms.num_hosts == 1 else _HOSTS_PATIENCE_S
         while True:
             try:
                 if self._commits is None:
@@ -145,14 +155,16 @@ class ElasticRun(Generic[T]):
                         self._leave()
                         continue
                 if self.number >= self._num_steps:
-                    all_have_come(cast(_Commits, self._commits).group)
+                    commits = cast(_Commits, self._commits)
+                    commits.memory.receive()
+                    all_have_come(commits.group)
                     self._process.finish()
                     return
             except Exception as error:
-                if not self._process.is_lost(error, _PATIENCE_S):
+                if not self._process.is_lost(error, patience_s):
                     raise
             else:
-                step = ElasticStep(self._process, self.number, cast(T, self.state))
+                step = ElasticStep(self._process, self.number, cast(T, self.state), patience_s)
                 try:
                     yield step
                 except GeneratorExit:  # the program leaves the loop
@@ -176,6 +188,9 @@ class ElasticRun(Generic[T]):
         return has_next
 
     def _leave(self) -> None:
+        with suppress(RuntimeError):
+            if self._commits is not None:  # what has come may be needed
+                self._commits.memory.receive(may_wait=False)
         self.state, self._commits = None, None
         finish_all()  # no save of a lost group is in flight, which would remove the next one's folder
         gc.collect()  # modules and their hooks refer to each other, and to groups
@@ -196,16 +211,18 @@ class ElasticRun(Generic[T]):
         process.set_timeouts()
         named = _named(self.state)
         built_s = time.monotonic()
-        memory = StateMemory(json.loads(os.environ[VARIABLE])["fds"])
+        hosts = [self._terms.host_of(each) for each in generation.members]
+        memory = StateMemory(json.loads(os.environ[VARIABLE])["fds"], hosts, group)
         saved = memory.read()
         self._commits = _Commits(memory, group)
         if saved is not None:
-            saved.load(named, world.rank(), world.size())
+            saved.load(named, group, memory.num_hosts)
             self.number = saved.moment.step
         else:
             self.number = 0
             if self._folder is not None and list_checkpoints(Files(), self._folder):
                 self.number = load(self._folder, named, fallback=True).step
+            self._note_loss(memory.lost_step)
             self._commit(self.number)
         seconds = {
             "detection": left_s - generation.seen_s,
@@ -218,6 +235,13 @@ class ElasticRun(Generic[T]):
             if not world.rank():
                 after = f"after step {self.number}" if self.number else "from the beginning"
                 logger.warning("elastic: %s; %d ranks go on %s", generation.cause, world.size(), after)
+
+    def _note_loss(self, lost_step: int) -> None:
+        lost = f"elastic: the state after step {lost_step} is lost with the hosts that had both copies of a part of it"
+        if lost_step and not self.number:
+            raise StateError(f"{lost}: give elastic() the folder= of checkpoints, and start again")
+        if lost_step and not dist.get_rank():
+            logger.warning("%s; going on from the checkpoint after step %d", lost, self.number)
 
 
 def _named(state: object) -> Mapping[str, Any]:

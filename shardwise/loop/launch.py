@@ -90,6 +90,7 @@ def entering(network: tuple[int, ...], command: list[str]) -> list[str]:
     return [sys.executable, "-IS", "-c", _ENTER, str(len(network)), *map(str, network), *command]
 
 
+LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
 GRACE_S = 1.5  # after one rank has failed: what others may take to notice and to write down what they did
 LEAVE_S = 10.0  # the default of LaunchContext.leave_s
@@ -141,7 +142,9 @@ class LaunchContext:
         leave_s: after a signal, when the first rank has left: seconds that the others may take.
         shared: descriptors that every rank inherits.
         outlives: returns True if the others go on without a rank that has ended with this code.
-        more: returns how many ranks to start now, besides those that were.
+        more: returns how many ranks to start now, besides those that were, given whether one still runs; None: none, and
+            another host may need some.
+        number: returns the rank of a process from how many were started here before it.
     """
 
     received: Sequence[int] = ()
@@ -154,7 +157,8 @@ class LaunchContext:
     leave_s: float = LEAVE_S
     shared: tuple[int, ...] = ()
     outlives: Callable[[int, int], bool] = lambda rank, code: False
-    more: Callable[[], int] = lambda: 0
+    more: Callable[[bool], int | None] = lambda is_running: 0
+    number: Callable[[int], int] = lambda index: index
 
 
 def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchContext) -> Ended:
@@ -165,9 +169,10 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchC
         stack.callback(_kill, ranks)
 
         def start() -> None:
-            rank = len(ranks)
-            own = {"RANK": rank, "LOCAL_RANK": rank % nproc, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+            rank = place.number(len(ranks))
+            own = {"RANK": rank, "LOCAL_RANK": len(ranks) % nproc, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             ranks.append(_start(words, _environment({**own, **place.told}, device_type), place))
+            ranks[-1].number = rank
             if note is not None:
                 ranks[-1].note = note
                 note(f"+{ranks[-1].pid}")
@@ -179,7 +184,7 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchC
         failure = _watch(ranks, place, start)
         place.each_poll()
         codes = tuple(rank.returncode for rank in ranks if rank.returncode)
-        running = [rank for rank, process in enumerate(ranks) if place.received and process.poll() is None]
+        running = [process.number for process in ranks if place.received and process.poll() is None]
         is_second = len(place.received) > 1
         why = "at the second signal" if is_second else f"{place.leave_s:g} s after the first rank had left"
         return Ended(failure, codes, tuple(running), why)
@@ -217,13 +222,15 @@ def _environment(place: Mapping[str, object], device_type: str) -> dict[str, str
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d's stack traces would bury the one line that says why
     if device_type == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")
-    stay_on_loopback(environment)
+    if place.get("MASTER_ADDR", LOOPBACK) == LOOPBACK:
+        stay_on_loopback(environment)
     return environment | {name: str(value) for name, value in place.items()}
 
 
 class Rank(subprocess.Popen[bytes]):
     """A process that is a rank; ``note``: set if it leads a session, which ends with it."""
 
+    number = 0
     note: Callable[[str], None] | None = None
 
     def poll(self) -> int | None:
@@ -324,10 +331,10 @@ def _watch(ranks: Sequence[Rank], place: LaunchContext, start: Callable[[], None
                 _send(rank, received[0] if place.own_sessions else signal.SIGTERM)
                 _send(rank, signal.SIGCONT)  # one that is stopped leaves with the others
         first = first or _first_failure(ranks, reported if is_told else None, place.outlives)
-        num_more = place.more() if first is None and not received else 0
-        for _ in range(num_more):
+        num_more = place.more(is_running) if first is None and not received else 0
+        for _ in range(num_more or 0):
             start()
-        if not is_running and not num_more:
+        if not is_running and num_more == 0:
             break
         place.each_poll()
         for rank in ranks if time.monotonic() > told_s + place.leave_s else ():
@@ -348,7 +355,7 @@ def _first_failure(
 
     ``reported``: the exit codes that count, once a signal was passed on; None: all that the others do not outlive.
     """
-    ended = [FailedRank(rank, process.returncode) for rank, process in enumerate(ranks) if process.returncode]
+    ended = [FailedRank(process.number, process.returncode) for process in ranks if process.returncode]
     if reported is None:
         ended = [each for each in ended if not outlives(each.rank, each.code)]
     failed = ended if reported is None else [each for each in ended if each.code in reported]
@@ -412,6 +419,7 @@ class UserProgram:
         words: the script, module or file of the call, and its arguments.
         output, each_poll: as of :class:`LaunchContext`.
         prepare: completes the context of the ranks that meet at a store.
+        store: returns it, given the signals that the launcher has received.
     """
 
     kind: str
@@ -419,6 +427,7 @@ class UserProgram:
     output: int | None = None
     each_poll: Callable[[], None] = lambda: None
     prepare: Callable[[dist.TCPStore, LaunchContext], LaunchContext] = lambda store, place: place
+    store: Callable[[Sequence[int]], dist.TCPStore] = lambda received: open_store()
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,35 +462,33 @@ def run_program(
 ) -> ProgramOutcome:
     """Run ``program`` on ``nproc`` ranks until all have ended; ``number``: of the restart.
 
-    ``dist.init_process_group()`` finds what torchrun would tell it; what ranks open listens on loopback alone.
+    ``dist.init_process_group()`` finds what torchrun would tell it; what ranks open listens on loopback alone, unless
+    ``program`` says otherwise.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}" + f"-{number}" * bool(number)
     records, claim = default_place() / name, scratch / f"failed-{number}"
-    with _loopback_store() as store:
-        told: dict[str, object] = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": store.port,
-            "GROUP_RANK": 0,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "TORCHELASTIC_RESTART_COUNT": number,
-            "TORCHELASTIC_RUN_ID": name,
-        }
-        place = LaunchContext(
-            received, told, own_sessions=True, output=program.output, each_poll=program.each_poll, leave_s=leave_s
-        )
-        words = ("-c", _START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
-        ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, program.prepare(store, place))
+    store = program.store(received)
+    told: dict[str, object] = {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": store.port,
+        "GROUP_RANK": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": number,
+        "TORCHELASTIC_RUN_ID": name,
+    }
+    place = LaunchContext(
+        received, told, own_sessions=True, output=program.output, each_poll=program.each_poll, leave_s=leave_s
+    )
+    words = ("-c", _START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
+    ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, program.prepare(store, place))
     return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)
 
 
-@contextmanager
-def _loopback_store() -> Generator[dist.TCPStore, None, None]:
-    """Yield a store at which ranks meet; torch's own would listen on every interface."""
-    listening = socket.create_server(("127.0.0.1", 0))
+def open_store(address: str = LOOPBACK, port: int = 0) -> dist.TCPStore:
+    """Return a store at which ranks meet; torch's own would listen on every interface."""
+    listening = socket.create_server((address, port))
     port = listening.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
-    yield store
-    del store
+    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def start_user_program() -> None:

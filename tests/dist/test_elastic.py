@@ -255,7 +255,7 @@ def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch
     ("words", "expected"),
     [
         (["--spares", "1"], "--spares and --min-nproc need --elastic"),
-        (["--elastic", "--nnodes", "2"], "--elastic runs on one host"),
+        (["--elastic", "--nnodes", "2"], "--nnodes is 2, --node-rank 0 and --rdzv-endpoint None, expected"),
         (["--elastic", "--spares", "-1"], "--spares is -1, expected at least 0"),
         (["--elastic", "-n", "2", "--min-nproc", "3"], "--min-nproc is 3, expected 1 to 2"),
     ],

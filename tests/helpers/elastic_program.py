@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,8 @@ def draw(process: int, number: int, random_kills: dict[str, Any]) -> str | float
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms.
+    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms;
+    "host": with the launcher, and the other ranks of its host.
 
     ``stuck``: ``[process, step]`` that waits for ever where Python does not run.  ``late``: one that begins the step, and is
     killed, when all ``waiting`` processes have been interrupted in it.  ``ballast``: width of a further layer.
@@ -120,7 +121,9 @@ def train(settings: dict[str, Any]) -> None:
         def set_faults(now: int) -> None:
             for place, step in [each for each in kills if each[1] == now]:
                 kills.remove([place, step])
-                if isinstance(place, str):
+                if place == "host":
+                    kill_after(5, [os.getppid()])
+                elif isinstance(place, str):
                     stack.enter_context(faults.kill_at(place, rank=None))
                 else:
                     kill_after(place)
@@ -220,12 +223,13 @@ def note(settings: dict[str, Any], what: str) -> None:
         Path(settings["log"], what).touch()
 
 
-def kill_after(milliseconds: float) -> Callable[[], None]:
-    """Kill this process from another thread."""
+def kill_after(milliseconds: float, others: Sequence[int] = ()) -> Callable[[], None]:
+    """Kill ``others`` and this process from another thread."""
 
     def kill() -> None:
         if not is_over.wait(milliseconds / 1000):
-            os.kill(os.getpid(), signal.SIGKILL)
+            for each in (*others, os.getpid()):
+                os.kill(each, signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
     return kill
