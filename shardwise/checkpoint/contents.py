@@ -268,17 +268,17 @@ class LocalPart:
     tensor: torch.Tensor
 
 
-# torch takes 100 us to compute the window of a DTensor, and optimizer state has the window of its parameter.
-Windows = dict[tuple[object, object, torch.Size], Window]
+# torch takes 100 us to compute the window of a DTensor, and optimizer state has the window of its parameter.  By names of
+# DTensors, and by keys: placement, shape, dtype and ``is_lowest``, from which the window follows.
+Windows = dict[object, tuple[tuple[object, ...], Held]]
 
 
-def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) -> list[LocalPart]:
+def parts_of(name: str, tensor: torch.Tensor) -> list[LocalPart]:
     """Return this rank's parts of ``tensor``, on the live memory.
 
-    ``windows``: known windows of DTensors, by mesh, placements and shape; new ones are added.
     Raises: ConfigError for partial sums, tensors without memory, and tensor subclasses.
     """
-    found = _parts(name, tensor, {} if windows is None else windows)
+    found = _parts(name, tensor)
     for part in found:
         check_plain(name, part.tensor)
     return found
@@ -286,16 +286,20 @@ def parts_of(name: str, tensor: torch.Tensor, windows: Windows | None = None) ->
 
 def windows_of(name: str, tensor: torch.Tensor) -> list[Window]:
     """Return this rank's windows of ``tensor``, even of a tensor subclass, whose state may be plain."""
-    return [part.window for part in _parts(name, tensor, {})]
+    return [part.window for part in _parts(name, tensor)]
 
 
-def _parts(name: str, tensor: torch.Tensor, windows: Windows) -> list[LocalPart]:
+def _parts(name: str, tensor: torch.Tensor) -> list[LocalPart]:
     if isinstance(tensor, StateSlice):
         chunks = tensor.__create_chunk_list__()
         views = [tensor.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets))) for chunk in chunks]
         return [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
     if isinstance(tensor, DTensor):
-        return [LocalPart(_window_of(name, tensor, windows), _own_memory(tensor))]
+        if tensor.device_mesh.size() > 1 and not dist.is_initialized():
+            raise StateError(
+                f"{name} is sharded over ranks that are out of reach after destroy_process_group(); save and load before it"
+            )
+        return [LocalPart(slices_of(name, tensor)[0].box, _own_memory(tensor))]
     if hasattr(tensor, "global_offsets"):
         raise ConfigError(
             f"{name}: found a part of a larger tensor (torch's CheckpointableTensor), expected a DTensor, or a plain tensor "
@@ -303,19 +307,6 @@ def _parts(name: str, tensor: torch.Tensor, windows: Windows) -> list[LocalPart]
             "torch.distributed.checkpoint"
         )
     return [LocalPart(param_slice.box, local_of(param_slice).detach()) for param_slice in slices_of(name, tensor)]
-
-
-def _window_of(name: str, tensor: DTensor, windows: Windows) -> Window:
-    key = (tensor.device_mesh, tensor.placements, tensor.shape)
-    found = windows.get(key)
-    if found is None:
-        if tensor.device_mesh.size() > 1 and not dist.is_initialized():
-            raise StateError(
-                f"{name} is sharded over ranks that are out of reach after destroy_process_group(); save and load before it"
-            )
-        (param_slice,) = slices_of(name, tensor)
-        found = windows[key] = param_slice.box
-    return found
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -344,7 +335,7 @@ class Contents:
         params: parameters of modules by name; True for plain ones, of which every rank holds the whole.
         buffers: names of plain module buffers that no broadcast makes equal on all ranks.
         values: encoded values; a rank may lack some, but ranks must agree on those that they have.
-        windows: known ones, see :func:`parts_of`.
+        windows: known ones; a save adds its own.
     """
 
     held: dict[str, Held] = field(default_factory=dict[str, Held])
@@ -359,10 +350,22 @@ class Contents:
     def add_tensor(self, name: str, tensor: torch.Tensor, is_lowest: bool = False) -> None:
         """Add a tensor under a new name; ``is_lowest``: see :class:`~shardwise.checkpoint.format.Held`."""
         self._check_new(name)
-        parts = parts_of(name, tensor, self.windows)
-        held = Held(
-            name, dtype_name(tensor.dtype, name), tuple(tensor.shape), tuple(part.window for part in parts), is_lowest
+        key = (
+            (torch_private.spec_of(tensor), tensor.shape, tensor.dtype, is_lowest) if type(tensor) is DTensor else None
         )
+        known, held = self.windows.get(name, (None, None))
+        if known != key:
+            _, held = self.windows.get(key, (None, None))  # of another tensor
+        if held is not None:
+            parts = [LocalPart(held.windows[0], _own_memory(tensor))]
+            check_plain(name, parts[0].tensor)
+        else:
+            parts = parts_of(name, tensor)
+        if held is None or held.name != name:
+            windows = tuple(part.window for part in parts)
+            held = Held(name, dtype_name(tensor.dtype, name), tuple(tensor.shape), windows, is_lowest)
+            if key is not None:
+                self.windows[name] = self.windows[key] = key, held
         self.parts[name], self.held[name], self.tensors[name] = parts, held, tensor
 
     def add_value(self, name: str, value: Any) -> None:

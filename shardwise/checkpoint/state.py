@@ -689,7 +689,7 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
 def contents_of(state: Mapping[str, Any], rank: int, size: int, windows: Windows | None = None) -> Contents:
     """Return this rank's part of ``state``; collective if an optimizer's state is on the owners of matrices.
 
-    ``windows``: see :func:`~shardwise.checkpoint.contents.parts_of`; one dict for repeated calls saves most of their time.
+    ``windows``: see :class:`~shardwise.checkpoint.contents.Contents`; one dict for repeated calls saves most of their time.
     Raises: ConfigError for what cannot be saved.
     """
     contents = Contents(windows={} if windows is None else windows)
