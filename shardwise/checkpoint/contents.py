@@ -273,12 +273,12 @@ class LocalPart:
 Windows = dict[object, tuple[tuple[object, ...], Held]]
 
 
-def parts_of(name: str, tensor: torch.Tensor) -> list[LocalPart]:
-    """Return this rank's parts of ``tensor``, on the live memory.
+def parts_of(name: str, tensor: torch.Tensor, known: Held | None = None) -> list[LocalPart]:
+    """Return this rank's parts of ``tensor``, on the live memory; ``known``: a DTensor's window, if it is known.
 
     Raises: ConfigError for partial sums, tensors without memory, and tensor subclasses.
     """
-    found = _parts(name, tensor)
+    found = _parts(name, tensor, known)
     for part in found:
         check_plain(name, part.tensor)
     return found
@@ -289,17 +289,20 @@ def windows_of(name: str, tensor: torch.Tensor) -> list[Window]:
     return [part.window for part in _parts(name, tensor)]
 
 
-def _parts(name: str, tensor: torch.Tensor) -> list[LocalPart]:
+def _parts(name: str, tensor: torch.Tensor, known: Held | None = None) -> list[LocalPart]:
     if isinstance(tensor, StateSlice):
         chunks = tensor.__create_chunk_list__()
         views = [tensor.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets))) for chunk in chunks]
         return [LocalPart(Window(tuple(c.offsets), tuple(c.sizes)), v) for c, v in zip(chunks, views, strict=True)]
     if isinstance(tensor, DTensor):
-        if tensor.device_mesh.size() > 1 and not dist.is_initialized():
+        if known is None and tensor.device_mesh.size() > 1 and not dist.is_initialized():
             raise StateError(
                 f"{name} is sharded over ranks that are out of reach after destroy_process_group(); save and load before it"
             )
-        return [LocalPart(slices_of(name, tensor)[0].box, _own_memory(tensor))]
+        window = slices_of(name, tensor)[0].box if known is None else known.windows[0]
+        local = torch_private.local_of(tensor)
+        local = local if type(local) is torch.Tensor else torch_private.wait_tensor(local)
+        return [LocalPart(window, local.detach())]
     if hasattr(tensor, "global_offsets"):
         raise ConfigError(
             f"{name}: found a part of a larger tensor (torch's CheckpointableTensor), expected a DTensor, or a plain tensor "
@@ -307,11 +310,6 @@ def _parts(name: str, tensor: torch.Tensor) -> list[LocalPart]:
             "torch.distributed.checkpoint"
         )
     return [LocalPart(param_slice.box, local_of(param_slice).detach()) for param_slice in slices_of(name, tensor)]
-
-
-def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    local = torch_private.local_of(tensor)
-    return (local if type(local) is torch.Tensor else torch_private.wait_tensor(local)).detach()
 
 
 def check_plain(name: str, local: torch.Tensor) -> None:
@@ -356,14 +354,11 @@ class Contents:
         known, held = self.windows.get(name, (None, None))
         if known != key:
             _, held = self.windows.get(key, (None, None))  # of another tensor
-        if held is not None:
-            parts = [LocalPart(held.windows[0], _own_memory(tensor))]
-            check_plain(name, parts[0].tensor)
-        else:
-            parts = parts_of(name, tensor)
+        parts = parts_of(name, tensor, held)
         if held is None or held.name != name:
-            windows = tuple(part.window for part in parts)
-            held = Held(name, dtype_name(tensor.dtype, name), tuple(tensor.shape), windows, is_lowest)
+            held = Held(
+                name, dtype_name(tensor.dtype, name), tuple(tensor.shape), (*(p.window for p in parts),), is_lowest
+            )
             if key is not None:
                 self.windows[name] = self.windows[key] = key, held
         self.parts[name], self.held[name], self.tensors[name] = parts, held, tensor
