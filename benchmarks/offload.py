@@ -4,6 +4,8 @@ Run: ``python benchmarks/offload.py [--num-ranks 2] [--rounds 9] [--out FILE]``.
 contender, in random order and between barriers.  What counts is the ratio of medians within one run: of a step to max(compute,
 16 bytes per parameter / host stream), of an update's bytes per second to those of a copy with the same threads, and of a step
 with state on disk to max(1.3 x resident, 1.15 x 16 bytes per parameter / disk), whose rate is the median of five measurements.
+"disk alone" reads and writes the same state with the same threads and updates nothing: where nothing overlaps with backward
+(``undo=False``), a step takes no less than that and a resident one together.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from shardwise import OptimizerOffload, ShardedOptimizer, fully_shard
+from shardwise.offload.disk import DiskTier
+from shardwise.offload.tiers import State
 from shardwise.planner.hardware import measured
 
 WIDTH, BLOCKS, BATCH = 1024, 6, 256
@@ -73,6 +77,7 @@ def steps_of(batch: int) -> dict[str, Callable[[], None]]:
         ("offloaded", OptimizerOffload(), 0.0),
         ("offloaded, undo=True", OptimizerOffload(undo=True), 0.0),
         ("on disk", OptimizerOffload(undo=False, folder=tempfile.mkdtemp()), 0.0),
+        ("on disk, undo=True", OptimizerOffload(undo=True, folder=tempfile.mkdtemp()), 0.0),
         ("resident, clipped", None, 1e-3),
         ("offloaded, clipped", OptimizerOffload(), 1e-3),
         ("offloaded, clipped, undo=True", OptimizerOffload(undo=True), 1e-3),
@@ -84,6 +89,21 @@ def steps_of(batch: int) -> dict[str, Callable[[], None]]:
     model = build(torch_fully_shard, offload_policy=TorchOffload(pin_memory=False))
     found["torch's CPUOffloadPolicy"] = step_of(model, torch.optim.AdamW(model.parameters(), **options))
     return found
+
+
+def disk_alone() -> Callable[[], None]:
+    """Return a function that moves AdamW's state of all units from disk and back."""
+    tier, model = DiskTier(tempfile.mkdtemp()), build(fully_shard)
+    sizes = [[p.to_local().shape for p in block.parameters()] for block in model]
+    held: list[State] = [[torch.randn(shape) for shape in shapes * 2] for shapes in sizes]
+
+    def run() -> None:
+        for unit, state in enumerate(held):
+            held[unit] = tier.store(unit, tier.load(unit, state, keeps=False))
+            tier.commit(unit)
+        tier.rest()
+
+    return run
 
 
 def seconds_of(run: Callable[[], None]) -> float:
@@ -115,6 +135,7 @@ def measure_rank(rounds: int) -> dict[str, Any]:
 
     runs |= {
         "copy": copy,
+        "disk alone": disk_alone(),
         "update, units": updated.step,
         "update, one tensor": adamw.step,
     }
@@ -140,8 +161,20 @@ def measure_rank(rounds: int) -> dict[str, Any]:
         "update / copy (bar 0.70)": round(BYTES_OF_UPDATE * own / medians["update, units"] / stream, 3),
         "offloaded / max(compute, host) (bar 1.15)": round(medians["offloaded"] / least, 3),
         "disk GB/s of a rank": round(disk / 1e9, 2),
-        "on disk / resident": round(medians["on disk"] / medians["resident"], 3),
-        "on disk / its bar": round(medians["on disk"] / max(1.3 * medians["resident"], 1.15 * 16 * own / disk), 3),
+        "on disk / (resident + disk alone)": round(
+            medians["on disk"] / (medians["resident"] + medians["disk alone"]), 3
+        ),
+        **{
+            key: value
+            for name in ("on disk", "on disk, undo=True")
+            for key, value in (
+                (f"{name} / resident", round(medians[name] / medians["resident"], 3)),
+                (
+                    f"{name} / its bar",
+                    round(medians[name] / max(1.3 * medians["resident"], 1.15 * 16 * own / disk), 3),
+                ),
+            )
+        },
         "offloaded / resident": round(medians["offloaded"] / medians["resident"], 3),
         "offloaded / resident, clipped": round(medians["offloaded, clipped"] / medians["resident, clipped"], 3),
         "torch / offloaded": round(medians["torch's CPUOffloadPolicy"] / medians["offloaded"], 3),

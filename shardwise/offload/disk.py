@@ -214,9 +214,7 @@ class DiskTier:
             except OSError as error:
                 raise self._failed(error, f"no space for {format_bytes(slot.num_used, 1024)} more") from error
         if buffer is None:
-            self._threads[1].submit(
-                lambda: None
-            ).result()  # then the buffer of the last write serves, and is the only one
+            self._threads[1].submit(int).result()  # then the buffer of the last write serves, and is the only one
             buffer = buffer_of(slot.num_used, self._free.get())
             torch_private.copy_all(views_in(buffer, state, starts), list(state))
         slot.held = [torch.empty_like(each, device="meta") for each in state]

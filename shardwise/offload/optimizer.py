@@ -53,7 +53,7 @@ class OptimizerOffload:
     equal to the bit to that of the plain optimizer.  An update that runs before ``step()`` is a guess: ``step()`` makes it
     again for the units whose gradients, parameters or options have changed since, for example by clipping.
 
-    State that you read may be changed until the next forward or backward; read it again to change it after that.
+    State that you read is for use until the next forward or backward; read it again to use or change it after that.
     With ``undo`` and a fused optimizer, a gradient that you replace by a tensor in other memory may change the last bits.
 
     Args:
@@ -217,31 +217,35 @@ class OffloadedStep:
         loss = loss_of(closure)
         groups, jobs = self.optimizer.param_groups, list[Future[None]]()
         now = {staging: staging.begin() for staging in self._staging.values()}
-        for unit in self.units:
-            found = [gradient_of(each) for each in unit.slices]
-            load = Load([None if each is None else each.detach() for each in found])
-            if unit.copies is not None:
-                load.ready = now[unit.copies.staging]
-                if unit.guess is None:
-                    unit.copies.staging.expect(unit.copies, load)
-            jobs.append(self._worker.submit(_without_graph, unit.finish, load, unit.options(groups)))
-        for unit in self.resident:
-            copy_options([groups[index] for index in unit.groups], unit.step.optimizer.param_groups)
-            unit.step.step()
-        errors = [error for job in jobs if (error := job.exception()) is not None]
-        if isinstance(self._tier, DiskTier) and not self._policy.undo:
-            self._worker.submit(self._tier.rest)  # forward and backward have its memory
-        for staging in now:
-            staging.end()
-        for unit in self.units:
-            unit.guess, arrivals = None, unit.arrivals
-            arrivals.num_expected, arrivals.num_backwards = max(1, arrivals.num_backwards), 0
-            arrivals.gradients.clear()
-        if errors:
-            raise errors[0]
-        for unit in (*self.units, *self.resident):  # an optimizer may count its steps in its groups
-            for index, own in zip(unit.groups, unit.step.optimizer.param_groups, strict=True):
-                groups[index].update({k: v for k, v in options_of(own).items() if not isinstance(v, torch.Tensor)})
+        try:
+            for unit in self.units:
+                guess, unit.guess = unit.guess, None
+                found = [gradient_of(each) for each in unit.slices]
+                load = Load([None if each is None else each.detach() for each in found])
+                if unit.copies is not None:
+                    load.ready = now[unit.copies.staging]
+                    if guess is None:
+                        unit.copies.staging.expect(unit.copies, load)
+                jobs.append(self._worker.submit(_without_graph, unit.finish, guess, load, unit.options(groups)))
+            for unit in self.resident:
+                copy_options([groups[index] for index in unit.groups], unit.step.optimizer.param_groups)
+                unit.step.step()
+            for job in jobs:
+                job.exception()
+        finally:  # waits here where a step is interrupted: its updates would run beside the next forward
+            errors = [error for job in jobs if (error := job.exception()) is not None]
+            if isinstance(self._tier, DiskTier) and not self._policy.undo:
+                self._worker.submit(self._tier.rest)  # forward and backward have its memory
+            for staging in now:
+                staging.end()
+            for arrivals in [unit.arrivals for unit in self.units]:
+                arrivals.num_expected, arrivals.num_backwards = max(1, arrivals.num_backwards), 0
+                arrivals.gradients.clear()
+            if errors:
+                raise errors[0]
+            for unit in (*self.units, *self.resident):  # an optimizer may count its steps in its groups
+                for index, own in zip(unit.groups, unit.step.optimizer.param_groups, strict=True):
+                    groups[index].update({k: v for k, v in options_of(own).items() if not isinstance(v, torch.Tensor)})
         return loss
 
     # ---- state ----

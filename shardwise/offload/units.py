@@ -120,10 +120,10 @@ class UpdateUnit:
             guess.digests = digests_of([*[each.grad for each in copies.tensors], *copies.tensors])
             guess.undo = self._update(guess.options, keeps=True)
 
-    def finish(self, load: Load, options: Options) -> None:
-        """Keep the guess if it is right, or update from ``load``; then copy the result into the parameters."""
-        guess, copies, arrivals = self.guess, self.copies, self.arrivals
-        if not self._is_right(load.gradients, options):
+    def finish(self, guess: Guess | None, load: Load, options: Options) -> None:
+        """Keep ``guess`` if it is right, or update from ``load``; then copy the result into the parameters."""
+        copies, arrivals = self.copies, self.arrivals
+        if not self._is_right(guess, load.gradients, options):
             with span("offload", "update" if guess is None else "redo", self.slices[0].name):
                 drop(guess)
                 with nullcontext() if copies is None else copies.staging.staged(copies, load):
@@ -136,11 +136,10 @@ class UpdateUnit:
         if copies is not None:
             copies.staging.send(copies)
 
-    def _is_right(self, gradients: Gradients, options: Options) -> bool:
-        guess, copies = self.guess, self.copies
-        if guess is None or guess.undo is None or copies is None or not _are_equal(options, guess.options):
+    def _is_right(self, guess: Guess | None, gradients: Gradients, options: Options) -> bool:
+        if guess is None or guess.undo is None or self.copies is None or not _are_equal(options, guess.options):
             return False
-        return _are_equal(copies.staging.digests([*gradients, *copies.params()]), guess.digests)
+        return _are_equal(self.copies.staging.digests([*gradients, *self.copies.params()]), guess.digests)
 
     def _update(self, options: Options, keeps: bool) -> Callable[[], None] | None:
         """Step the optimizer; return a function that undoes this if it ``keeps`` what that needs."""

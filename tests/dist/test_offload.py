@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +49,20 @@ class Lion(torch.optim.Optimizer):
                 update = state["momentum"].lerp(param.grad, 0.1).sign_()
                 param.add_(update, alpha=-group["lr"] * group["calls"] / (1 + group["calls"]))
                 state["momentum"].lerp_(param.grad, 0.01)
+
+
+class InterruptedLion(Lion):
+    """One whose user interrupts the process while it updates from gradients that are 7, once, which lasts."""
+
+    is_interrupted, num_updates = True, 0
+
+    def step(self, closure: Any = None) -> None:
+        InterruptedLion.num_updates += 1
+        if not self.is_interrupted and self.param_groups[0]["params"][0].grad.max() == 7:
+            InterruptedLion.is_interrupted = True
+            _thread.interrupt_main()
+            time.sleep(0.2)
+        super().step(closure)
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -306,6 +323,34 @@ def test_saved_with_offloading_and_resumed_without_and_the_reverse() -> None:
         found.append((model, resumed, losses))
     assert_alike(found[0], found[1])
     assert_alike(found[0], found[2])
+
+
+@pytest.mark.parametrize("undo", [True, False])
+@on_ranks(2)
+def test_an_interrupted_step_ends_before_the_error_and_is_not_undone_later(undo: bool) -> None:
+    found: list[Any] = []
+    for offload in (None, OptimizerOffload(undo=undo)):
+        model = sharded("plain")
+        optimizer = ShardedOptimizer(dict(model.named_parameters()), InterruptedLion, offload=offload)
+
+        def step(number: int, model: Any, optimizer: ShardedOptimizer) -> str | None:
+            if number != 1:
+                return None
+            while undo and found and InterruptedLion.num_updates < 6:  # a guess of three units, and one that was kept
+                time.sleep(0.01)
+            next(model.parameters()).grad.fill_(7)  # of the unit that is updated last
+            if not found:
+                return None
+            InterruptedLion.is_interrupted = False
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            signal.signal(signal.SIGINT, before)
+            return "skip"
+
+        InterruptedLion.num_updates = 0
+        found.append((model, optimizer, train("plain", model, optimizer, range(3), step)))
+    assert_alike(*found)
 
 
 @on_ranks(2)
