@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -230,8 +230,7 @@ class OffloadedStep:
             for unit in self.resident:
                 copy_options([groups[index] for index in unit.groups], unit.step.optimizer.param_groups)
                 unit.step.step()
-            for job in jobs:
-                job.exception()
+            wait(jobs)
         finally:  # waits here where a step is interrupted: its updates would run beside the next forward
             errors = [error for job in jobs if (error := job.exception()) is not None]
             if isinstance(self._tier, DiskTier) and not self._policy.undo:
