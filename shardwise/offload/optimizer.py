@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -230,7 +230,7 @@ class OffloadedStep:
             for unit in self.resident:
                 copy_options([groups[index] for index in unit.groups], unit.step.optimizer.param_groups)
                 unit.step.step()
-            wait(jobs)
+            _ = [job.exception() for job in jobs]
         finally:  # waits here where a step is interrupted: its updates would run beside the next forward
             errors = [error for job in jobs if (error := job.exception()) is not None]
             if isinstance(self._tier, DiskTier) and not self._policy.undo:
