@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def run_hosts(
 ) -> list[Ended]:
     """Run the program by one launcher for each of ``words``, its options; one with another ``--node-rank`` is no host."""
     settings["out"] = str(folder / "out")
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    # below the ports of outgoing connections: one of those may take a free port before the launcher listens
+    with socket.create_server(("127.0.0.1", random.SystemRandom().randrange(20000, 32000))) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     num_hosts = sum("--node-rank" not in each for each in words)
     hosts = ["--nnodes", str(num_hosts), "--rdzv-endpoint", endpoint]
