@@ -263,16 +263,8 @@ def run_run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-restarts is {arguments.max_restarts}, expected at least 0.")
     check_leave(arguments.leave_s)
     if arguments.nnodes != 1 and not arguments.elastic:
-        command = [
-            "torchrun",
-            "--nnodes",
-            str(arguments.nnodes),
-            "--nproc-per-node",
-            str(nproc),
-            "--rdzv-backend",
-            "c10d",
-        ]
-        command += ["--rdzv-endpoint", "FIRST_HOST:29400", *["-m"] * arguments.module, *words]
+        command = ["torchrun", "--nnodes", str(arguments.nnodes), "--nproc-per-node", str(nproc)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29400", *["-m"] * arguments.module, *words]
         raise ConfigError(
             f"--nnodes {arguments.nnodes}: shardwise run starts the ranks of one host. Run this on every host: "
             f"{shlex.join(command)}"
@@ -284,8 +276,8 @@ def run_run(arguments: argparse.Namespace) -> int:
         print(f"shardwise: {nproc} ranks ({where}; -n N changes it)", file=sys.stderr)
     program = UserProgram("module" if arguments.module else "script", tuple(words))
     if not arguments.elastic:
-        if arguments.spares or arguments.min_nproc != 1:
-            raise ConfigError("--spares and --min-nproc need --elastic.")
+        if arguments.spares or arguments.min_nproc != 1 or arguments.node_rank or arguments.rdzv_endpoint:
+            raise ConfigError("--spares, --min-nproc, --node-rank and --rdzv-endpoint need --elastic.")
         return _run(program, nproc, arguments.max_restarts, arguments.leave_s)
     hosts, host = arguments.nnodes, arguments.node_rank
     if arguments.spares < 0 or not 1 <= arguments.min_nproc <= nproc * hosts:
@@ -296,7 +288,7 @@ def run_run(arguments: argparse.Namespace) -> int:
     address, _, port = (arguments.rdzv_endpoint or f"{LOOPBACK}:0").rpartition(":")
     if (
         not 0 <= host < hosts
-        or not (address and port.isdigit())
+        or not (address and port.isdigit() and int(port) < 1 << 16)
         or (hosts > 1) != (arguments.rdzv_endpoint is not None)
     ):
         raise ConfigError(

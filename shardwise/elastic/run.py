@@ -32,10 +32,8 @@ from shardwise.observe import note
 from shardwise.torch_private import is_gloo
 
 T = TypeVar("T")
-_PATIENCE_S, _HOSTS_PATIENCE_S = (
-    3.0,
-    12.0,
-)  # for the launcher to say that a rank is lost, after an error that may come of it
+# For the launcher to say that a rank is lost, after an error that may come of it; the second one with several hosts.
+_PATIENCE_S, _HOSTS_PATIENCE_S = 3.0, 12.0
 logger = logging.getLogger(__name__)
 
 

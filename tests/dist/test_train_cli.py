@@ -171,7 +171,8 @@ def test_figures_are_told_from_the_first_step_on_and_are_of_one_step_each(traine
     assert "step 1/20  loss" in ended.out
     lines = [line for line in metrics_of(run) if line["kind"] == "train"]
     assert len(lines) == len({line["time"] for line in lines}) == 20
-    assert len({line["tokens_per_s"] for line in lines}) > 10  # two steps may be equally fast; those of one figure are all
+    # two steps may be equally fast; if all lines had one figure, all would be
+    assert len({line["tokens_per_s"] for line in lines}) > 10
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
     measured = [line for line in lines if "step_s" in line]
     assert [line["step"] for line in measured] == [1, 4, 5, 8, 10, 12, 15, 16, 20]

@@ -83,6 +83,15 @@ def undisturbed(num_steps: int = NUM_STEPS) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+def read_outcome(out: Path) -> dict[str, Any]:
+    """Compare what a run has left with one process; return what it says of itself."""
+    found, more = torch.load(out)
+    expected = undisturbed()
+    assert {name: torch.equal(found[name], value) for name, value in expected.items()} == dict.fromkeys(expected, True)
+    assert more["seen"] == NUM_STEPS
+    return more
+
+
 def shard(model: Layers, kind: str) -> None:
     if kind == "replicate":
         shardwise.replicate(model)
