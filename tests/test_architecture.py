@@ -266,7 +266,6 @@ def test_no_function_returns_a_bare_tuple_of_many() -> None:
 ONE_IDEA = {
     "fsdp/param_group.py:ParamGroup": "where a parameter's forms, its memory and its ways to other ranks meet",
     "fsdp/unit.py:Unit": "one set of parameters: what it is, what users have set of it, and what was done with it",
-    "fsdp/unit.py:UnitBackward": "how far one backward has come",
     "fsdp/gradients.py:Reduction": "gradients on their way: what each leg of it leaves for the next",
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",

@@ -43,31 +43,6 @@ ATTACHMENT = "_shardwise_attachment"
 PENDING = "shardwise: attachments to complete"  # key in the memo of a deep copy: pairs of an attachment and its copy
 
 
-class ModulePass:
-    """One pass through a unit's modules; backward has left it when all its inputs have their gradients.
-
-    It is not a pass of the root (``PassTracker``), which contains passes through many modules.
-    """
-
-    __slots__ = ("_backward", "_expected", "_missing")
-
-    def __init__(self) -> None:
-        self._backward = -1
-        self._expected = self._missing = 0
-
-    def expect(self, count: int) -> None:
-        """Expect ``count`` more gradients."""
-        self._expected += count
-
-    def passed(self) -> bool:
-        """Count one gradient of the running backward; return True if it was the last."""
-        backward = torch_private.graph_task_id()
-        if backward != self._backward:  # with retain_graph=True a graph may run backward again
-            self._backward, self._missing = backward, self._expected
-        self._missing -= 1
-        return not self._missing
-
-
 class Attachment:
     """The unit of a module, and its engine if it is a root.
 
@@ -78,10 +53,7 @@ class Attachment:
         engine: the engine of a root; None until the first forward, and for other modules.
         is_root: None until the first forward of the root, which sets it for all units below.
         forward_methods: names of methods that are treated like ``forward``.
-        before: number of graph nodes that this thread had made before the running forward of a root, and whether one of its
-            inputs needs a gradient.
         ignored: the registrations of ignored parameters: a module's dict of parameters, and a name.
-        shared_pass: the pass that the modules of a unit share.
         is_materialized: tensors of its modules were moved from meta to a device, and no forward has run since.
         asked_sync: whether backwards reduce gradients from the next forward on (``no_sync`` of replicas); None: as they do.
     """
@@ -91,9 +63,7 @@ class Attachment:
         self.engine: Engine | None = None
         self.is_root: bool | None = None
         self.forward_methods: list[str] = []
-        self.before: tuple[int, bool] = 0, False
         self.ignored: tuple[tuple[dict[str, nn.Parameter | None], str], ...] = ()
-        self.shared_pass: ModulePass | None = None
         self.is_materialized = False
         self.asked_sync: bool | None = None
 

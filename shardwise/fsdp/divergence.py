@@ -237,7 +237,7 @@ class Divergence:
         self.cursor += 1
         launched = frozenset[ShardedParam]() if reductions.open_launch is None else reductions.open_launch.params
         self._used.update(gradients, unit.earlier.held, unit.earlier.partial, launched)
-        for group in unit.groups if not gradients or len(gradients) < unit.backward.counted[0] else ():
+        for group in unit.groups:
             unit.add_zeros(group, gradients, launched)
         reductions.launch(unit, gradients)
 

@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,8 @@ from shardwise.fsdp.local_gradients import run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import Gate
-from shardwise.fsdp.reductions import Reductions, check_weights, hold_assigned
-from shardwise.fsdp.unit import FULL, GATHERING, SUB, Ending, Stage, Unit, is_in_backward
+from shardwise.fsdp.reductions import Reductions
+from shardwise.fsdp.unit import FULL, GATHERING, SUB, Unit, is_in_backward
 from shardwise.fsdp.user_writes import StepChecks, Written
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Op, listeners, logger, unit_in_words
@@ -73,7 +72,7 @@ class Engine:
             interrupt (BaseException) skips torch's always-called hooks, so its forwards stay until ``reset_iter_state()``,
             without which an optimizer step raises.
         end: weak reference to the callback of the running backward; None if none runs.
-        task: autograd's graph task id of the running backward.  makes_graph: it runs with ``create_graph=True``.
+        makes_graph: the running backward runs with ``create_graph=True``.
         reductions: launched and unsynced gradients.
         hooked: whether parameters of the last commit have post-accumulate-grad hooks of users, and the exception of a hook.
         manual: state of manual backward finalization.
@@ -81,7 +80,6 @@ class Engine:
         checks: checks of user programs, which listen to the events of this engine.
         gate: compares what user code can change between passes.
         awaits_backward: a forward has built a graph since the last backward.
-        has_nested: the graph of a forward had reentrant checkpoints.
         post_optim_event: the event that the next step waits for instead of all earlier work; used once.
         logs: ``TORCH_LOGS=fsdp`` was on when the last forward of the root began.  divergence: None if ranks run the same units.
     """
@@ -94,7 +92,6 @@ class Engine:
         self._has_reported = False
         self.hooked: tuple[bool, BaseException | None] = False, None
         self.end: weakref.ref[BackwardEnd] | None = None
-        self.task = -1
         self.makes_graph = False
         self.reductions = Reductions(self.exec_order, comm_ctx)
         self.manual = ManualFinalization()
@@ -103,9 +100,9 @@ class Engine:
         self.logs = False
         self.checks = StepChecks()
         self.gate = Gate(())
-        self._tied_users: dict[Unit, list[Unit]] = {}  # owner of tied parameters -> the other units that use them
+        self._owners: set[Unit] = set()  # units with tied parameters that other units use
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
-        self.awaits_backward = self.has_nested = False
+        self.awaits_backward = False
         self.divergence: Divergence | None = None
         live_engines.add(self)
         checked_optimizers.clear()
@@ -116,10 +113,11 @@ class Engine:
         self.exec_order.adopt(self.units)
         self.gate = Gate([group for unit in self.units for group in unit.groups])
         self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
-        owners = {owner for unit in self.units for owner in unit.tied_units}
-        self._tied_users = {owner: [unit for unit in self.units if owner in unit.tied_units] for owner in owners}
+        self._owners = {owner for unit in self.units for owner in unit.tied_units}
         for unit in self.units:
-            unit.callbacks_ref = unit.backward.callbacks = weakref.ref(self)
+            unit.callbacks_ref = unit.heard_by = weakref.ref(self)
+            if len(self.units) == 1:
+                unit.listen()  # its gradients are reduced in buckets as they come
 
     # ---- callbacks of units (StepCallbacks in fsdp/unit.py) ----
 
@@ -142,6 +140,7 @@ class Engine:
         starts, number = not unit.awaited and not unit.holders, self.comm_ctx.pass_tracker.number
         prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else ()
         if starts:
+            unit.begun_by = id(module)
             unit.awaited = {id(module)} if unit.has_one_module else {id(each) for each in unit.modules}
         for member in (unit, *unit.tied_units):  # until its end no other forward reshards what this one uses
             member.holders += 1
@@ -161,7 +160,7 @@ class Engine:
         """
         if torch_private.graph_task_id() != -1:  # a checkpoint has recomputed this forward in backward
             # While its backward runs, the unit stays full: that backward reads the parameters next.
-            if unit.backward.stage is not Stage.RUNNING and not self._is_read_by_others(unit):
+            if not unit.backward.is_running and unit not in self._owners:
                 unit.reshard_after_forward()
             self.exec_order.record(unit, StepEvent.POST_RECOMPUTE)
             return True
@@ -201,22 +200,12 @@ class Engine:
         """True until the backward has ended or raised."""
         return self.end is not None and self.end() is not None
 
-    def expect_nested_backwards(self) -> None:
-        """Do not end a unit's backward at its last gradient until one backward has shown which gradient is the last.
-
-        A reentrant checkpoint recomputes with the unit's parameters after gradients of uses outside of it have arrived.
-        """
-        self.has_nested = True
-        for unit in self.units:
-            if unit.backward.learned is Ending.LAST_GRADIENT:
-                unit.backward.learned = Ending.NESTED
-
     @property
     def heeds_steps(self) -> bool:
         """True if an optimizer step may be too early, or makes registered full parameters stale."""
         if self.forwards or self.awaits_backward or self.manual.awaits_completion:
             return True
-        return any(unit.has_copies or unit.earlier.waiting for unit in self.units)
+        return any(unit.has_copies or unit.earlier.waiting or unit.has_gradients for unit in self.units)
 
     def reshard_stepped(self, stepped: set[int]) -> None:
         """Reshard units that have a parameter whose id is in ``stepped``; call it outside of forward and backward."""
@@ -315,7 +304,7 @@ class Engine:
                     unit.reshard()
                 elif unit.state is FULL:
                     unit.keep(self._see_writes)
-                    if no_backward_follows and not (unit.backward.owes_weights or unit.backward.keeps_for_graph):
+                    if no_backward_follows and not (self._leaves_full(unit) or unit.backward.keeps_for_graph):
                         unit.register_shards()
 
     def _see_writes(self, unit: Unit, written: Written) -> None:
@@ -328,12 +317,10 @@ class Engine:
 
     # ---- backward ----
 
-    def before_backward(self, unit: Unit, through: object, num_packs: int) -> None:
+    def before_backward(self, unit: Unit, num_packs: int) -> None:
         """Wait for the full parameters of ``unit``, which its backward reads, and launch prefetches.
 
-        Args:
-            through: the pass through the unit's modules whose backward begins; None if no hook observes its end.
-            num_packs: ``unit.num_packs`` at the forward of that pass.
+        ``num_packs``: ``unit.num_packs`` at the forward whose backward begins.
         """
         backward = unit.backward
         if self.end is None or self.end() is None:
@@ -343,22 +330,12 @@ class Engine:
                 f"parameters of {unit_in_words(unit.name)} were replaced, moved or given another dtype after the forward "
                 "whose backward runs now. Make such changes before forward or after backward"
             )
-        task = torch_private.graph_task_id()
-        is_nested = task != self.task  # a reentrant checkpoint runs this backward inside of the outer one
         if torch.is_grad_enabled():
             backward.keeps_for_graph = self.makes_graph = True
-        if through is not None:
-            backward.open_passes.add(through)
-        if backward.stage is Stage.RUNNING and (unit.state is FULL or not unit.policy.unshard_in_backward):
-            # Another output of the unit: its backward has begun, and there is nothing to gather.
-            if is_nested and task != backward.task != self.task:
-                backward.enter(task)
-                torch_private.call_after_backward(partial(self.nested_backward_ended, unit, task))
-            return
+        if backward.is_running and (unit.state is FULL or not unit.policy.unshard_in_backward):
+            return  # another output of the unit: its backward has begun, and there is nothing to gather
         prefetches = self.exec_order.record(unit, StepEvent.PRE_BACKWARD)
-        backward.enter(task, unit.state is FULL, self.task)
-        if is_nested:
-            torch_private.call_after_backward(partial(self.nested_backward_ended, unit, task))
+        backward.is_running = True
         if len(self.units) == 1 and not self.manual.is_on:
             backward.buckets = self.reductions.early_buckets(unit)
         number = self.comm_ctx.pass_tracker.number
@@ -369,69 +346,26 @@ class Engine:
         for target in prefetches:
             target.unshard(number)
 
-    def gradient_arrived(self, unit: Unit) -> None:
-        """End the backward of ``unit`` if its last gradient has arrived, or launch the buckets that are complete.
-
-        Hooks call it also for the first gradient of a unit whose backward has not begun.
-        """
-        backward = unit.backward
+    def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
+        """Begin a backward if no hook of an output has, and launch the buckets of a lone unit that are complete."""
         if self.end is None or self.end() is None:
-            self._begin_backward()
-        is_nested = torch_private.graph_task_id() != self.task
-        if backward.stage is not Stage.RUNNING and is_nested:
-            backward.nest()
-        # The last gradient is the earliest sign that backward reads the unit no more.  Ranks that use other parameters count
-        # differently, but have to launch their reductions in one order: then the end of the whole backward counts.
-        # A unit that uses tied parameters of others may read those even later, in a reentrant checkpoint.
-        if backward.is_complete and not (unit.policy.reduces_unused or unit.tied_units):
-            # A unit that uses tied parameters is part of the outer graph: its gradients may still arrive.
-            if not (is_nested and self._is_read_by_others(unit)):
-                self.after_backward(unit)
-        elif backward.buckets is not None:
-            self.reductions.launch_early(unit, backward.buckets)
+            self._begin_backward(unit.params[ordinal])
+        if unit.backward.buckets is not None:
+            self.reductions.launch_early(unit, unit.backward.buckets)
 
-    def inputs_done(self, unit: Unit, through: object) -> None:
-        """Record that autograd has left the pass ``through`` the modules of ``unit``; end its backward if that was all.
+    def leave_unit(self, unit: Unit) -> None:
+        """End the backward of ``unit``: autograd computes the gradient of an input, so it has left the unit.
 
-        Its backward ends later if another pass through it is open, if it expects gradients and none has arrived, or if the
-        backward of another unit still reads its tied parameters.
+        A unit with tied parameters that other units use ends with the whole backward, which may bring more gradients of them.
         """
-        backward = unit.backward
-        backward.open_passes.discard(through)
-        if backward.stage is not Stage.RUNNING or backward.open_passes:
-            return
-        if self._is_read_by_others(unit):
-            return
-        if backward.arrived or not backward.counted[0]:
+        if unit.backward.is_running and unit not in self._owners:
             self.after_backward(unit)
 
-    def nested_backward_ended(self, unit: Unit, task: int) -> None:
-        """End the backward of ``unit`` if it began in ``task``, the backward of a reentrant checkpoint that has just ended.
-
-        If an earlier backward used the unit again afterwards, its gradients are reduced once, at the end of backward.
-        """
-        backward = unit.backward
-        # After a failure inside, all has been cleaned up; a unit whose weights another one uses may be read again.
-        if not self.runs_backward or self._is_read_by_others(unit):
-            return
-        if backward.ends_with(task, is_one_module=len(unit.modules) == 1):
-            backward.ended_in = self.task
-            self.after_backward(unit)
-
-    def _is_read_by_others(self, unit: Unit) -> bool:
-        """Return True while the backward of another unit runs that uses tied parameters of ``unit``."""
-        return any(each.backward.stage is Stage.RUNNING for each in self._tied_users.get(unit, ()))
-
-    def after_backward(self, unit: Unit, reduces: bool = True, is_late: bool = False) -> None:
-        """Reshard ``unit`` and launch the reduction of its gradients, or accumulate them unsynced (``no_sync``).
-
-        ``is_late``: the whole backward has ended, not only that of the unit.
-        """
-        if self.end is None or self.end() is None:
-            self._begin_backward()
+    def after_backward(self, unit: Unit, reduces: bool = True) -> None:
+        """Reshard ``unit`` and launch the reduction of its gradients, or accumulate them unsynced (``no_sync``)."""
         if self.logs:
             logger.debug("FSDP::post_backward (%s)", unit.name)
-        gradients = unit.take_gradients(is_late)
+        gradients = unit.take_gradients()
         # Before the reduction, so that its input can take the memory that the full parameters leave.
         if unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph:
             unit.reshard(in_pass=True)
@@ -450,8 +384,11 @@ class Engine:
         else:
             self.exec_order.record(unit, StepEvent.RELEASE_IN_BACKWARD)
 
-    def _begin_backward(self) -> None:
-        """Begin a backward; clean up first after one that raised."""
+    def _begin_backward(self, first: ShardedParam | None = None) -> None:
+        """Begin a backward; clean up first after one that raised.
+
+        ``first``: the parameter whose gradient was accumulated before any hook of an output ran.
+        """
         if self.end is not None:
             self.abort_backward()
         self.awaits_backward = False
@@ -460,11 +397,11 @@ class Engine:
             self.divergence.begin("backward")
         self.manual.begin_backward()
         new_end = BackwardEnd(self)
-        self.end, self.task, self.makes_graph = weakref.ref(new_end), torch_private.graph_task_id(), False
+        self.end, self.makes_graph = weakref.ref(new_end), False
         track = self.exec_order.track
         track.num_backwards, track.running = track.num_backwards + 1, "backward"
         try:
-            self.stash_gradients()
+            self.stash_gradients(first)
             self.enter_pass("backward")
             torch_private.call_after_backward(new_end)
         finally:
@@ -484,8 +421,8 @@ class Engine:
                 may_be_due = unit.earlier.held or unit.earlier.partial or unit.policy.reduces_unused
                 is_due = bool(may_be_due) and not self.manual.is_on and self.is_due(unit)
                 is_idle = unit.state is FULL and not unit.holders
-                if unit.backward.stage is not Stage.IDLE or is_due:
-                    self.after_backward(unit, reduces=not self.manual.is_on, is_late=True)
+                if unit.backward.is_running or unit.backward.arrived or is_due or unit.has_gradients:
+                    self.after_backward(unit, reduces=not self.manual.is_on)
                 elif unit.state is GATHERING:  # prefetched, but backward did not use it
                     unit.discard()
                 elif is_idle and unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph:
@@ -543,7 +480,7 @@ class Engine:
             self.checks.end_backward()
         return params
 
-    def stash_gradients(self) -> None:
+    def stash_gradients(self, first: ShardedParam | None = None) -> None:
         """Stash ``.grad`` of parameters that stay registered, so that this backward accumulates from zero.
 
         Gradients that wait and that user code has cleared since are dropped.
@@ -551,7 +488,7 @@ class Engine:
         self.reductions.withdraw_waiting(self.units)
         for unit in self._plain:
             for group in unit.groups:
-                unit.earlier.stash(group.in_place, unit.backward.first)
+                unit.earlier.stash(group.in_place, first)
         for unit in self._plain:  # when all are stashed, which the end of the refused backward gives back
             if unit.policy.divide_factor is not None and any(group.in_place for group in unit.groups):
                 raise StateError(
@@ -576,7 +513,7 @@ class Engine:
             for param in unit.params:
                 if param.full is not None:
                     param.full.grad = None
-            unit.backward.leave(learns=False)
+            unit.backward.leave()
         self.unstash_gradients()
         if not self.forwards:
             self.reset()
@@ -591,7 +528,7 @@ class Engine:
     def end_step(self) -> None:
         """Reduce unsynced gradients and set ``.grad``; they include what a pipeline schedule has assigned to full parameters.
 
-        Raises: StateError in a backward, or if some of the weights' gradients are lost.
+        Raises: StateError in a backward.
         """
         if self.is_in_backward:
             raise StateError("a step cannot be ended during backward; end it after the last backward()")
@@ -614,7 +551,6 @@ class Engine:
             self.stash_gradients()
             self.enter_pass("backward")
             for unit in reversed(self.units):
-                check_weights(unit)
                 gradients = unit.take_gradients()
                 if unit.policy.sync and (gradients or self.is_due(unit)):
                     (self.divergence or self.reductions).launch(unit, gradients)
@@ -642,9 +578,24 @@ class Engine:
     # ---- backwards of pipeline stages, and passes that only other ranks run ----
 
     def hold_assigned(self) -> None:
-        """Prepare for one more backward: see :func:`shardwise.fsdp.reductions.hold_assigned`."""
-        if not self.is_in_step:
-            hold_assigned([unit for unit in self.units if unit not in self._plain])
+        """Prepare for one more backward without sync, perhaps of a pipeline schedule.
+
+        Gradients of weights that a schedule has computed separately and assigned to full parameters are accumulated, so that
+        sums follow the order of microbatches.  Where such a backward leaves parameters unsharded, the schedule looks for them
+        on the modules before it computes gradients of inputs alone.
+        """
+        for unit in self.units if not self.is_in_step else ():
+            if unit in self._plain:
+                continue
+            if unit.state is FULL and unit.has_gradients:
+                unit.earlier.hold(unit.take_gradients())
+            if self._leaves_full(unit) and not unit.diverges:  # then other ranks would not know of this gather
+                unit.wait_with_tied(None)
+                unit.keep()
+
+    def _leaves_full(self, unit: Unit) -> bool:
+        """Return True if user code has said that backward leaves parameters of ``unit`` unsharded for those that follow."""
+        return not (unit.policy.reshard_after_backward or self.is_last_backward)
 
     def serve_pass(self, kind: PassKind) -> None:
         """Take part in a pass that only other ranks run: serve this rank's shards, with gradients of zero."""
@@ -679,6 +630,13 @@ class Engine:
     def check_step(self, stepped: set[int]) -> None:
         """Raise StateError if an optimizer steps on a parameter, one of the ids ``stepped``, too early."""
         for param in [param for unit in self.units for param in unit.params if id(param.sharded) in stepped]:
+            if param.full is not None and param.full is not param.sharded and param.full.grad is not None:
+                self.forget_step()
+                raise StateError(
+                    f"a backward has computed a gradient of {param.fqn} without reaching an output of "
+                    f"{unit_in_words(param.unit().name)}, from a tensor that its forward has left elsewhere: it is not reduced. "
+                    "Return that tensor from forward, or keep it in an attribute of the module"
+                )
             if self.forwards:
                 raise StateError(
                     f"an optimizer steps inside a forward of {unit_in_words(self.forwards[0][0].name)}, or an interrupt has "

@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -22,12 +22,12 @@ from shardwise import observe, torch_private
 from shardwise.collectives.owned import broadcast_from_first
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.errors import ConfigError, StateError, UsageError
-from shardwise.fsdp.attachment import Attachment, ModulePass, attachment_of, diverging, roots_to_come
+from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, roots_to_come
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
 from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
 from shardwise.fsdp.equal_values import SHARES_BUFFERS
 from shardwise.fsdp.roots import live_engine
-from shardwise.fsdp.unit import Ending, is_in_backward
+from shardwise.fsdp.unit import is_in_backward
 from shardwise.observe import log_for_torch, logger
 from shardwise.torch_private import beside_transforms, innermost_transform, is_profiling
 
@@ -65,12 +65,12 @@ def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
     return _NO_RANGE
 
 
-# Of a forward that runs: its pass if its inputs are watched, the conversion of its arguments, those arguments that it may put
-# tensors into, the tensors that these held before with their nodes, and how many nodes this thread had made.
+# Of a forward that runs: the conversion of its arguments, those arguments that it may put tensors into, the tensors that these
+# held before with their nodes, and how many nodes this thread had made.
 _Held = dict[int, tuple[torch.Tensor, torch.autograd.graph.Node | None]]
-_Running = tuple[ModulePass | None, Conversion | None, list[Any], _Held, int]
+_Running = tuple[Conversion | None, list[Any], _Held, int]
 
-_NOTHING: _Running = None, None, [], {}, 0
+_NOTHING: _Running = None, [], {}, 0
 _MOST_SIZES = 32  # graphs of other sizes are not searched: modules whose every graph differs would pay in every step
 
 
@@ -104,8 +104,8 @@ class Hooks:
 
         for group in unit.groups:
             if group.keeps_plain:
-                group.listen_in_place(unit.backward.hook)
-                unit.backward.callbacks = engine_for_first_gradient
+                unit.heard_by = engine_for_first_gradient
+                unit.listen()
 
     def reshard_for_state_dict(self, module: nn.Module) -> None:
         """Reshard the unit before the state dict of ``module`` is taken or loaded."""
@@ -141,7 +141,7 @@ class Hooks:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine = live_engine(attachment)
         while self._running and not unit.holders and not is_in_backward():
-            conversion = self._running.pop()[1]  # an interrupt has ended this forward without the forward hooks
+            conversion = self._running.pop()[0]  # an interrupt has ended this forward without the forward hooks
             if conversion is not None:
                 conversion.take_back()
         precision, device, conversion = unit.precision, None, None
@@ -153,43 +153,46 @@ class Hooks:
         if not (dtype is device is None):
             conversion = Conversion(dtype, device)
             args, kwargs = conversion.arguments(args, kwargs)
-        self._running.append((None, conversion, [], {}, sys.maxsize))  # ``after_forward`` runs also if this raises
+        self._running.append((conversion, [], {}, sys.maxsize))  # ``after_forward`` runs also if this raises
         if engine.logs or innermost_transform() is not None or is_profiling():
             with _range("pre_forward", unit.name, engine.logs):
                 engine.before_forward(unit, module)
         else:
             engine.before_forward(unit, module)
-        if attachment.is_root:
-            needs_gradient = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-            attachment.before = torch_private.num_nodes_made(), needs_gradient
-        # If the count of gradients cannot show the end of the unit's backward, hooks on its inputs must.  They are not always
-        # there, since a hook per input and step costs more than the count, which the gradients' hooks take anyway.
-        backward = unit.backward
-        has_frozen = backward.counted[0] < backward.counted[1]
-        is_counted = backward.learned is Ending.LAST_GRADIENT and not (
-            backward.ended_late or unit.policy.reduces_unused or unit.tied_units
-        )
-        builds_graph = torch.is_grad_enabled()
-        is_needed = has_frozen or not is_counted
-        # Where the end of forward may find reentrant checkpoints in a new graph, no count shows the end either.
-        may_nest = (engine.has_nested or not unit.num_commits) and innermost_transform() is None
-        # In a unit of several modules, a recomputed one was counted in its first forward.
-        is_watched = (is_needed or may_nest) and builds_graph and (unit.has_one_module or not is_in_backward())
-        through = self._watch_inputs(args, kwargs, is_needed) if is_watched else None
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        # Autograd leaves the unit last where it leaves the module whose forward came first; a checkpoint recomputes that last.
+        if unit.begun_by == id(module) and (unit.holders == 1 or is_in_backward()) and innermost_transform() is None:
+            args = self._watch_inputs(args, kwargs, engine.comm_ctx.device.type)
         growing: list[Any] = []
-        for each in (*args, *kwargs.values()) if builds_graph else ():  # a comprehension would be one more call
+        for each in (*args, *kwargs.values()):  # a comprehension would be one more call
             if not isinstance(each, torch.Tensor) and can_grow(each):
                 growing.append(each)
         held = {id(each): (each, each.grad_fn) for each in tensors_in(growing)} if growing else {}
-        self._running[-1] = through, conversion, growing, held, torch_private.num_nodes_made()
+        self._running[-1] = conversion, growing, held, torch_private.num_nodes_made()
         return args, kwargs
+
+    def _watch_inputs(self, args: Args, kwargs: Kwargs, on: str) -> Args:
+        """Hook the gradients of the inputs on device type ``on``: the first one says that autograd has left this forward.
+
+        Autograd runs the nodes of a device in the opposite order of their creation, on a thread for each device.
+        """
+        for index, each in enumerate(args):
+            # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
+            if type(each) is torch.Tensor and each.requires_grad and each.grad_fn is None:
+                args = (*args[:index], each.view_as(each), *args[index + 1 :])
+        for each in (*args, *kwargs.values()):
+            for tensor in (each,) if isinstance(each, torch.Tensor) else tensors_in(each):
+                if tensor.grad_fn is not None and tensor.device.type == on:
+                    tensor.register_hook(self.leave_unit)
+        return args
 
     @dynamo_disabled
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
-        attachment, unit, returned = self._attachment, self._unit, output
+        unit, returned = self._unit, output
         engine = unit.callbacks_ref()
-        through, conversion, growing, held, num_nodes = self._running.pop() if self._running else _NOTHING
+        conversion, growing, held, num_nodes = self._running.pop() if self._running else _NOTHING
         put_in = tensors_in(growing) if growing else []  # before the caller's tensors are in the containers again
         if conversion is not None:
             conversion.take_back()
@@ -219,23 +222,18 @@ class Hooks:
         if not has_output:
             return output
         if builds_graph:
-            pre_backward = functools.partial(self.before_backward, through, unit.num_packs)
+            pre_backward = functools.partial(self.before_backward, unit.num_packs)
             for tensor in watched:
-                _ = tensor.grad_fn  # regenerates the grad_fn of a view that is out of date: register_hook would crash
-                tensor.register_hook(pre_backward)
+                # Hooks of nodes run after those of tensors, so autograd leaves the unit that got this tensor first.
+                if tensor.grad_fn is None:
+                    tensor.register_hook(pre_backward)
+                else:
+                    tensor.grad_fn.register_prehook(pre_backward)
                 # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
                 # stays.
                 base = torch_private.base_of_view(tensor)
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(pre_backward)
-            # Search the graph only if it changed, which the number of its nodes shows (checkpoints were switched on, for
-            # example).  Checkpoints whose inputs need no gradient make nodes outside of the graph, so compare that, too.
-            num_before, needs_gradient = attachment.before
-            graph = torch_private.num_nodes_made() - num_before, needs_gradient
-            if attachment.is_root and graph != unit.backward.looked_at:
-                unit.backward.looked_at = graph
-                if has_nested_backward(tensors_in(returned)):
-                    engine.expect_nested_backwards()
         dtype = unit.precision.output_dtype
         return output if dtype is None else Conversion(dtype, copies=True)(output)
 
@@ -263,52 +261,23 @@ class Hooks:
             found = [each for tensor in found for each in torch_private.graphs_of(tensor)]
         return [each for each in found if each.requires_grad]
 
-    def _watch_inputs(self, args: Args, kwargs: Kwargs, is_needed: bool) -> ModulePass:
-        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None]
-        through = self._pass_of_forward()
-        # If no input needs a gradient, expect one that never arrives: the unit ends with the whole backward.
-        through.expect(max(1, len(watched)))
-        backward = self._unit.backward
-
-        def on_gradient(_: torch.Tensor) -> None:
-            if through.passed() and (is_needed or backward.learned is not Ending.LAST_GRADIENT):
-                self.inputs_done(through)
-
-        for tensor in watched:
-            tensor.register_hook(on_gradient)
-        return through
-
-    def _pass_of_forward(self) -> ModulePass:
-        """Return the pass of the module that starts its forward; all modules of a unit share one pass.
-
-        The backward of a unit of several modules ends when it has left all of them: resharding at the inputs of the last
-        module would free parameters that the modules before it still read.
-        """
-        unit = self._unit
-        is_first = unit.holders == 1 and len(unit.awaited) == len(unit.modules)
-        attachment = self._attachment
-        if attachment.shared_pass is None or len(unit.modules) == 1 or is_first:
-            attachment.shared_pass = ModulePass()
-        return attachment.shared_pass
-
     @dynamo_disabled
-    def before_backward(self, through: ModulePass | None, num_packs: int, *_: object) -> None:
+    def before_backward(self, num_packs: int, *_: object) -> None:
         """Pre-backward hook, at the first gradient of an output; ``num_packs``: that of the unit at the output's forward."""
         engine = self._unit.callbacks_ref()
         if isinstance(engine, Engine):
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
-                    engine.before_backward(self._unit, through, num_packs)
+                    engine.before_backward(self._unit, num_packs)
             else:
-                engine.before_backward(self._unit, through, num_packs)
+                engine.before_backward(self._unit, num_packs)
 
     @dynamo_disabled
-    def inputs_done(self, through: ModulePass) -> None:
-        """Post-backward hook, when all inputs of one forward have their gradients."""
+    def leave_unit(self, _: object) -> None:
+        """Post-backward hook, at the first gradient of an input."""
         engine = self._unit.callbacks_ref()
-        if isinstance(engine, Engine):
-            with _NO_RANGE if innermost_transform() is None else beside_transforms():
-                engine.inputs_done(self._unit, through)
+        if isinstance(engine, Engine) and self._unit.backward.is_running:
+            engine.leave_unit(self._unit)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))
@@ -452,19 +421,6 @@ def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if written:
         torch.autograd.graph.increment_version(written)
-
-
-def has_nested_backward(outputs: Iterable[torch.Tensor]) -> bool:
-    """Return True if a reentrant checkpoint is part of the graph of ``outputs``."""
-    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(todo)
-    for node in todo:  # which grows meanwhile
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        found = {before for before, _ in node.next_functions if before is not None} - seen
-        seen |= found
-        todo += found
-    return False
 
 
 def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:

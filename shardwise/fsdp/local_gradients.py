@@ -191,12 +191,12 @@ class EarlierGradients:
             self.partial.pop(param, None)
         return cleared
 
-    def stash(self, params: Sequence[ShardedParam], first: int | None = None) -> None:
+    def stash(self, params: Sequence[ShardedParam], first: ShardedParam | None = None) -> None:
         """Stash ``.grad`` of plain ``params``, so that a backward accumulates from zero.
 
         Args:
-            first: ordinal of the parameter whose new gradient was accumulated already, since no hook announced the backward.
-                Its earlier gradient stays in the sum: the mean over ranks of a sum is the sum of the means.
+            first: the parameter whose new gradient was accumulated already, since no hook announced the backward.  Its earlier
+                gradient stays in the sum: the mean over ranks of a sum is the sum of the means.
 
         Raises: StateError if a hook has seen that gradient before it is reduced.
         """
@@ -204,7 +204,7 @@ class EarlierGradients:
             param.adopt_registered()  # a parameter that user code has registered since the forward has its own ``.grad``
             # Autograd would run these hooks before the gradient is reduced and added to the earlier one.
             found = torch_private.remove_later_hooks(param.sharded, param.hook_id)
-            if first is not None and param.ordinal == first:
+            if param is first:
                 self.unsynced.discard(param)
                 torch_private.restore_hooks(param.sharded, found)
                 if found:

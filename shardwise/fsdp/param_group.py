@@ -98,7 +98,9 @@ def _lies_as_sharded(param: ShardedParam) -> bool:
 _IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
 _IS_AS_LEFT, _PLACE = operator.attrgetter("is_as_left"), operator.attrgetter("address")
-OnGradient = Callable[[ShardedParam], Callable[[torch.Tensor], None]]  # returns the hook of a full parameter's gradient
+OnGradient = Callable[
+    [int], Callable[[torch.Tensor], None]
+]  # returns the hook of the gradient of a parameter, by ordinal
 
 
 def _refuse() -> NoReturn:
@@ -143,6 +145,7 @@ class ParamGroup:
         num_replica_sums: how many all-reduces over replicas are due so far, those that a later backward makes included.
         split: the buckets of a unit that is alone, and what they depend on.
         gate: weak reference to the gate of its engine.
+        on_gradient: makes the hooks of the full parameters' gradients; None: they have none.
         in_place: the parameters that stay registered and are their own full form.
         packing: the buckets and full buffers; None before the first packing.
         axes: the data-parallel mesh.  num_ranks: how many ranks its gradients are averaged over.
@@ -196,6 +199,7 @@ class ParamGroup:
         self.gradient_dtypes: set[torch.dtype] | None = None
         self.split: tuple[object, tuple[tuple[int, ...], ...]] = None, ()
         self.gate: weakref.ref[Gate] | None = None
+        self.on_gradient: OnGradient | None = None
 
     # ---- flat memory ----
 
@@ -427,11 +431,8 @@ class ParamGroup:
             handle = None if delivery is None else ways.shards.all_gather(delivery)
         return None if handle is None else (handle, fulls)
 
-    def register_full(self, on_gradient: OnGradient) -> int:
-        """Register the full parameters on the modules; return how many of them are trainable.
-
-        ``on_gradient(param)`` returns the post-accumulate-grad hook of a full parameter.
-        """
+    def register_full(self) -> None:
+        """Register the full parameters on the modules."""
         packing = self.packing
         assert packing is not None
         self.is_kept = False
@@ -443,7 +444,7 @@ class ParamGroup:
             or not (all(map(_IS, swap.forms[1], registered)) or all(map(_IS, swap.forms[0], registered)))
             or [*map(_REQUIRES_GRAD, swap.forms[0])] != swap.wants
         ):
-            swap = self._make_swap(packing, on_gradient)
+            swap = self._make_swap(packing)
         for registry, fulls_of, _ in swap.by_registry:
             registry.update(fulls_of)
         for at, full, _ in swap.with_setattr:
@@ -456,15 +457,13 @@ class ParamGroup:
                 self._addresses.clear()
             addresses = self._addresses[place] = [*map(_ADDRESS, fulls)]
         self.registered = params, fulls, versions, addresses
-        num_trainable = swap.num_trainable
         if self.in_place:
             self._check_not_replaced(self.in_place)
-            num_trainable += self.listen_in_place(on_gradient)
+            self._own_forms_in_place()
         if self._sub is not None:
             self._drop_sub()
-        return num_trainable
 
-    def _make_swap(self, packing: Packing, on_gradient: OnGradient) -> Swap:
+    def _make_swap(self, packing: Packing) -> Swap:
         """Make full parameters, or adapt those there are, at the first unshard, and when user code has changed something."""
         self._check_not_replaced(self.params)
         params = [param for bucket in packing.buckets for param in bucket.params]
@@ -477,20 +476,28 @@ class ParamGroup:
         for param in (*params, *self.extended.params):
             full = param.registered_form = param.full
             assert full is not None
-            self.sync_requires_grad(param, full, on_gradient)
+            self.sync_requires_grad(param, full)
         swap = self.swap = Swap([*params, *self.extended.params])
         fulls = swap.fulls[: len(params)]
         self.registered = params, fulls, [*map(_VERSION, fulls)], []
         self._addresses.clear()
         return swap
 
-    def listen_in_place(self, on_gradient: OnGradient) -> int:
-        """Hook the gradients of parameters that stay registered; return how many of them are trainable."""
+    def _own_forms_in_place(self) -> None:
+        """Let parameters that stay registered be their own full form."""
         for param in self.in_place:
             if param.full is not param.sharded:
                 param.full, param.is_hooked = param.sharded, False
-            self.sync_requires_grad(param, param.sharded, on_gradient)
-        return sum(param.sharded.requires_grad for param in self.in_place)
+            self.sync_requires_grad(param, param.sharded)
+
+    def listen(self, on_gradient: OnGradient) -> None:
+        """Hook the gradients of all full parameters, from now on; ``on_gradient(ordinal)`` returns the hook of one."""
+        if self.on_gradient is None:
+            self.on_gradient = on_gradient
+            self._own_forms_in_place()
+            for param in self.params:
+                if param.full is not None:
+                    self.sync_requires_grad(param, param.full)
 
     def _follow_writes(self) -> None:
         """Bump the version counters of full parameters whose shards were written to.
@@ -519,15 +526,15 @@ class ParamGroup:
                         f"{param.fqn} was replaced while a forward or backward ran. Replace it before or after"
                     )
 
-    @staticmethod
-    def sync_requires_grad(param: ShardedParam, full: nn.Parameter, on_gradient: OnGradient) -> None:
-        """Set ``requires_grad`` of ``full`` to the shard's; if trainable, register the hook that ``on_gradient`` returns."""
+    def sync_requires_grad(self, param: ShardedParam, full: nn.Parameter) -> None:
+        """Set ``requires_grad`` of ``full`` to the shard's; if trainable, hook its gradient if :meth:`listen` was called."""
         wanted = param.sharded.requires_grad
         if full.requires_grad is not wanted:
             full.requires_grad_(wanted)
-        if wanted and not param.is_hooked:
-            param.hook_id = full.register_post_accumulate_grad_hook(on_gradient(param)).id
+        if wanted and not param.is_hooked and self.on_gradient is not None:
+            param.hook_id = full.register_post_accumulate_grad_hook(self.on_gradient(param.ordinal)).id
             param.is_hooked = True
+        if wanted:
             refuse_gradients([param])  # it may have been frozen
 
     # ---- version counters, and parameters that stay full ----

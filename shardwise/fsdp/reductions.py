@@ -24,38 +24,8 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.unit import FULL, Unit
 from shardwise.fsdp.waiting_gradients import is_summed_later
-from shardwise.observe import Op, begin, end, listeners, unit_in_words
+from shardwise.observe import Op, begin, end, listeners
 from shardwise.plan.schedule import Buckets
-
-# ---- Split backwards of pipeline schedules: of the inputs first, of the weights later, by calls of the schedule.
-
-
-def hold_assigned(units: Iterable[Unit]) -> None:
-    """Prepare for one more backward without sync; call it outside of forward and backward.
-
-    Gradients that a schedule has computed separately and assigned to full parameters are accumulated, so that sums follow the
-    order of microbatches.  Units whose weight gradients are computed separately are unsharded before that backward begins,
-    since the schedule reads their parameters first.
-    """
-    for unit in units:
-        has_assigned = any(param.full is not None and param.full.grad is not None for param in unit.params)
-        if unit.state is FULL and has_assigned and (assigned := unit.take_gradients()):
-            unit.earlier.hold(assigned)
-        if unit.backward.owes_weights and not unit.diverges:  # then other ranks would not know of this gather
-            unit.wait_with_tied(None)
-            unit.keep()
-
-
-def check_weights(unit: Unit) -> None:
-    """Raise StateError if gradients of the unit's weights are lost, since it was sharded when backward began."""
-    if not unit.backward.has_lost_weights:
-        return
-    unit.backward.has_lost_weights = False
-    raise StateError(
-        f"{unit_in_words(unit.name)} was sharded when a backward of its inputs alone began, so the gradients of its weights "
-        "are lost. A schedule that computes them separately (zero bubble) needs stages sharded with reshard_after_forward=False"
-    )
-
 
 _HOLDS_INPUT = operator.attrgetter("holds_input")
 _NONE: tuple[Gradients, Gradients] = {}, {}  # no code writes to what a launch has taken

@@ -79,8 +79,7 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
         return
     for unit in engine.units:
         unit.diverges, unit.schedule = is_allowed, None
-        unit.reshard()  # ranks that took different ways differ in what is full, and in what backwards have shown
-        unit.backward.unlearn()
+        unit.reshard()  # ranks that took different ways differ in what is full
     engine.divergence = engine.reductions.syncs_replicas = None
     diverging.pop(engine, None)
     engine.exec_order.allow_divergence(is_allowed)

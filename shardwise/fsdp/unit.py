@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Container, Sequence
 from enum import Enum
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -14,186 +16,19 @@ from shardwise import torch_private
 from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
+from shardwise.fsdp.backward import UnitBackward
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.fsdp.user_writes import StepChecks, Written, check_sub, find_writes, take_written
 from shardwise.observe import Call, Op, Track, begin, emit, listeners, unit_in_words
-from shardwise.plan.schedule import Buckets, UnitPolicy
-
-# ---- The progress of a unit's backward: its stage, the gradients that have arrived, the passes that are open.
-
-
-class Stage(Enum):
-    """The progress of backward through a unit."""
-
-    IDLE = "idle"  # no backward runs, or it has not reached the unit, or it is past it
-    # Parameters have gradients, but no output has: of tied weights that the unit owns, or of parameters used directly.
-    ARRIVING = "arriving"
-    RUNNING = "running"  # the gradient of an output has arrived: backward reads the parameters
-
-    __hash__ = object.__hash__  # Enum hashes in Python, and every step looks stages up
-
-
-class Ending(Enum):
-    """What ends a unit's part of a backward.  Each backward shows it for the next one."""
-
-    LAST_GRADIENT = "last gradient"  # of the unit's parameters
-    # The end of the backward of a reentrant checkpoint that runs inside: more gradients may follow for any parameter.
-    NESTED = "nested backward"
-    # The unit was used again after a nested backward, or a parameter had a second gradient: only the whole backward tells.
-    WHOLE = "whole backward"
-
-
-def _no_op() -> None:
-    return None
-
-
-class UnitBackward:
-    """The progress of one unit's backward.
-
-    Attributes:
-        callbacks: returns the engine, which acts on gradients, or None.  unit: weak reference to the unit.
-        stage: how far it is.
-        task: the autograd task in which it began; with nested backwards, the last one.
-        arrived: ordinals of the parameters whose gradients have arrived.
-        counted: the number of trainable parameters, and of all parameters.
-        open_passes: passes through the unit's modules that backward has entered and not left.
-        ending: what has been shown so far to end this backward.
-        learned: the ``ending`` of the last backward that produced gradients.  Where checkpoints run nested backwards, a forward
-            sets it to NESTED until a first backward has shown more.
-        ended_in: the outermost autograd task of the backward in which the unit ended with a nested one.
-        ended_late: a backward ended the unit only at its own end, since some gradient did not arrive.
-        buckets: those that may be reduced before the unit's backward ends; None if there are none.
-        owes_weights: a backward produced no gradient of a parameter: pipeline schedules may compute those separately.
-        keeps_for_graph: a backward ran with ``create_graph=True``.  Its graph reads the parameters, so they stay full until a
-            backward without it has ended.
-        is_unseen: the last forward returned no tensor whose gradient hook would announce the unit's backward, so its
-            parameters stay full.
-        first: the ordinal of the parameter whose gradient arrived before any hook announced the backward.
-        looked_at: of a root: number of graph nodes of the last forward that was searched for reentrant checkpoints, and
-            whether one of its inputs needed a gradient; None: no forward was searched.
-        has_lost_weights: a backward of inputs alone began while the parameters were sharded, so the gradients of weights
-            that are computed later have no parameters to go to.
-    """
-
-    def __init__(self, unit: Callable[[], Unit | None]) -> None:
-        self.unit = unit
-        self.callbacks: Callable[[], StepCallbacks | None] = _no_op
-        self.stage = Stage.IDLE
-        self.task = -1
-        self.arrived: set[int] = set()
-        self.counted: tuple[int, int] = (0, 0)
-        self.open_passes: set[object] = set()
-        self.ending = self.learned = Ending.LAST_GRADIENT
-        self.ended_in = -1
-        self.ended_late = False
-        self.owes_weights = self.has_lost_weights = False
-        self.keeps_for_graph = False
-        self.is_unseen = False
-        self.first: int | None = None
-        self.buckets: Buckets | None = None
-        self.looked_at: tuple[int, bool] | None = None
-        self._began_full = True
-
-    def enter(self, task: int, is_full: bool = True, whole: int = -1) -> None:
-        """Record that the gradient of an output has arrived.
-
-        Args:
-            task: the autograd task that runs.
-            is_full: the unit's parameters are unsharded.
-            whole: the outermost task, which may have used the unit before, in another nested backward.
-        """
-        if self.stage is not Stage.RUNNING:  # RUNNING already if user code has resharded the unit meanwhile
-            self.stage = Stage.RUNNING
-            self._began_full = is_full
-            if self.ended_in == whole != -1:
-                self.ending = Ending.WHOLE
-        self.task = task
-
-    def hook(self, param: ShardedParam) -> Callable[[torch.Tensor], None]:
-        """Return the post-accumulate-grad hook of the full parameter of ``param``."""
-        # Through a weak reference: the full parameter owns the hook, and the unit owns the full parameter.  Names are local,
-        # since the hook runs once for every parameter and backward.
-        this, ordinal, running, task_id = weakref.ref(self), param.ordinal, Stage.RUNNING, torch_private.graph_task_id
-        by_last = Ending.LAST_GRADIENT
-
-        def on_accumulated(_: torch.Tensor) -> None:
-            backward = this()
-            if backward is None:
-                return
-            arrived, buckets = backward.arrived, backward.buckets
-            if ordinal in arrived:
-                backward.ending = Ending.WHOLE
-            arrived.add(ordinal)
-            if backward.stage is running:
-                if backward.task != task_id():
-                    backward.nest()  # a reentrant checkpoint inside the unit runs it: others may follow
-                is_bucket = buckets is not None and buckets.is_ready()
-                if backward.ending is not by_last or (len(arrived) < backward.counted[0] and not is_bucket):
-                    return  # most gradients end here: backward has begun, and neither a bucket nor the unit is complete
-            elif backward.stage is Stage.IDLE:
-                backward.first = ordinal
-                backward.stage = Stage.ARRIVING
-            # The callbacks are the engine: this leads to ``Engine.gradient_arrived``.
-            callbacks, unit = backward.callbacks(), backward.unit()
-            if callbacks is not None and unit is not None:
-                callbacks.gradient_arrived(unit)
-
-        return on_accumulated
-
-    def nest(self) -> None:
-        """Record that a gradient came from a nested backward, or is expected to."""
-        if self.ending is Ending.LAST_GRADIENT:
-            self.ending = Ending.NESTED
-
-    @property
-    def is_complete(self) -> bool:
-        """True when every parameter has its gradient, so that backward reads none of them any more.
-
-        It is never True with a frozen parameter: backward may read that after the last gradient, so its unit ends when
-        autograd leaves its inputs.
-        """
-        is_last = self.learned is self.ending is Ending.LAST_GRADIENT
-        return is_last and self.counted[0] == self.counted[1] and len(self.arrived) >= self.counted[0] > 0
-
-    def ends_with(self, task: int, is_one_module: bool) -> bool:
-        """Return True if the unit's backward ends with the nested backward ``task``.
-
-        A unit of several modules ends only when all gradients have arrived: other modules may be recomputed later.
-        """
-        is_its = self.stage is Stage.RUNNING and self.task == task and Ending.WHOLE not in (self.ending, self.learned)
-        return is_its and (is_one_module or len(self.arrived) >= self.counted[0] > 0)
-
-    def leave(self, ended_late: bool = False, is_kept: bool = False, learns: bool = True) -> None:
-        """Return to IDLE and drop the progress of this backward, whose gradients were taken.
-
-        Args:
-            ended_late: it ended with the whole backward.
-            is_kept: the unit's parameters stay full.
-            learns: False after a failure, which shows nothing for the next backward.
-        """
-        if learns:
-            self.ended_late = self.ended_late or (ended_late and self.learned is Ending.LAST_GRADIENT)
-            if self.arrived:
-                self.learned = self.ending
-            # Only the gradients of inputs have been computed: a pipeline schedule computes those of the weights later.
-            if self.stage is Stage.RUNNING and self.counted[0] and not self.arrived:
-                self.owes_weights = True
-                self.has_lost_weights = self.has_lost_weights or (is_kept and not self._began_full)
-        self.arrived.clear()
-        self.open_passes.clear()
-        self.ending = Ending.LAST_GRADIENT
-        self.buckets = self.first = None
-        self.stage = Stage.IDLE
-
-    def unlearn(self) -> None:
-        """Forget how earlier backwards ended: ranks that took different ways have seen different ones."""
-        self.learned, self.ended_late, self.is_unseen, self.looked_at = Ending.LAST_GRADIENT, False, False, None
-
+from shardwise.plan.schedule import UnitPolicy
 
 # ---- The states of a unit.
+
+
+_GRAD, _IS_NOT = operator.attrgetter("grad"), operator.is_not
 
 
 class UnitState(Enum):
@@ -215,9 +50,13 @@ class StepCallbacks(Protocol):
         """Return ``error``, of a collective at ``where``, with what the other ranks were doing."""
         ...
 
-    def gradient_arrived(self, unit: Unit) -> None:
-        """Act on a gradient of ``unit``: the last one of it, or of a bucket, or the first before any hook."""
+    def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
+        """Act on the gradient of parameter ``ordinal``: it completes a bucket, or no hook of an output has run yet."""
         ...
+
+
+def _no_engine() -> None:
+    return None
 
 
 class SharedSchedule(Protocol):
@@ -268,6 +107,7 @@ class Unit:
         holders: the number of forwards that are using the full parameters now.
         num_aliases: :meth:`count_aliases` when a forward began.
         awaited: ids of the modules that have not run yet in the current forward; with several modules the last one ends it.
+        begun_by: the id of the module that began the last forward.
         keeps_for_backward: the user did not pass ``reshard_after_forward``, so a root stays full after a forward, but only
             for its backward: not after a forward without a graph.
         max_reductions: how many reduce-scatter inputs may be allocated at once; the largest of an engine's units counts.
@@ -277,6 +117,7 @@ class Unit:
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
         all_reduce_hook: the user's function that gets the section after the reduce-scatter, or after the all-reduce.
         callbacks_ref: returns the engine, which a unit may not import; None before there is one.
+        heard_by: returns the engine for a gradient; for plain parameters it makes one before the first forward.
     """
 
     def __init__(self, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
@@ -294,12 +135,13 @@ class Unit:
         self.number = -1
         self.may_diverge = self.diverges = False
         self.schedule: SharedSchedule | None = None
-        self.backward = UnitBackward(weakref.ref(self))
+        self.backward = UnitBackward()
         self.earlier = EarlierGradients()
         self.num_commits = 0
         self.tied_units: tuple[Unit, ...] = ()
         self.holders = self.num_aliases = 0
         self.awaited: set[int] = set()
+        self.begun_by = -1
         self.keeps_for_backward = False
         self.max_reductions = 1
         self.transport: Transport | None = None
@@ -308,7 +150,8 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.checks = StepChecks()
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.callbacks_ref: Callable[[], StepCallbacks | None] = _no_op
+        self.callbacks_ref: Callable[[], StepCallbacks | None] = _no_engine
+        self.heard_by: Callable[[], StepCallbacks | None] = _no_engine
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
@@ -443,19 +286,18 @@ class Unit:
                         handle.wait()
             except RuntimeError as error:
                 raise self._explained(error) from error
-        # These numbers are what backward compares with: the gradients that have to arrive, and the packing that they belong to.
-        backward = self.backward
-        num_trainable = num_params = num_packs = 0
+        num_packs = 0  # of the packing to which gradients of this pass belong
         for group in self.groups:
-            num_trainable += group.register_full(backward.hook)
-            num_params += len(group.params)
+            group.register_full()
             num_packs += group.num_packs
-        backward.counted, self.num_packs = (num_trainable, num_params), num_packs
+        self.num_packs = num_packs
         if is_gathered:
             self.state, self.handles = FULL, ()
         else:
             self.gathered_in = pass_number
         self.shows_shards = False
+        if pass_number is None:
+            self.listen()
         if is_gathered and listeners:
             self.emit(Op.WAIT, self.full_bytes)
 
@@ -506,7 +348,7 @@ class Unit:
         """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
         self.holders = 0
         self.awaited = set()
-        self.backward.leave(learns=False)
+        self.backward.leave()
         self.reshards_late = False
         self.discard()
 
@@ -538,8 +380,6 @@ class Unit:
     def reshard_after_forward(self) -> None:
         """Apply ``policy.reshard_after_forward``, unless something reads the full parameters before backward does."""
         backward, policy = self.backward, self.policy
-        if backward.owes_weights and not policy.reshard_after_backward:
-            return  # a backward of weights alone (pipeline stages) reads the parameters that are registered
         if backward.keeps_for_graph or (backward.is_unseen and torch.is_grad_enabled()):
             return  # a double backward, or a backward that no hook announces, reads them
         # Saved-tensor hooks (activation offloading) may have stored an alias of a full parameter; its memory must stay then.
@@ -599,6 +439,7 @@ class Unit:
         self.take_writes(on_written)
         for group in self.groups:
             group.is_kept = True
+        self.listen()
 
     def register_shards(self) -> None:
         """Register the shards while the unit stays unsharded, so that user code finds what optimizers have."""
@@ -608,11 +449,40 @@ class Unit:
 
     # ---- gradients ----
 
-    def take_gradients(self, is_late: bool = False) -> Gradients:
-        """End the unit's backward; return the gradients in their reduce dtypes, zeros for unused ones if the policy says so.
+    def listen(self) -> None:
+        """Hook the gradients of the full parameters, for whose sake alone a backward may begin, or a bucket be complete.
 
-        ``is_late``: some gradients did not arrive before the whole backward ended.
+        Those of other units need no hook: they are freed after forward, so a backward reaches an output of the unit first.
         """
+        for group in self.groups:
+            group.listen(self._gradient_hook)
+
+    def _gradient_hook(self, ordinal: int) -> Callable[[torch.Tensor], None]:
+        """Return the post-accumulate-grad hook of parameter ``ordinal``."""
+        this = weakref.ref(self)  # the full parameter owns the hook, and the unit owns the parameter
+
+        def on_accumulated(_: torch.Tensor) -> None:
+            unit = this()
+            if unit is None:
+                return
+            backward = unit.backward
+            backward.arrived.add(ordinal)
+            # Most gradients end here: the engine knows of this backward, and no bucket is complete.
+            if not backward.is_running or (backward.buckets is not None and backward.buckets.is_ready()):
+                callbacks = unit.heard_by()
+                if callbacks is not None:
+                    callbacks.gradient_arrived(unit, ordinal)
+
+        return on_accumulated
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if a full parameter that is not registered for ever has a gradient that was not taken."""
+        swaps = [group.swap for group in self.groups if group.swap is not None]
+        return any([any(map(_IS_NOT, map(_GRAD, swap.fulls), repeat(None))) for swap in swaps])  # noqa: C419 (fewer calls)
+
+    def take_gradients(self) -> Gradients:
+        """End the unit's backward; return the gradients in their reduce dtypes, zeros for unused ones if the policy says so."""
         taken: Gradients = {}
         for group in self.groups:
             gradients = take_gradients(group)
@@ -623,7 +493,7 @@ class Unit:
             for param, sum_over_shards in self.earlier.partial.items():
                 if param not in taken:
                     taken[param] = sum_over_shards.new_zeros(param.shard.shape)
-        self.backward.leave(is_late, not self.policy.reshard_after_backward)  # the unit is IDLE from here on
+        self.backward.leave()
         return taken
 
     @property

@@ -157,7 +157,6 @@ def _unit_as_it_is(unit: Unit) -> Undo:
     held, partial, unsynced = dict(earlier.held), dict(earlier.partial), set(earlier.unsynced)
     undos = [
         as_they_are([unit], "policy"),
-        as_they_are([unit.backward], "learned", "ended_late"),
         as_they_are(unit.groups, "num_replica_sums"),
     ]
 

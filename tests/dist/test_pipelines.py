@@ -190,21 +190,6 @@ def test_a_stage_reduces_each_unit_once_per_step() -> None:
 
 
 @on_ranks(2)
-def test_gradients_of_weights_that_were_sharded_when_inputs_went_backward_are_an_error() -> None:
-    layer: Any = fully_shard(Layer(), reshard_after_forward=True)
-    outer: Any = fully_shard(nn.Sequential(layer))
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    output = outer(x).sum()
-    outer.set_is_last_backward(False)
-    outer.set_reshard_after_backward(False)
-    outer.set_requires_gradient_sync(False)
-    torch.autograd.grad(output, x)
-    outer.set_requires_gradient_sync(True)
-    with pytest.raises(StateError, match=r"'0' was sharded.*reshard_after_forward=False"):
-        torchs.fully_shard.state(outer)._root_post_backward_final_callback()  # type: ignore[attr-defined]
-
-
-@on_ranks(2)
 def test_torchs_tracker_of_memory_is_refused_by_name() -> None:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 

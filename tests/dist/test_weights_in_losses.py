@@ -219,3 +219,38 @@ def test_activations_that_users_distribute_on_the_same_mesh_keep_their_gradients
             ).full_tensor()  # each rank gets its rows' gradient of its loss
         (hidden * torch.arange(1.0, 7) * (1 + dist.get_rank())).sum().backward()
     assert_averaged(model, plain, **REORDERED)
+
+
+class _Leaves(nn.Module):
+    """Its forward leaves a tensor of its weight where nobody looks for outputs."""
+
+    def __init__(self, left: list[torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.left = nn.Linear(6, 6), lambda each: left.append(each)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left(self.inner.weight.sum())
+        return self.inner(x)
+
+
+@on_ranks(2)
+def test_gradients_of_a_tensor_that_no_output_leads_to_count_in_a_backward_of_outputs_and_are_an_error_alone() -> None:
+    left: list[torch.Tensor] = []
+    model = nn.Sequential(nn.Linear(6, 6), _Leaves(left))
+    plain = copy.deepcopy(model)
+    fully_shard(model[1])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 6) + dist.get_rank()
+    (model(x).square().sum() + left.pop()).backward()
+    (plain(x).square().sum() + left.pop()).backward()
+    assert_averaged(model, plain, **REORDERED)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x)
+    left.pop().backward()
+    with pytest.raises(StateError, match=r"gradient of 1\.inner\.weight without reaching an output"):
+        optimizer.step()
+    model(x).sum().backward()
+    optimizer.step()

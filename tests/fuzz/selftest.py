@@ -24,7 +24,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "a rank calls one collective more": ("structure",),
     "buckets of DDP lie in the parameters' memory order": ("doors",),
     "modules that follow a parameter are told": ("structure",),
-    "a unit ends when backward has left all its passes": ("checkpointing", "structure"),
+    "a unit ends when backward has left all its modules": ("checkpointing", "structure"),
     "a unit that lends a weight ends after the borrower": ("checkpointing", "structure"),
     "owned gradients are clipped by the norm of all": ("optimizers",),
     "nothing gathered is read after its shards have changed": ("byhand", "changes", "accumulation"),

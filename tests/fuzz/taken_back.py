@@ -25,7 +25,7 @@ from shardwise.fsdp.gradients import Reduction
 from shardwise.fsdp.hooks import Hooks
 from shardwise.fsdp.local_gradients import EarlierGradients
 from shardwise.fsdp.param import Registration, ShardedParam
-from shardwise.fsdp.unit import Stage, Unit
+from shardwise.fsdp.unit import Unit
 from shardwise.optim import sharded_optimizer as backends
 from shardwise.optim.elementwise import ElementwiseStep
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
@@ -54,25 +54,18 @@ def _tell_no_module() -> None:
     cast(Any, Registration).of = lambda module, name: Registration(parameters_of(module), name)
 
 
-def _end_at_the_first_pass() -> None:
-    inputs_done = Engine.inputs_done
+def _end_at_every_module() -> None:
+    watch = Engine.before_forward
 
-    def at_once(self: Engine, unit: Unit, through: object) -> None:
-        unit.backward.open_passes.clear()
-        inputs_done(self, unit, through)
+    def begins(self: Engine, unit: Unit, module: Any) -> None:
+        watch(self, unit, module)
+        unit.begun_by = id(module)
 
-    cast(Any, Engine).inputs_done = at_once
+    cast(Any, Engine).before_forward = begins
 
 
 def _end_before_the_tied_unit() -> None:
-    def done(self: Engine, unit: Unit, through: object) -> None:
-        backward = unit.backward
-        backward.open_passes.discard(through)
-        is_left = backward.stage is Stage.RUNNING and not backward.open_passes
-        if is_left and (backward.arrived or not backward.counted[0]):
-            self.after_backward(unit)
-
-    cast(Any, Engine).inputs_done = done
+    cast(Any, Engine).leave_unit = lambda self, unit: self.after_backward(unit)
 
 
 def _clip_by_own_norm() -> None:
@@ -199,7 +192,7 @@ def _set(target: object, name: str, value: object) -> Callable[[], None]:
 FIXES: dict[str, Callable[[], None]] = {
     "buckets of DDP lie in the parameters' memory order": _read_buckets_row_major,
     "modules that follow a parameter are told": _tell_no_module,
-    "a unit ends when backward has left all its passes": _end_at_the_first_pass,
+    "a unit ends when backward has left all its modules": _end_at_every_module,
     "a unit that lends a weight ends after the borrower": _end_before_the_tied_unit,
     "owned gradients are clipped by the norm of all": _clip_by_own_norm,
     "nothing gathered is read after its shards have changed": _trust_every_gather,

@@ -1,0 +1,40 @@
+"""How far the running backward has come through a unit, and which buckets of a lone unit can be reduced already.
+
+Autograd says when it has left a unit, so nothing is counted or learned.  It runs the nodes of a graph in the opposite order of
+their creation, and the nodes of a forward are created after those of its inputs.  So when the first gradient of an input is
+computed, no node of that forward is left, and the unit can be resharded and its gradients reduced: the inputs' hooks
+(``Hooks.before_forward``) end the unit's backward.  FSDP2 stands an autograd ``Function`` in the inputs' way for this, which
+waits for the gradients of all inputs and forbids forwards that change an input in place.
+
+A unit of several modules ends at the inputs of the module that ran first.  A unit whose inputs need no gradient ends with the
+whole backward, and so does one whose parameters other units use, too.
+"""
+
+from __future__ import annotations
+
+from shardwise.plan.schedule import Buckets
+
+
+class UnitBackward:
+    """The progress of one unit's backward.
+
+    Attributes:
+        is_running: autograd has reached an output of the unit and has not left its inputs: it reads the parameters.
+        keeps_for_graph: a backward ran with ``create_graph=True``.  Its graph reads the parameters, so they stay full until a
+            backward without it has ended.
+        is_unseen: the last forward returned no tensor whose hook would announce the unit's backward, so its parameters stay
+            full.
+        arrived: ordinals of parameters whose gradients have arrived and have hooks; see ``Unit.listen``.
+        buckets: of a lone unit, those that may be reduced before its backward ends; None if there are none.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = self.keeps_for_graph = self.is_unseen = False
+        self.arrived: set[int] = set()
+        self.buckets: Buckets | None = None
+
+    def leave(self) -> None:
+        """Record that the unit's backward is over, and drop its progress."""
+        self.is_running = False
+        self.arrived.clear()
+        self.buckets = None
