@@ -1,6 +1,7 @@
 """Sharded data parallelism for PyTorch, as a library you call from your own training loop."""
 
 from shardwise.checkpoint.weights import full_state_dict, full_tensors
+from shardwise.checks.optimizers import register as _watch_optimizers
 from shardwise.checks.root import register as _register_checks
 from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.collectives.host import register_transports as _register_transports
@@ -68,6 +69,7 @@ from shardwise.zero.overlap import hook_with_zero_step, hook_with_zero_step_inte
 __version__: str = _find_version()  # from the metadata of the package: only pyproject.toml has it
 _register_transports()
 _register_checks()
+_watch_optimizers()
 
 __all__ = [
     "ActivationPolicy",

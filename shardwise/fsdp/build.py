@@ -31,7 +31,7 @@ from shardwise.fsdp.attachment import (
 )
 from shardwise.fsdp.equal_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.flat_buffer import ParamStorage
-from shardwise.fsdp.hooks import Hooks, watch_optimizers, wrap_forward_method
+from shardwise.fsdp.hooks import Hooks, wrap_forward_method
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, shard_spec, smaller_axes
 from shardwise.fsdp.param import Registration, ShardedParam, refuse_grad_dtype, refuse_gradients
 from shardwise.fsdp.param_group import ParamGroup
@@ -182,7 +182,6 @@ class _FoundParam:
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     # Checks come before the model changes, except those of placements: a model that is refused stays usable.
-    watch_optimizers()
     if torch_private.accelerator_type() == "cpu":
         torch_private.draw_as_one_process()
     note("init", "unit")  # a place at which tests inject faults (``testing/faults.py``)

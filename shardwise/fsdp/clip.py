@@ -12,8 +12,30 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate
 
 from shardwise import torch_private
 from shardwise.collectives.owned import sum_of
-from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.hooks import shards_of
+from shardwise.errors import ConfigError, StateError, UsageError
+from shardwise.fsdp.engine import live_engines
+from shardwise.fsdp.roots import serve_others
+
+
+def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return ``params``, whose gradients are clipped next; those of units that are unsharded as shards, which have these."""
+    refuse_fixed_sums(params)
+    serve_others(params)
+    units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
+    shards = {id(form): p.sharded for unit in units for p in unit.params for form in (p.full, p.registered_form)}
+    return [shards.get(id(param), param) for param in params] if shards else params
+
+
+def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
+    """Raise UsageError if ``Reproducible`` sums the gradients of ``params``: the norm would be added in the order of ranks."""
+    groups = [each for engine in live_engines for unit in engine.units for each in unit.groups if each.sums is not None]
+    ids = {*map(id, params)} if groups else set[int]()
+    for param in (param for group in groups for param in group.params):
+        if not ids.isdisjoint(map(id, (param.sharded, param.full, param.registered_form))):
+            raise UsageError(
+                f"clip_grad_norm_: Reproducible sums the gradient of {param.fqn}, and this function adds norms in the order of "
+                "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,8 @@ class BackwardEnd:
 
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-# By id and number of parameters, the optimizers that were checked: none of their parameters is an outdated form of a
-# parameter of these engines.
-checked_optimizers: dict[tuple[int, int], weakref.ref[torch.optim.Optimizer]] = {}
+# Called when an engine is made: packages above this one watch what engines need to know of.
+on_new_engine: list[Callable[[], None]] = []
 
 
 class Engine:
@@ -105,7 +104,8 @@ class Engine:
         self.awaits_backward = False
         self.divergence: Divergence | None = None
         live_engines.add(self)
-        checked_optimizers.clear()
+        for tell in on_new_engine:
+            tell()
 
     def adopt(self, units: Iterable[Unit]) -> None:
         """Run the steps of ``units`` from now on."""
@@ -634,7 +634,7 @@ class Engine:
                 self.forget_step()
                 raise StateError(
                     f"a backward has computed a gradient of {param.fqn} without reaching an output of "
-                    f"{unit_in_words(param.unit().name)}, from a tensor that its forward has left elsewhere: it is not reduced. "
+                    f"{unit_in_words(param.unit().name)}, from a tensor that forward has left elsewhere: it is not reduced. "
                     "Return that tensor from forward, or keep it in an attribute of the module"
                 )
             if self.forwards:

@@ -1,4 +1,4 @@
-"""The hooks that connect modules, their outputs and optimizers to an engine.  No other file of ``fsdp`` registers these."""
+"""The hooks that connect modules and their outputs to an engine.  No other file of ``fsdp`` registers these."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from shardwise import observe, torch_private
+from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_from_first
 from shardwise.consistency.liveness import refuse_forked
-from shardwise.errors import ConfigError, StateError, UsageError
-from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, roots_to_come
+from shardwise.fsdp.attachment import Attachment, attachment_of
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
-from shardwise.fsdp.engine import Engine, checked_optimizers, live_engines
+from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.equal_values import SHARES_BUFFERS
 from shardwise.fsdp.roots import live_engine
 from shardwise.fsdp.unit import is_in_backward
@@ -34,9 +30,6 @@ from shardwise.torch_private import beside_transforms, innermost_transform, is_p
 # ---- The hooks on modules and outputs.
 
 _NO_RANGE = nullcontext()
-_warnings = logging.getLogger("shardwise")
-_warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines with a warning about steps without any gradient
-
 
 _WHY_NO_GRAPH = (
     "shardwise gathers parameters and reduces gradients between graphs, where a unit begins and ends. With fullgraph=True "
@@ -282,145 +275,6 @@ class Hooks:
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))
         return result
-
-
-_watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers alone
-
-
-def watch_optimizers() -> None:
-    """Install global optimizer hooks that reshard units and count steps as writes."""
-    if not _watches:
-        _watches.append(register_optimizer_step_pre_hook(before_optimizer_step))
-        _watches.append(register_optimizer_step_post_hook(after_optimizer_step))
-
-
-def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-    """Reshard units before the optimizer steps on their shards, so that writes to full parameters are copied first.
-
-    Full parameters would be stale after the step, and gathered again in any case.
-
-    Raises: StateError if gradients of these parameters wait for ``finalize_backward`` or for a backward with sync.
-    """
-    observe.note("optimizer steps", type(optimizer).__name__)
-    if _key_of(optimizer) not in checked_optimizers:
-        _check_forms(optimizer)
-    serve_others([param for group in optimizer.param_groups for param in group["params"]])
-    engines = [engine for engine in live_engines if engine.heeds_steps]
-    stepped = _stepped(optimizer) if engines else set[int]()
-    for engine in engines:
-        engine.check_step(stepped)
-        if engine.awaits_backward:
-            _look_for_gradients(engine, stepped)
-        if not engine.is_in_step:
-            engine.reshard_stepped(stepped)
-
-
-def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return ``params``, whose gradients are clipped next; those of units that are unsharded as shards, which have these."""
-    refuse_fixed_sums(params)
-    serve_others(params)
-    units = [unit for engine in live_engines for unit in engine.units if unit.has_copies]
-    shards = {id(form): p.sharded for unit in units for p in unit.params for form in (p.full, p.registered_form)}
-    return [shards.get(id(param), param) for param in params] if shards else params
-
-
-def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
-    """Raise UsageError if ``Reproducible`` sums the gradients of ``params``: the norm would be added in the order of ranks."""
-    groups = [each for engine in live_engines for unit in engine.units for each in unit.groups if each.sums is not None]
-    ids = {*map(id, params)} if groups else set[int]()
-    for param in (param for group in groups for param in group.params):
-        if not ids.isdisjoint(map(id, (param.sharded, param.full, param.registered_form))):
-            raise UsageError(
-                f"clip_grad_norm_: Reproducible sums the gradient of {param.fqn}, and this function adds norms in the order of "
-                "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
-            )
-
-
-def serve_others(params: Sequence[torch.Tensor]) -> None:
-    """Serve the passes that other ranks still run, before gradients of ``params`` are read: they are not complete yet."""
-    if not (roots_to_come or diverging):
-        return
-    ids = {*map(id, params)}
-    for attachment in list(roots_to_come):
-        if not ids.isdisjoint([id(param) for module in attachment.unit.modules for param in module.parameters()]):
-            live_engine(attachment)  # other ranks run a first forward that this one does not run
-    for engine in list(diverging):
-        mine = [form for unit in engine.units for param in unit.params for form in (param.sharded, param.full)]
-        if engine.divergence is not None and not ids.isdisjoint(map(id, mine)):
-            engine.divergence.begin(None, ids)
-
-
-def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
-
-
-# Optimizers of torch whose own step raises in DTensor, or is another update, over shards: what to write instead.
-_IN_A_SHARDED_OPTIMIZER = "write shardwise.ShardedOptimizer(dict(model.named_parameters()), torch.optim.{}, ...)"
-_NOT_OVER_SHARDS: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adafactor: f"it takes norms over whole matrices; {_IN_A_SHARDED_OPTIMIZER}",
-    torch.optim.LBFGS: "its history takes inner products over all parameters; take another optimizer, or keep whole, plain "
-    "parameters: shardwise.replicate(model, process_group=None)",
-    torch.optim.Rprop: f"it writes to single elements, which DTensor refuses; {_IN_A_SHARDED_OPTIMIZER}",
-}
-
-
-def _key_of(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Return what changes when an optimizer is another one or has got more parameters."""
-    return id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _check_forms(optimizer: torch.optim.Optimizer) -> None:
-    key = _key_of(optimizer)
-    stepped = _stepped(optimizer)
-    kind = next((kind for kind in _NOT_OVER_SHARDS if isinstance(optimizer, kind)), None)
-    unknown = {id(p) for group in optimizer.param_groups for p in group["params"] if kind and isinstance(p, DTensor)}
-    early: list[str] = []
-    for param in (param for engine in live_engines for unit in engine.units for param in unit.params):
-        original = param.original()
-        if original is not None and original is not param.sharded and id(original) in stepped:
-            early.append(param.fqn)
-        unknown.discard(id(param.sharded))
-        placements = param.sharded.placements if isinstance(param.sharded, DTensor) else ()
-        if kind is not None and id(param.sharded) in stepped and any(place.is_shard() for place in placements):
-            reason = _NOT_OVER_SHARDS[kind].format(kind.__name__)
-            raise ConfigError(f"{kind.__name__} cannot step on {param.fqn}, which is sharded: {reason}")
-        forms = (each for each in (param.full, param.registered_form) if each is not param.sharded)
-        if any(each is not None and id(each) in stepped for each in forms):
-            raise StateError(
-                f"an optimizer was given the full form of {param.fqn}, or its form on a smaller mesh: its steps would not "
-                "reach the model. Build the optimizer before forward; after an interrupt call reset_iter_state()"
-            )
-    if early:
-        raise StateError(
-            f"an optimizer was built before fully_shard and holds the unsharded {early[:4]}{'...' if len(early) > 4 else ''}; "
-            "its steps would not reach the model. Build the optimizer after fully_shard."
-        )
-    if not unknown:  # else the closure runs the first forward: it is checked after the step
-        checked_optimizers[key] = weakref.ref(optimizer, lambda _: checked_optimizers.pop(key, None))
-
-
-def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:
-    """Warn of an optimizer step on parameters without any gradient, after a forward whose backward did not run."""
-    params = [param for unit in engine.units for param in unit.params if id(param.sharded) in stepped]
-    trained = [param for param in params if param.sharded.requires_grad]
-    engine.awaits_backward = False
-    if trained and engine not in _warned and all(param.sharded.grad is None for param in trained):
-        _warned.add(engine)
-        _warnings.warning(
-            "an optimizer steps on %s and %d other sharded parameters, none of which has a gradient, although a forward has "
-            "built a graph. backward(inputs=...) and torch.autograd.grad do not find them: call backward() without inputs",
-            trained[0].fqn,
-            len(trained) - 1,
-        )
-
-
-def after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Bump the version counters of shards after a step: torch's multi-tensor and fused steps do not."""
-    if _key_of(optimizer) not in checked_optimizers:
-        _check_forms(optimizer)
-    written = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
-    if written:
-        torch.autograd.graph.increment_version(written)
 
 
 def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -21,11 +21,10 @@ from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ConfigError, StateError, UsageError, did_you_mean
 from shardwise.fsdp.attachment import Attachment, attachment_of, roots_to_come
 from shardwise.fsdp.build import copy_module
-from shardwise.fsdp.clip import clip_grad_norm_
+from shardwise.fsdp.clip import clip_grad_norm_, shards_of
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.hooks import shards_of
 from shardwise.fsdp.init_parameters import materializing
 from shardwise.fsdp.param import refuse_gradients
 from shardwise.fsdp.param_group import ParamGroup

@@ -255,3 +255,17 @@ def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
         each.unit.name = compress_paths(names.get(each.unit, [""]))
         for param in each.unit.params:
             param.fqn = paths.get(id(param.sharded), param.fqn)
+
+
+def serve_others(params: Sequence[torch.Tensor]) -> None:
+    """Serve the passes that other ranks still run, before gradients of ``params`` are read: they are not complete yet."""
+    if not (roots_to_come or diverging):
+        return
+    ids = {*map(id, params)}
+    for attachment in list(roots_to_come):
+        if not ids.isdisjoint([id(param) for module in attachment.unit.modules for param in module.parameters()]):
+            live_engine(attachment)  # other ranks run a first forward that this one does not run
+    for engine in list(diverging):
+        mine = [form for unit in engine.units for param in unit.params for form in (param.sharded, param.full)]
+        if engine.divergence is not None and not ids.isdisjoint(map(id, mine)):
+            engine.divergence.begin(None, ids)

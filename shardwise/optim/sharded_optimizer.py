@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.checks.optimizers import after_optimizer_step, before_optimizer_step
 from shardwise.consistency.agreement import open_exchange
 from shardwise.consistency.store import Sketch, sample_of
 from shardwise.errors import ArgumentTypeError, ConfigError, TransportError
-from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of
-from shardwise.fsdp.hooks import after_optimizer_step, before_optimizer_step, refuse_fixed_sums
+from shardwise.fsdp.clip import Limit, Part, clip_parts, part_of, refuse_fixed_sums
 from shardwise.observe import note
 from shardwise.optim.elementwise import ElementwiseStep, SummedStep, empty_states
 from shardwise.optim.slices import (

@@ -27,8 +27,7 @@ from shardwise.collectives.streams import watch_device
 from shardwise.consistency.agreement import GroupAgreement, open_agreement
 from shardwise.consistency.store import Sketch, digest_of, sample_of
 from shardwise.errors import ConfigError, DesyncError, StateError
-from shardwise.fsdp.clip import clip_grad_norm_
-from shardwise.fsdp.hooks import refuse_fixed_sums
+from shardwise.fsdp.clip import clip_grad_norm_, refuse_fixed_sums
 from shardwise.observe import note
 from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend, state_places
 from shardwise.optim.slices import as_they_are, call_hooks
