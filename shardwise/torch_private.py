@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor  # torch has no public name for it
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, _random, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -457,14 +458,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-_VERSION = operator.attrgetter("_version")
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Returns the number of counted writes to a tensor, which its views share; raises RuntimeError for one of inference mode."""
 LOCAL: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 """Returns the local tensor of a DTensor, for ``map``; raises AttributeError for another tensor."""
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return version numbers, which grow with each counted write to a DTensor itself or to its local tensor."""
-    return [*map(operator.add, map(_VERSION, tensors), map(_VERSION, locals_of(tensors)))]
+    return [*map(operator.add, map(version_of, tensors), map(version_of, locals_of(tensors)))]
 
 
 def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -810,11 +812,21 @@ def _registry_key() -> str:
     return getattr(sys.modules.get("torch.distributed._composable.contract"), "REGISTRY_KEY", "")
 
 
-def no_join() -> Any:
-    """Return the configuration of an object of torch's ``Join`` that is in none."""
+def leave_join(joined: object) -> None:
+    """Give ``joined`` the configuration of an object that is in no ``Join`` of torch's."""
     from torch.distributed.algorithms.join import _JoinConfig
 
-    return _JoinConfig.construct_disabled_join_config()
+    cast(Any, joined)._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def apply_of_next_class(module: nn.Module, after: type, *args: Any, **kwargs: Any) -> Any:
+    """Call ``nn.Module._apply`` of ``module`` as the class after ``after`` in its method resolution order has it."""
+    return cast(Any, super(after, module))._apply(*args, **kwargs)
+
+
+def packet_of(operator_overload: Any) -> Any:
+    """Return the operator, such as ``aten.add``, of an overload of it, such as ``aten.add.Tensor``."""
+    return operator_overload._overloadpacket
 
 
 def composable_apis_of(module: nn.Module) -> list[str]:
@@ -876,7 +888,7 @@ def sharded_tensor_like(reference: Any, values: Sequence[torch.Tensor]) -> Any:
     """Return a ShardedTensor cut like ``reference`` with the local shards ``values``; no communication."""
     import dataclasses
 
-    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+    from torch.distributed._shard.sharded_tensor import Shard
 
     def clamped(place: Any) -> Any:  # empty shards of torch's own specs start after the end, which its checks refuse
         offsets = [min(start, size) for start, size in zip(place.shard_offsets, reference.size(), strict=True)]

@@ -158,6 +158,9 @@ def test_every_layer_has_a_line() -> None:
 PRIVATE = re.compile(r"(?<![\w.])(?:torch|dist|nn|param|tensor|module|group|mesh)(?:\.\w+)*\._(?!_)\w+")
 
 
+OF_TORCH = ("_version", "_join_config", "_overloadpacket", "_local_tensor", "_backward_hooks")
+
+
 @of_each(FILES)
 def test_private_torch_names_live_in_one_file(path: Path) -> None:
     if path.name == "torch_private.py":
@@ -166,11 +169,12 @@ def test_private_torch_names_live_in_one_file(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             private = [part for part in (node.module or "").split(".") if part.startswith("_")]
             private += [alias.name for alias in node.names if alias.name.startswith("_") and not node.level]
-            allowed = node.module in (
-                "torch.distributed.tensor._dtensor_spec",
-                "torch.distributed._shard.sharded_tensor",
-            )
+            allowed = node.module == "torch.distributed.tensor._dtensor_spec"
             assert not private or allowed, f"{path.name} imports {node.module}.{[a.name for a in node.names]}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in OF_TORCH, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Constant):
+            assert node.value not in OF_TORCH, f"{path.name}:{node.lineno}: {node.value}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             is_private = node.attr.startswith("_") and not node.attr.startswith("__")
             assert not (is_private and node.value.id in ("torch", "dist", "nn")), (
@@ -317,7 +321,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5950,  # with plan and checks 6500
+    "fsdp": 5760,  # with plan and checks 6420
     "collectives": 2650,  # of 2800
     "checkpoint": 2438,  # with transaction 2900
     "recipes": 1865,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40
@@ -326,14 +330,14 @@ BUDGETS = {
     "optim": 1700,
     "zero": 1050,
     "cli": 1342,  # of which 48 and 49 about 160
-    "(top)": 1310,  # with testing 1500, of which reference.py is 177
+    "(top)": 1320,  # with testing 1500, of which reference.py is 177
     "transaction": 459,
     "elastic": 704,  # issue 49, part 2: on one host 521, several hosts 190
     "reproducible": 643,  # issue 49; comparing runs 150
     "loop": 650,
     "testing": 370,
     "plan": 350,
-    "checks": 300,
+    "checks": 345,  # of which optimizers 85
     "offload": 1008,  # of 1200: host tier 500, disk tier 300, activations 200
 }
 

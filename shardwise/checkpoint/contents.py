@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +30,7 @@ from shardwise.checkpoint.format import (
 )
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.optim.slices import local_of, slices_of
+from shardwise.torch_private import ShardedTensor
 from shardwise.zero.state_dict import StateSlice
 
 # ---- Values that are not tensors, as JSON: exactly the types that JSON and a few markers can represent, never a

@@ -160,7 +160,9 @@ def _differing(group: ParamGroup) -> ShardedParam | None:
     if not group.is_collective or not group.storage.on.has_values:
         return None
     for param, full, version, address in zip(*group.registered, strict=True):
-        is_seen = full._version != version or full.data_ptr() != address  # ``find_writes`` sees this write itself
+        is_seen = (
+            torch_private.version_of(full) != version or full.data_ptr() != address
+        )  # ``find_writes`` sees this write itself
         if is_seen or param.inner_spec is not None or not param.local.numel():
             continue
         rows, gathered = own_rows(group, param, full)

@@ -1,10 +1,10 @@
 """How far the running backward has come through a unit, and which buckets of a lone unit can be reduced already.
 
 Autograd says when it has left a unit, so nothing is counted or learned.  It runs the nodes of a graph in the opposite order of
-their creation, and the nodes of a forward are created after those of its inputs.  So when the first gradient of an input is
-computed, no node of that forward is left, and the unit can be resharded and its gradients reduced: the inputs' hooks
-(``Hooks.before_forward``) end the unit's backward.  FSDP2 stands an autograd ``Function`` in the inputs' way for this, which
-waits for the gradients of all inputs and forbids forwards that change an input in place.
+their creation, and torch numbers them.  So the hooks on inputs and outputs of units say where autograd is: all nodes that were
+made later have run, and units whose forwards began later have ended (``Engine.reach``).  They can be resharded, and
+their gradients reduced.  FSDP2 stands an autograd ``Function`` in the inputs' way for this, which waits for the gradients of
+all inputs and forbids forwards that change an input in place.
 
 A unit of several modules ends at the inputs of the module that ran first.  A unit whose inputs need no gradient ends with the
 whole backward, and so does one whose parameters other units use, too.
@@ -20,6 +20,7 @@ class UnitBackward:
 
     Attributes:
         is_running: autograd has reached an output of the unit and has not left its inputs: it reads the parameters.
+        began_at: how many graph nodes there were when the forward whose backward runs began; its own nodes come after these.
         keeps_for_graph: a backward ran with ``create_graph=True``.  Its graph reads the parameters, so they stay full until a
             backward without it has ended.
         is_unseen: the last forward returned no tensor whose hook would announce the unit's backward, so its parameters stay
@@ -29,6 +30,7 @@ class UnitBackward:
     """
 
     def __init__(self) -> None:
+        self.began_at = -1
         self.is_running = self.keeps_for_graph = self.is_unseen = False
         self.arrived: set[int] = set()
         self.buckets: Buckets | None = None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shardwise.errors import ConfigError
+from shardwise.torch_private import version_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -180,7 +181,7 @@ class Conversion:
         if result is value or not isinstance(value, torch.Tensor):
             return result is not value
         if result.dtype != value.dtype and result.device == value.device and not result.is_inference():
-            self._cast.append((value, result, result._version))
+            self._cast.append((value, result, version_of(result)))
         return True
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -203,7 +204,7 @@ class Conversion:
     def take_back(self) -> None:
         """Put the caller's tensors back into the caller's containers, with what the module has written in place."""
         for own, replacement, version in self._cast:
-            if replacement._version != version and not (own.is_leaf and own.requires_grad):
+            if version_of(replacement) != version and not (own.is_leaf and own.requires_grad):
                 _write(own, replacement)
         back = {id(stands): own for own, stands in self._done.values()}
         for each in self._changed:

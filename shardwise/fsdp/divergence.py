@@ -338,7 +338,7 @@ class ServeHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave the join, as all ranks have."""
-        cast(Any, self._module)._join_config = torch_private.no_join()
+        torch_private.leave_join(self._module)
         if self._divergence is not None:
             self._divergence.leave_join()
 

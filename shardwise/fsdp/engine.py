@@ -99,6 +99,7 @@ class Engine:
         self.logs = False
         self.checks = StepChecks()
         self.gate = Gate(())
+        self._running: list[Unit] = []  # units through which backward runs, outermost first
         self._owners: set[Unit] = set()  # units with tied parameters that other units use
         self._plain: list[Unit] = []  # units whose parameters may stay registered while they are sharded
         self.awaits_backward = False
@@ -317,10 +318,12 @@ class Engine:
 
     # ---- backward ----
 
-    def before_backward(self, unit: Unit, num_packs: int) -> None:
+    def before_backward(self, unit: Unit, num_packs: int, begun_at: int) -> None:
         """Wait for the full parameters of ``unit``, which its backward reads, and launch prefetches.
 
-        ``num_packs``: ``unit.num_packs`` at the forward whose backward begins.
+        Args:
+            num_packs: ``unit.num_packs`` at the forward whose backward begins.
+            begun_at: how many graph nodes there were when that forward began.
         """
         backward = unit.backward
         if self.end is None or self.end() is None:
@@ -332,10 +335,15 @@ class Engine:
             )
         if torch.is_grad_enabled():
             backward.keeps_for_graph = self.makes_graph = True
+        backward.began_at = begun_at
         if backward.is_running and (unit.state is FULL or not unit.policy.unshard_in_backward):
             return  # another output of the unit: its backward has begun, and there is nothing to gather
         prefetches = self.exec_order.record(unit, StepEvent.PRE_BACKWARD)
-        backward.is_running = True
+        if not backward.is_running:
+            backward.is_running = True
+            # Other units may bring more gradients of tied parameters, so their owner ends with the whole backward.
+            if unit not in self._owners:
+                self._running.append(unit)
         if len(self.units) == 1 and not self.manual.is_on:
             backward.buckets = self.reductions.early_buckets(unit)
         number = self.comm_ctx.pass_tracker.number
@@ -353,18 +361,17 @@ class Engine:
         if unit.backward.buckets is not None:
             self.reductions.launch_early(unit, unit.backward.buckets)
 
-    def leave_unit(self, unit: Unit) -> None:
-        """End the backward of ``unit``: autograd computes the gradient of an input, so it has left the unit.
-
-        A unit with tied parameters that other units use ends with the whole backward, which may bring more gradients of them.
-        """
-        if unit.backward.is_running and unit not in self._owners:
+    def reach(self, number: int) -> None:
+        """End the backwards of units whose forwards began after node ``number`` was made, which autograd runs now."""
+        for unit in [each for each in reversed(self._running) if each.backward.began_at > number]:
             self.after_backward(unit)
 
     def after_backward(self, unit: Unit, reduces: bool = True) -> None:
         """Reshard ``unit`` and launch the reduction of its gradients, or accumulate them unsynced (``no_sync``)."""
         if self.logs:
             logger.debug("FSDP::post_backward (%s)", unit.name)
+        if unit in self._running:
+            self._running.remove(unit)
         gradients = unit.take_gradients()
         # Before the reduction, so that its input can take the memory that the full parameters leave.
         if unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph:
@@ -509,6 +516,7 @@ class Engine:
         self.manual.abort_backward()
         self.comm_ctx.pass_tracker.abort()
         self.reductions.cancel()
+        self._running.clear()
         for unit in self.units:
             for param in unit.params:
                 if param.full is not None:

@@ -155,8 +155,10 @@ class Hooks:
         if not torch.is_grad_enabled():
             return args, kwargs
         # Autograd leaves the unit last where it leaves the module whose forward came first; a checkpoint recomputes that last.
-        if unit.begun_by == id(module) and (unit.holders == 1 or is_in_backward()) and innermost_transform() is None:
-            args = self._watch_inputs(args, kwargs, engine.comm_ctx.device.type)
+        if unit.begun_by == id(module) and (unit.holders == 1 or is_in_backward()):
+            if innermost_transform() is None:
+                args = self._watch_inputs(args, kwargs, engine.comm_ctx.device.type)
+            unit.begun_at = torch_private.num_nodes_made()
         growing: list[Any] = []
         for each in (*args, *kwargs.values()):  # a comprehension would be one more call
             if not isinstance(each, torch.Tensor) and can_grow(each):
@@ -166,10 +168,7 @@ class Hooks:
         return args, kwargs
 
     def _watch_inputs(self, args: Args, kwargs: Kwargs, on: str) -> Args:
-        """Hook the gradients of the inputs on device type ``on``: the first one says that autograd has left this forward.
-
-        Autograd runs the nodes of a device in the opposite order of their creation, on a thread for each device.
-        """
+        """Hook the gradients of the inputs on device type ``on``: the first one says that autograd has left this forward."""
         for index, each in enumerate(args):
             # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
             if type(each) is torch.Tensor and each.requires_grad and each.grad_fn is None:
@@ -177,7 +176,7 @@ class Hooks:
         for each in (*args, *kwargs.values()):
             for tensor in (each,) if isinstance(each, torch.Tensor) else tensors_in(each):
                 if tensor.grad_fn is not None and tensor.device.type == on:
-                    tensor.register_hook(self.leave_unit)
+                    tensor.register_hook(functools.partial(self.reach, torch_private.node_number(tensor)))
         return args
 
     @dynamo_disabled
@@ -215,13 +214,12 @@ class Hooks:
         if not has_output:
             return output
         if builds_graph:
-            pre_backward = functools.partial(self.before_backward, unit.num_packs)
+            on = engine.comm_ctx.device.type
             for tensor in watched:
-                # Hooks of nodes run after those of tensors, so autograd leaves the unit that got this tensor first.
-                if tensor.grad_fn is None:
-                    tensor.register_hook(pre_backward)
-                else:
-                    tensor.grad_fn.register_prehook(pre_backward)
+                # This also regenerates the grad_fn of a view that is out of date: register_hook would crash.
+                number = torch_private.node_number(tensor) if tensor.device.type == on else sys.maxsize
+                pre_backward = functools.partial(self.before_backward, unit.num_packs, unit.begun_at, number)
+                tensor.register_hook(pre_backward)
                 # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
                 # stays.
                 base = torch_private.base_of_view(tensor)
@@ -255,22 +253,29 @@ class Hooks:
         return [each for each in found if each.requires_grad]
 
     @dynamo_disabled
-    def before_backward(self, num_packs: int, *_: object) -> None:
-        """Pre-backward hook, at the first gradient of an output; ``num_packs``: that of the unit at the output's forward."""
+    def before_backward(self, num_packs: int, begun_at: int, number: int, *_: object) -> None:
+        """Pre-backward hook, at the first gradient of an output.
+
+        Args:
+            num_packs, begun_at: of the unit, at the output's forward.
+            number: of the node that has made the output.
+        """
         engine = self._unit.callbacks_ref()
         if isinstance(engine, Engine):
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
-                    engine.before_backward(self._unit, num_packs)
+                    engine.reach(number)
+                    engine.before_backward(self._unit, num_packs, begun_at)
             else:
-                engine.before_backward(self._unit, num_packs)
+                engine.reach(number)
+                engine.before_backward(self._unit, num_packs, begun_at)
 
     @dynamo_disabled
-    def leave_unit(self, _: object) -> None:
-        """Post-backward hook, at the first gradient of an input."""
+    def reach(self, number: int, _: object) -> None:
+        """Post-backward hook, at the first gradient of an input; ``number``: of the node that has made the input."""
         engine = self._unit.callbacks_ref()
-        if isinstance(engine, Engine) and self._unit.backward.is_running:
-            engine.leave_unit(self._unit)
+        if isinstance(engine, Engine):
+            engine.reach(number)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))

@@ -224,7 +224,6 @@ class FSDPModule(_Base):
     """
 
     _original_class: type
-    _join_config = torch_private.no_join()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain module: a slice of a sharded container is a new container, which is not sharded."""
@@ -646,10 +645,11 @@ class FSDPModule(_Base):
         units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.tied_units)}
         with converting(self._unit().groups, units, fn) as convert:
             convert = materializing(convert, self._attachment())
-            return super()._apply(convert, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            return torch_private.apply_of_next_class(cast(Any, self), FSDPModule, convert, *args, **kwargs)
 
 
 Joinable.register(FSDPModule)
+torch_private.leave_join(FSDPModule)
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

@@ -173,7 +173,7 @@ class ShardedParam:
     @property
     def version(self) -> int:
         """A number that changes with every write to the shard that torch counts."""
-        return self.sharded._version + self.local._version + self.version_base
+        return torch_private.version_of(self.sharded) + torch_private.version_of(self.local) + self.version_base
 
     def replace_local(self, local: torch.Tensor) -> None:
         """Make ``local``, of the same values, the local tensor of the shard; the version stays."""

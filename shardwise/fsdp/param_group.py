@@ -95,7 +95,7 @@ def _lies_as_sharded(param: ShardedParam) -> bool:
     return torch_private.local_of(full).stride() == local.stride()
 
 
-_IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), operator.attrgetter("_version")
+_IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), torch_private.version_of
 _ADDRESS = torch.Tensor.data_ptr
 _IS_AS_LEFT, _PLACE = operator.attrgetter("is_as_left"), operator.attrgetter("address")
 OnGradient = Callable[

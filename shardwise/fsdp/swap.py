@@ -19,7 +19,6 @@ from shardwise.fsdp.param import ShardedParam
 
 _ADDRESS = torch.Tensor.data_ptr
 _FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")
-_VERSION = operator.attrgetter("_version")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -74,7 +73,7 @@ class Snapshot:
             or not (in_step or self._facts_of(locals_) == self._facts)
         ):
             return None
-        return [*map(operator.add, map(_VERSION, shards), map(_VERSION, locals_))]
+        return [*map(operator.add, map(torch_private.version_of, shards), map(torch_private.version_of, locals_))]
 
 
 def _apart(locals_: list[torch.Tensor], shards: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:

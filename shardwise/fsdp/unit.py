@@ -107,7 +107,7 @@ class Unit:
         holders: the number of forwards that are using the full parameters now.
         num_aliases: :meth:`count_aliases` when a forward began.
         awaited: ids of the modules that have not run yet in the current forward; with several modules the last one ends it.
-        begun_by: the id of the module that began the last forward.
+        begun_by, begun_at: the id of the module that began the last forward, and the number of graph nodes that there were.
         keeps_for_backward: the user did not pass ``reshard_after_forward``, so a root stays full after a forward, but only
             for its backward: not after a forward without a graph.
         max_reductions: how many reduce-scatter inputs may be allocated at once; the largest of an engine's units counts.
@@ -141,7 +141,7 @@ class Unit:
         self.tied_units: tuple[Unit, ...] = ()
         self.holders = self.num_aliases = 0
         self.awaited: set[int] = set()
-        self.begun_by = -1
+        self.begun_by = self.begun_at = -1
         self.keeps_for_backward = False
         self.max_reductions = 1
         self.transport: Transport | None = None

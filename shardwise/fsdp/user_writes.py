@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +12,7 @@ from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.observe import unit_in_words
 
-_VERSION, _ADDRESS = operator.attrgetter("_version"), torch.Tensor.data_ptr
+_ADDRESS = torch.Tensor.data_ptr
 
 Written = list[tuple[ParamGroup, ShardedParam]]
 
@@ -29,16 +28,16 @@ def find_writes(groups: Sequence[ParamGroup]) -> Written:
         assert packing is not None
         if group.is_kept and group.swap is not None:
             group.swap.follow_freezing()
-        if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
+        if [*map(torch_private.version_of, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
             continue
         for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
             if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
                 full.data = packing.make_full(param, group.comm.pool).detach()
-                versions[index] = full._version
+                versions[index] = torch_private.version_of(full)
                 raise uncounted(param)
-            if full._version != versions[index] and not packing.aliases_shard(param):
+            if torch_private.version_of(full) != versions[index] and not packing.aliases_shard(param):
                 if group.is_kept:
-                    versions[index] = full._version
+                    versions[index] = torch_private.version_of(full)
                     torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
                     raise StateError(
                         f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write is "
@@ -65,7 +64,7 @@ def take_written(written: Written) -> None:
         torch.autograd.graph.increment_version(param.sharded)
         param.gathered_version = param.version
         params, _, versions, _ = group.registered
-        versions[params.index(param)] = full._version
+        versions[params.index(param)] = torch_private.version_of(full)
 
 
 def check_sub(name: str, params: Sequence[ShardedParam]) -> None:

@@ -104,7 +104,7 @@ class _Saved:
 
     def check(self) -> None:
         """Notice a write to the user's tensor, after which the copy may have either value."""
-        if self.original is not None and self.original._version != self.version:
+        if self.original is not None and torch_private.version_of(self.original) != self.version:
             self.is_changed = True
 
 
@@ -143,7 +143,7 @@ class _Forward:
                 begin = int(param.storage_offset())
                 is_its = begin <= tensor.storage_offset() < begin + param.numel() and param.dtype == tensor.dtype
                 if is_its and param.untyped_storage().data_ptr() == address:
-                    return _Weight(module, name, _Geometry.of(tensor, -begin), param._version)
+                    return _Weight(module, name, _Geometry.of(tensor, -begin), torch_private.version_of(param))
             if any(each.untyped_storage().data_ptr() == address for each in module.buffers(recurse=False)):
                 return tensor
         num_bytes = tensor.untyped_storage().nbytes()
@@ -152,7 +152,7 @@ class _Forward:
         if address not in self.by_address:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self.by_address[address] = _Stored(memory)
-        found = _Saved(self, self.by_address[address], _Geometry.of(tensor), tensor, tensor._version)
+        found = _Saved(self, self.by_address[address], _Geometry.of(tensor), tensor, torch_private.version_of(tensor))
         self.saved.add(found)
         return found
 
@@ -160,7 +160,7 @@ class _Forward:
         """Return the tensor of which :meth:`pack` returned ``kept``."""
         if isinstance(kept, _Weight):
             param: torch.Tensor = getattr(kept.module, kept.name)
-            if param._version != kept.version:
+            if torch_private.version_of(param) != kept.version:
                 raise _changed(kept.view.size, self.name)
             return kept.view.on(param.detach(), int(param.storage_offset()))
         if not isinstance(kept, _Saved):

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from shardwise import torch_private
 from shardwise.errors import ConfigError, StateError
-from shardwise.torch_private import state_dict_hooks
+from shardwise.torch_private import ShardedTensor, state_dict_hooks
 
 # ---- Users' state-dict hooks of an optimizer; torch calls them only in its own methods, so the APIs here call them
 # too.

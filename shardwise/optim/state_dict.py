@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any, Literal, NoReturn, cast, get_args
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -17,6 +16,7 @@ from shardwise import torch_private
 from shardwise.collectives.owned import as_sent, full_tensor_of, sum_bytes
 from shardwise.errors import ConfigError, LayoutError, StateError
 from shardwise.optim.slices import ParamSlice, PerSlice, copied, in_order_of, local_boxes, local_of
+from shardwise.torch_private import ShardedTensor
 
 # ---- State by parameter names, with values that checkpoints can save and reshard.
 

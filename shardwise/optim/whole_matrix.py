@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -41,6 +40,7 @@ from shardwise.optim.slices import (
 )
 from shardwise.optim.state_dict import full_value, load_indexed, misfit
 from shardwise.optim.sums import states_after_zeros
+from shardwise.torch_private import ShardedTensor
 
 # ---- Exchanges of whole matrices whose errors name the missing rank.
 

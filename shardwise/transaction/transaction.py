@@ -16,7 +16,6 @@ from typing import Any, Literal, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -33,6 +32,7 @@ from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Track, note
 from shardwise.optim.slices import as_they_are, copied
 from shardwise.random_state import RandomState
+from shardwise.torch_private import ShardedTensor
 from shardwise.zero.optimizer import OptimizerState, ZeroRedundancyOptimizer
 
 # ---- What a step changes, saved and restored: units, gradients, buffers, parameters, optimizer state and options.

@@ -65,7 +65,13 @@ def _end_at_every_module() -> None:
 
 
 def _end_before_the_tied_unit() -> None:
-    cast(Any, Engine).leave_unit = lambda self, unit: self.after_backward(unit)
+    adopt = Engine.adopt
+
+    def without_owners(self: Engine, units: Any) -> None:
+        adopt(self, units)
+        cast(Any, self)._owners = set()
+
+    cast(Any, Engine).adopt = without_owners
 
 
 def _clip_by_own_norm() -> None:
@@ -130,7 +136,7 @@ def _ask_for_an_accelerator() -> None:
 
 
 def _trace_hooks() -> None:
-    for name in ("before_forward", "after_forward", "before_backward", "inputs_done"):
+    for name in ("before_forward", "after_forward", "before_backward", "reach"):
         setattr(Hooks, name, getattr(Hooks, name).__wrapped__)
 
 

@@ -914,7 +914,8 @@ def test_an_object_in_no_join_tells_none(one_rank: object) -> None:
     class Alone(Joinable):
         def __init__(self) -> None:
             super().__init__()
-            assert self._join_config == private.no_join()
+            self._join_config: Any = "of a Join"
+            private.leave_join(self)
 
         def join_hook(self, **kwargs: Any) -> JoinHook:
             return JoinHook()
@@ -943,3 +944,26 @@ def test_random_operations_on_shards_go_through_the_place_that_torch_keeps_for_t
             drawn = draw(DTensor.from_local(torch.empty(rows), mesh, [placement], run_check=False))
             torch.manual_seed(0)
             assert torch.equal(drawn.to_local(), draw(torch.empty(12))[:rows])
+
+
+def test_the_version_of_a_tensor_counts_writes() -> None:
+    tensor = torch.zeros(2)
+    before = private.version_of(tensor)
+    tensor[0].add_(1)
+    assert private.version_of(tensor) == before + 1
+
+
+def test_an_overload_belongs_to_an_operator() -> None:
+    assert private.packet_of(torch.ops.aten.add.Tensor) is torch.ops.aten.add
+
+
+def test_a_mixin_applies_a_function_as_the_class_behind_it_does() -> None:
+    class Mixin:
+        pass
+
+    class Mixed(Mixin, nn.Linear):
+        pass
+
+    module = Mixed(2, 2)
+    assert private.apply_of_next_class(module, Mixin, lambda tensor: tensor.double()) is module
+    assert module.weight.dtype is torch.float64
