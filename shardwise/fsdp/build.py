@@ -33,7 +33,7 @@ from shardwise.fsdp.equal_values import beginning_of, sync_buffers, values_of_fi
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, wrap_forward_method
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, shard_spec, smaller_axes
-from shardwise.fsdp.param import Registration, ShardedParam, refuse_grad_dtype, refuse_gradients
+from shardwise.fsdp.param import Registration, ShardedParam, manager_of, refuse_grad_dtype, refuse_gradients
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.fsdp.roots import may_share_memory
@@ -133,10 +133,6 @@ _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedD
 
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
-# Modules that are sharded by separate calls may be tied, which only the identity of the original parameter shows.  So this maps
-# the ids of original parameters to sharded ones; by now an id may be another parameter's.
-_managed: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -216,12 +212,6 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     return attachment
 
 
-def _manager_of(param: nn.Parameter) -> ShardedParam | None:
-    """Return the sharded parameter that an earlier call has made of ``param``, None if it is in no unit."""
-    found = _managed.get(id(param))
-    return found if found is not None and (found.sharded is param or found.original() is param) else None
-
-
 def _outermost(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     inner = {child for module in modules for child in module.modules() if child is not module}
     return tuple(dict.fromkeys(module for module in modules if module not in inner))
@@ -282,7 +272,7 @@ def _refuse_unfit(found: Iterable[_FoundParam]) -> None:
                 f"{item.fqn} belongs to a module of torch.jit.script or trace, whose parameters cannot be replaced. Shard the "
                 "plain module (and compile it with torch.compile), or name its parameters in ignored_params"
             )
-    managed = [item for item in found if isinstance(item.param, DTensor) or _manager_of(item.param) is not None]
+    managed = [item for item in found if isinstance(item.param, DTensor) or manager_of(item.param) is not None]
     places = managed_by_registration() if managed else {}
     for item in managed:
         at = item.registrations[0]
@@ -305,7 +295,7 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
         if param.memory is not None:
             tensors.append((id(param.registrations[0].parameters), param.registrations[0].name, param.memory))
     for item in found:
-        if _manager_of(item.param) is None:
+        if manager_of(item.param) is None:
             item.memory = Extent.of(torch_private.local_of(item.param), item.param.requires_grad)
             if item.memory is not None:
                 tensors.append((id(item.registrations[0].parameters), item.registrations[0].name, item.memory))
@@ -358,18 +348,15 @@ def _move_parameter(item: _FoundParam, device: torch.device) -> None:
 
 def _register_tied(item: _FoundParam, unit: Unit) -> bool:
     """If another unit owns the parameter of ``item``, register that at the places of ``item``; return False if none does."""
-    tied = _manager_of(item.param)
+    tied = manager_of(item.param)
     owner = None if tied is None else tied.unit()
     if tied is None or owner is None:
         return False
-    tied.registrations += item.registrations
+    unit.tie(tied, item.registrations)
     for registration in item.registrations:
         registration.put(tied.sharded)
-    for group in owner.groups:
-        group.seen = None  # a parameter has been registered at further places: the tables are made again
     for lending in {each for module in owner.modules if (each := attachment_of(module)) is not None}:
         Hooks(lending).reshard_for_state_dict(item.module)
-    unit.use_tied(owner)
     return True
 
 
@@ -456,8 +443,8 @@ def _shard_parameter(item: _FoundParam, axes: MeshAxes, shard: Shard | None, pre
     result.module = weakref.ref(item.module)
     result.keeps_dtype = keeps_dtype(preset.precision, item.param, item.fqn)
     result.register(sharded)
-    _managed[id(item.param)] = result
     if not preset.keeps_plain:
+        result.manage(item.param)
         result.original = weakref.ref(item.param)
         if item.param.requires_grad:
             torch_private.hook_alone(item.param, _refusal(weakref.ref(result)))

@@ -106,12 +106,13 @@ class Hooks:
         module.register_load_state_dict_pre_hook(self.before_load)
 
     def before_load(self, *_: Any) -> None:
-        """Reshard the unit: the pre-hook of ``load_state_dict``."""
-        self._unit.reshard()
+        """Reshard the unit, and those with tied parameters: the pre-hook of ``load_state_dict``."""
+        for unit in (self._unit, *self._unit.tied_units):
+            unit.reshard()
 
     def before_state_dict(self, *_: Any) -> None:
         """Reshard the unit, and move shards to the memory that they keep: a state dict shows every later step."""
-        self._unit.reshard()
+        self.before_load()
         engine = self._unit.callbacks_ref()
         for group in () if isinstance(engine, Engine) and engine.is_in_step else self._unit.groups:
             group.ensure_packed()

@@ -275,9 +275,9 @@ def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:
 def check_materialized(attachments: Sequence[Attachment]) -> None:
     """Adopt what is registered before the first forward.  Raises: StateError for parameters on meta, or on another device."""
     groups = [group for each in attachments for group in each.unit.groups]
-    params = [param for group in groups for param in group.params]
     for group in groups:
         group.adopt_registered()
+    params = [param for group in groups for param in group.params]
     on_meta = [param.fqn for param in params if param.sharded.device.type == "meta"]
     if on_meta:
         raise StateError(

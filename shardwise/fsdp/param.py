@@ -61,6 +61,17 @@ class Registration:
 
 _logger = logging.getLogger("shardwise")
 
+# Only the identity of a parameter shows that user code has tied it.  So this maps the ids of the forms of managed parameters,
+# and of those that they were made from, to them; by now an id may be another parameter's.
+_managed: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+
+
+def manager_of(param: nn.Parameter | None) -> ShardedParam | None:
+    """Return the managed parameter of which ``param`` is a form, or from which it was made; None if no unit has it."""
+    found = _managed.get(id(param))
+    is_its = found is not None and any(param is form for form in (found.sharded, found.full, found.original()))
+    return found if is_its else None
+
 
 def _have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
     mine, other = torch_private.local_of(first).detach(), torch_private.local_of(second).detach()
@@ -150,6 +161,11 @@ class ShardedParam:
 
     def __post_init__(self) -> None:
         self.attributes = torch_private.attributes_of(self.sharded)
+        self.manage(self.sharded)
+
+    def manage(self, form: nn.Parameter) -> None:
+        """Let :func:`manager_of` find this parameter by ``form``."""
+        _managed[id(form)] = self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -269,6 +285,9 @@ class ShardedParam:
                     f"{self.fqn}: a {type(current).__name__} that is no Parameter is registered in its place, as "
                     "torch.func.functional_call does. Call the plain module with it, or copy_ the values into the shards"
                 )
+            if current is not self.sharded:
+                _managed.pop(id(self.sharded), None)
+                self.manage(current)
             self.sharded = self.registered_form = current
             self.hand_on_attributes()
             refuse_gradients([self])

@@ -33,7 +33,7 @@ from shardwise.fsdp.flat_buffer import (
 )
 from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.mesh import MeshAxes, sub_parameter
-from shardwise.fsdp.param import ShardedParam, refuse_gradients
+from shardwise.fsdp.param import ShardedParam, manager_of, refuse_gradients
 from shardwise.fsdp.precision import MixedPrecisionPolicy, dtype_of_reduction
 from shardwise.fsdp.swap import Snapshot, Swap
 from shardwise.layout import ChunkShard, build_bucket, by_size
@@ -315,6 +315,8 @@ class ParamGroup:
         packing, comm = self.packing, self.bound_comm
         if packing is not None:  # else they have just been sharded
             self.adopt_registered()
+            if not self.params:
+                return
             for param in self.params:
                 param.check_data()
                 param.follow_local()
@@ -365,11 +367,33 @@ class ParamGroup:
 
     def adopt_registered(self) -> None:
         """Adopt what is registered on the modules as the shards; parameters that user code put there count as a packing."""
-        for param in self.params:
+        for param in [*self.params]:
+            if not self._keep_tied(param):
+                continue
             param.check_ties()
             at = param.registrations[0]
             self.num_packs += not param.is_own(at.parameters.get(at.name))
             param.adopt_registered()
+
+    def _keep_tied(self, param: ShardedParam) -> bool:
+        """Hand places of ``param`` that user code has tied to another parameter over to that; return False if none is left."""
+        for at in [*param.registrations]:
+            owner, unit = manager_of(at.parameters.get(at.name)), param.unit()
+            if owner is None or owner is param or owner.unit() is None:
+                continue
+            if unit.callbacks_ref() is not None:
+                raise StateError(
+                    f"{param.fqn} was tied to {owner.fqn} after the first forward, or after unshard(): tie parameters before"
+                )
+            param.registrations = [each for each in param.registrations if each is not at]
+            unit.tie(owner, [at])
+        if not param.registrations:
+            self.seen, self.params = None, [each for each in self.params if each is not param]
+            self.by_size = [each for each in self.by_size if each is not param]
+            self.members = set(self.params)
+            if not self.params:
+                unit.groups = [each for each in unit.groups if each is not self]
+        return bool(param.registrations)
 
     def _is_in_place(self, param: ShardedParam) -> bool:
         is_plain = self.keeps_plain and param.inner_spec is None and param.local.device == self.device
@@ -476,6 +500,7 @@ class ParamGroup:
         for param in (*params, *self.extended.params):
             full = param.registered_form = param.full
             assert full is not None
+            param.manage(full)
             self.sync_requires_grad(param, full)
         swap = self.swap = Swap([*params, *self.extended.params])
         fulls = swap.fulls[: len(params)]

@@ -47,6 +47,8 @@ _groups: weakref.WeakKeyDictionary[Engine, dist.ProcessGroup] = weakref.WeakKeyD
 
 def new_engine(units: list[Unit]) -> Engine:
     """Return an engine for ``units``.  Collective.  Raises: DesyncError if ranks have other parameters or compression."""
+    for group in (group for unit in units for group in unit.groups):
+        group.ensure_packed()  # parameters that user code has tied since leave their groups
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
     wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
     engine = Engine(CommContext.on(device, wanted[0] if wanted else default_transport()))

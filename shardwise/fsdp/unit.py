@@ -18,7 +18,7 @@ from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
 from shardwise.fsdp.backward import UnitBackward
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
-from shardwise.fsdp.param import ShardedParam
+from shardwise.fsdp.param import Registration, ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import MixedPrecisionPolicy
 from shardwise.fsdp.user_writes import StepChecks, Written, check_sub, find_writes, take_written
@@ -172,8 +172,16 @@ class Unit:
 
     def use_tied(self, owner: Unit) -> None:
         """Record that this unit's modules use tied parameters of ``owner``."""
-        if owner not in self.tied_units:
+        if owner is not self and owner not in self.tied_units:
             self.tied_units = (*self.tied_units, owner)
+
+    def tie(self, param: ShardedParam, places: Sequence[Registration]) -> None:
+        """Use ``param``, which another unit may own, at ``places`` of this unit's modules."""
+        owner: Unit = param.unit()
+        param.registrations += places
+        for group in owner.groups:
+            group.seen = None  # the tables are made again
+        self.use_tied(owner)
 
     @property
     def gather_staging(self) -> tuple[int, bool]:
