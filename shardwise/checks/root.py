@@ -30,6 +30,9 @@ from shardwise.observe import unit_in_words
 _logger = logging.getLogger(__name__)
 _NUM_FIRST = 2  # passes that are checked by default, and forwards per unit whose writes are compared between ranks
 CHECKS = "SHARDWISE_CHECKS"
+# The rule of this switch: it chooses how often values are compared, and whether there are warnings.  A check whose error keeps
+# a program from training other numbers than it says runs in every mode, at least in the first passes, and nothing that
+# computes may depend on the switch.
 
 
 def mode_of(environment: Mapping[str, str]) -> str:
@@ -48,8 +51,7 @@ def register() -> None:
 def _checks_of(root: nn.Module, attachments: Sequence[Attachment], engine: Engine) -> StepChecks:
     if engine.exec_order.mismatch_check is not None:  # first: a wrong value on one rank is named on all
         engine.exec_order.mismatch_check.check_facts(CHECKS, [f"{CHECKS}={os.environ.get(CHECKS, 'first')}"])
-    mode = mode_of(os.environ)
-    return StepChecks() if mode == "off" else RootChecks(root, attachments, engine, mode == "always")
+    return RootChecks(root, attachments, engine, mode_of(os.environ))
 
 
 class RootChecks(StepChecks):
@@ -57,19 +59,20 @@ class RootChecks(StepChecks):
 
     Args:
         attachments: the attachments in the tree.
-        is_always: every pass is checked, not only the first ones and those after a change.
+        mode: with "always" every pass is checked, else the first ones and those after a change; with "off" nothing is looked
+            for that is only worth a warning.
     """
 
-    def __init__(self, root: nn.Module, attachments: Sequence[Attachment], engine: Engine, is_always: bool) -> None:
+    def __init__(self, root: nn.Module, attachments: Sequence[Attachment], engine: Engine, mode: str) -> None:
         self._root, self._engine = weakref.ref(root), weakref.ref(engine)
         self._tree = TreeWatch(root)
-        self._is_always = is_always
+        self._is_always, self._warns = mode == "always", mode != "off"
         self._num_forwards = self._num_steps = 0
         self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks
         self._num_compared: Counter[int] = Counter()
         check = engine.exec_order.mismatch_check
         check_values(root, attachments, check)
-        if check is not None:
+        if check is not None and self._warns:
             compare_beginnings(engine.units, check)
 
     def begin_forward(self) -> None:
@@ -130,7 +133,7 @@ class RootChecks(StepChecks):
         self._num_steps += 1
         # No rank waits: all post their buffers in step 1, and read another rank's in step 3, which a rank begins after it has
         # reduced gradients with all others.
-        if engine.divergence is not None or self._num_steps not in (1, 3):
+        if not self._warns or engine.divergence is not None or self._num_steps not in (1, 3):
             return
         with suppress(TransportError):  # the rank that keeps the store has made its steps and ended
             if self._num_steps == 1:

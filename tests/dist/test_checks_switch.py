@@ -1,6 +1,8 @@
-"""``SHARDWISE_CHECKS``: the checks beside the step run always, in the first passes and after changes, or never."""
+"""``SHARDWISE_CHECKS``: the checks beside the step run always, or in the first passes and after changes; "off": no warnings."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 from torch import nn
 
-from shardwise import ConfigError, DesyncError, FSDPModule, StateError, fully_shard
+from shardwise import ConfigError, DesyncError, FSDPModule, StateError, fully_shard, replicate
 
 
 class Writer(nn.Linear):
@@ -46,7 +48,7 @@ def step(model: nn.Module) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("mode", "found"), [("always", (True, True)), ("first", (True, False)), ("off", (False, False))]
+    ("mode", "found"), [("always", (True, True)), ("first", (True, False)), ("off", (True, False))]
 )
 def test_writes_are_looked_for_when_the_switch_says(mode: str, found: tuple[bool, bool]) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -90,19 +92,52 @@ def test_memory_that_is_put_under_a_full_parameter_while_it_is_freed_is_named_wi
 
 
 @on_ranks(2)
-def test_a_parameter_that_is_added_late_is_found_by_default_and_not_without_checks() -> None:
-    for mode in ("first", "off"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SHARDWISE_CHECKS", mode)
-            model = made()
-            for _ in range(3):
-                step(model)
-            model.register_parameter("late", nn.Parameter(torch.ones(2)))
-            if mode == "first":
-                with pytest.raises(StateError, match="late was added to the module tree"):
-                    step(model)
-            else:
-                step(model)
+def test_what_keeps_numbers_right_cannot_be_switched_off() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CHECKS", "off")
+        model = made()
+        for _ in range(3):
+            step(model)
+        model.register_parameter("late", nn.Parameter(torch.ones(2)))
+        with pytest.raises(StateError, match="late was added to the module tree"):
+            step(model)
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(DesyncError, match="replicas do not begin with the same values: bias"):
+            step(replicate(nn.Linear(4, 4)))
+        with torch.device("meta"):
+            empty = nn.Linear(4, 4)
+        fully_shard(empty).to_empty(device="cpu")
+        with pytest.raises(StateError, match="have no values"):
+            step(empty)
+
+
+class Keeps(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.parametrize("mode", ["first", "off"])
+@on_ranks(2)
+def test_off_leaves_out_warnings_and_what_ranks_have_sharded(mode: str) -> None:
+    kept, logger = Keeps(), logging.getLogger("shardwise")
+    logger.addHandler(kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CHECKS", mode)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model[1].running_mean += dist.get_rank()
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        fully_shard(model)
+        for _ in range(4):
+            step(model)
+    logger.removeHandler(kept)
+    assert any("buffers differ" in text for text in kept.texts) is (mode == "first")
 
 
 @on_ranks(2)
