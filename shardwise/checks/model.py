@@ -36,10 +36,10 @@ def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_ch
     If every rank has initialized its shard with the same seed, all shards have the same random numbers.  Collective, unless
     ``mismatch_check`` is None.  Raises: StateError on every rank.
     """
-    if not any(each.is_materialized for each in attachments):
-        return
-    local = [json.dumps(["", name]) for name in unwritten_in(root)]
-    for group in (group for each in attachments for group in each.unit.groups):
+    # Also without values from meta: other ranks may have some, and all take part in the exchange.
+    fresh = attachments if any(each.is_materialized for each in attachments) else ()
+    local = [json.dumps(["", name]) for name in unwritten_in(root)] if fresh else []
+    for group in (group for each in fresh for group in each.unit.groups):
         starts_here = [(param.fqn, _start_of(param)) for param in group.params]
         local += [json.dumps([name, start, group.axes.shard_rank]) for name, start in starts_here if start is not None]
     every = local if mismatch_check is None else mismatch_check.union("values", local)

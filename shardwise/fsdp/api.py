@@ -265,7 +265,7 @@ def fully_shard(
         compression: compression of the unit's parameters and gradients; with replicas, of gradients between replicas.
             None: no compression.
         sync_module_states: broadcast parameters and buffers of the first rank of the mesh before sharding; other ranks may
-            have them on meta.  If False, all ranks must have the same values, which the first forward checks.
+            have them on meta.  If False, each rank shards its own values; the first forward warns if they differ.
 
     Returns: ``module``, its class mixed with :class:`FSDPModule`.
 

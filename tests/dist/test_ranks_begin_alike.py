@@ -1,9 +1,10 @@
-"""Ranks that shard different values are named in the first forward or step, unless ``sync_module_states`` makes them equal."""
+"""Ranks that shard different values get a warning, or an error where each would train a model of its own."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -12,15 +13,23 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.pairs import checkered
 from helpers.ranks import FOUR, on_ranks
 from helpers.zero_models import average_gradients
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsZero
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise import ConfigError, DesyncError, ZeroRedundancyOptimizer, fully_shard, shard_model
+from shardwise import (
+    ConfigError,
+    DesyncError,
+    Reproducible,
+    StateError,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    shard_model,
+)
 
 Api = Callable[..., Any]
 
@@ -66,14 +75,93 @@ def named(model: nn.Module, match: str) -> None:
             forward(model)
 
 
-@pytest.mark.parametrize(("num_ranks", "api"), checkered([4, 2], [layers, whole, hybrid]))
-@on_ranks()
-def test_ranks_with_seeds_of_their_own_are_named_in_the_first_forward(api: Api) -> None:
-    model = api(Net(dist.get_rank()))
-    said = r"not the same on ranks? [1-3, and]+ as on rank 0"
+@contextmanager
+def warnings_of(name: str) -> Generator[list[str], None, None]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    yield told
+    logging.getLogger(name).removeHandler(handler)
+
+
+def warned(model: nn.Module, match: str) -> None:
+    with warnings_of("shardwise.checks.initial_values") as told:
+        for _ in range(2):
+            forward(model)
+    if dist.get_rank() == 0:
+        (text,) = told
+        assert re.search(rf"ranks do not begin with the same values: {match}.*sync_module_states=True", text)
+    else:
+        assert not told
+
+
+def mixture() -> Net:
+    """Return the model of which each rank has its slice of what its own seed has drawn."""
+    nets = [Net(rank) for rank in range(dist.get_world_size())]
     with torch.no_grad():
-        named(copy.deepcopy(model), rf"0.bias of shape \(7,\) is {said}, and \d more parameters differ")
-    named(model, rf"0.bias of shape \(7,\) is {said}, and \d more parameters differ")
+        for name, param in (result := Net()).named_parameters():
+            chunks = [net.get_parameter(name).chunk(len(nets)) for net in nets]
+            param.copy_(torch.cat([each[rank] for rank, each in enumerate(chunks) if rank < len(each)]))
+    result[1].load_state_dict({**Net(dist.get_rank())[1].state_dict(), "weight": result[1].weight})
+    return result
+
+
+SAID = r"0.bias of shape \(7,\) is not the same on ranks? [1-3, and]+ as on rank 0, and \d more parameters differ"
+
+
+@pytest.mark.parametrize("api", [layers, whole])
+@on_ranks(2, FOUR)
+def test_ranks_with_seeds_of_their_own_train_a_mixture_and_are_warned_once(api: Api) -> None:
+    model, plain = api(Net(dist.get_rank())), mixture()
+    warned(copy.deepcopy(model), SAID)
+    warned(model, SAID)
+    for _ in range(2):  # as often, for BatchNorm
+        forward(plain)
+    assert torch.equal(forward(model), forward(plain))
+    forward(model).sum().backward()
+    forward(plain).sum().backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if expected.grad is not None:
+            average = expected.grad.clone()
+            dist.all_reduce(average)
+            assert torch.allclose(found.grad.full_tensor(), average / dist.get_world_size()), name
+
+
+@on_ranks(4)
+def test_replicas_with_seeds_of_their_own_are_refused_in_the_first_forward() -> None:
+    model = hybrid(Net(dist.get_rank()))
+    with torch.no_grad():
+        named(copy.deepcopy(model), SAID)
+    named(model, SAID)
+
+
+class Scaled(nn.Linear):
+    """A scalar, which every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.scale = nn.Parameter(torch.rand(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.scale
+
+
+@on_ranks(2)
+def test_a_scalar_of_each_ranks_own_is_refused() -> None:
+    torch.manual_seed(dist.get_rank())
+    named(fully_shard(Scaled()), r"scale of shape \(\) is not the same on rank 1 as on rank 0\. ")
+
+
+@on_ranks(2)
+def test_a_reproducible_run_does_not_begin_with_a_mixture() -> None:
+    model = layers(
+        nn.Sequential(*[module for module in Net(dist.get_rank()) if not isinstance(module, nn.BatchNorm1d)])
+    )
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.1)
+    with pytest.raises(DesyncError, match="the same values: 0.bias .* one that depends on their number"):
+        for _ in Reproducible(model, optimizer, num_microbatches=2).microbatches():
+            forward(model).sum().backward()
 
 
 @on_ranks(2)
@@ -81,12 +169,12 @@ def test_one_element_of_a_frozen_matrix_is_enough() -> None:
     model = Net()
     if dist.get_rank():
         model[2].weight[0, 0] += 0.1  # in the shard of the other rank
-    named(layers(model), r"2.weight of shape \(3, 7\) is not the same on rank 1 as on rank 0\. Each")
+    warned(layers(model), r"2.weight of shape \(3, 7\) is not the same on rank 1 as on rank 0\. Each")
 
 
 @on_ranks(2)
 def test_conversions_do_not_hide_what_ranks_began_with() -> None:
-    named(layers(Net(dist.get_rank())).bfloat16(), r"0.bias of shape \(7,\) is")
+    warned(layers(Net(dist.get_rank())).bfloat16(), r"0.bias of shape \(7,\) is")
 
 
 def overwrite(model: nn.Module, way: str) -> None:
@@ -117,16 +205,6 @@ def test_values_that_are_written_after_sharding_are_all_that_counts(way: str, fi
     assert torch.equal(forward(model), forward(plain))
 
 
-@contextmanager
-def warnings_of(name: str) -> Generator[list[str], None, None]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger(name).addHandler(handler)
-    yield told
-    logging.getLogger(name).removeHandler(handler)
-
-
 @pytest.mark.parametrize("api", [layers, whole, hybrid])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @on_ranks(2, FOUR)
@@ -148,6 +226,27 @@ def test_a_first_rank_without_values_is_refused_on_every_rank() -> None:
     error, match = (ConfigError, "") if dist.get_rank() == 0 else (DesyncError, "rank 0 raised ConfigError.*")
     with pytest.raises(error, match=f"{match}the first rank has 1.running_mean on meta|{match}the first rank has"):
         hybrid(model, sync_module_states=True)
+
+
+@pytest.mark.parametrize("api", [layers, whole])
+@on_ranks(2, FOUR)
+def test_values_of_one_rank_that_torchs_function_broadcasts_after_to_empty_on_the_others(api: Api) -> None:
+    """The others have materialized parameters, the first has not; all compare the same things."""
+    is_first = dist.get_rank() == 0
+    model = api(Net(3, "cpu" if is_first else "meta"))
+    model = model.to("cpu") if is_first else model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, Net(3).state_dict() if is_first else {}, options=options)
+    assert torch.equal(forward(model), forward(Net(3)))
+
+
+@on_ranks(2)
+def test_a_tensor_without_values_on_one_rank_is_named_on_all() -> None:
+    model = layers(Net(3, "cpu" if dist.get_rank() == 0 else "meta"))
+    if dist.get_rank():
+        model.to_empty(device="cpu")
+    with pytest.raises(StateError, match=r"0\.weight.* have no values: nothing was written to them after to_empty"):
+        forward(model)
 
 
 @on_ranks(2)
