@@ -133,7 +133,7 @@ class Hooks:
             cast(Any, module).set_requires_gradient_sync(attachment.asked_sync)
         if engine is None:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
-                engine = live_engine(attachment)
+                engine = live_engine(attachment, in_forward=True)
         while self._running and not unit.holders and not is_in_backward():
             conversion = self._running.pop()[0]  # an interrupt has ended this forward without the forward hooks
             if conversion is not None:

@@ -43,22 +43,29 @@ from shardwise.plan.schedule import PrefetchBudget
 check_makers: list[Callable[[nn.Module, Sequence[Attachment], Engine], StepChecks]] = []
 # The process groups over which engines agree on a schedule if their ranks may take different ways.
 _groups: weakref.WeakKeyDictionary[Engine, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+# Engines of evaluations that one rank may run alone before its first training step: they agree on nothing with other ranks.
+_alone: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def new_engine(units: list[Unit]) -> Engine:
-    """Return an engine for ``units``.  Collective.  Raises: DesyncError if ranks have other parameters or compression."""
+def new_engine(units: list[Unit], is_alone: bool = False) -> Engine:
+    """Return an engine for ``units``.  Collective, unless ``is_alone``: for one forward without collectives.
+
+    Raises: DesyncError if ranks have other parameters or compression.
+    """
     for group in (group for unit in units for group in unit.groups):
         group.ensure_packed()  # parameters that user code has tied since leave their groups
     device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
     wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
     engine = Engine(CommContext.on(device, wanted[0] if wanted else default_transport()))
     engine.adopt(units)
-    engine.exec_order.mismatch_check = mismatch_check = _mismatch_check(units, device)
+    engine.exec_order.mismatch_check = mismatch_check = None if is_alone else _mismatch_check(units, device)
     if mismatch_check is not None:
         # A name that all ranks share; the track's own number counts the engines of this process only.
         track = engine.exec_order.track
         track.name, track.is_of_several = mismatch_check.topic, True
     set_limits(engine)
+    if is_alone:
+        _alone.add(engine)
     bind_units(engine)
     if mismatch_check is not None and device.type != "cpu":
         watch_device(device)
@@ -164,7 +171,7 @@ def bind_units(engine: Engine) -> None:
         for way, kind in ways if group.sums is None else [*ways, (comm.replicas, "reduces")]:
             if (found := _linked(group, way)) is not None:
                 getattr(users.setdefault(found, LinkUsers()), kind).append(group)
-    for (process_group, provider), its in users.items():
+    for (process_group, provider), its in users.items() if engine not in _alone else ():
         name = process_group.group_name
         link = comm_ctx.links.get(name)
         if link is None or not link.is_for(its, comm_ctx.transport):
@@ -192,25 +199,33 @@ def may_share_memory(group: ParamGroup) -> bool:
     return group.gather_coding is None and provider_of(group.axes.mesh.get_group(dim), devices) is not None
 
 
-def live_engine(attachment: Attachment) -> Engine:
+def live_engine(attachment: Attachment, in_forward: bool = False) -> Engine:
     """Return the engine of the root of ``attachment``; at the first forward its module becomes the root.
+
+    ``in_forward``: a forward begins.  Without gathers and without gradients it takes no collective, so one rank may run it
+    alone: before the first one that takes collectives it gets an engine of its own.
 
     Raises: StateError if an inner unit was a root before, if the root unit has several modules, or if parameters are still on
         meta or not on the device of the offload policy.
     """
     engine = engine_of(attachment.unit)
-    return _become_root(attachment) if engine is None or attachment.is_root is None else engine
+    is_evaluation = in_forward and not torch.is_grad_enabled()
+    if engine is not None:
+        goes_on = engine in _alone and (engine.forwards or (is_evaluation and engine is attachment.engine))
+        if attachment.is_root is not None or goes_on:
+            return engine
+    return _become_root(attachment, is_evaluation)
 
 
 def provisional_engine(attachment: Attachment) -> Engine:
     """Return an engine for calls before the first forward (``unshard``); the root's engine replaces it later."""
     engine = engine_of(attachment.unit)
-    if engine is None:
+    if engine is None or engine in _alone:
         engine = attachment.engine = new_engine([attachment.unit])
     return engine
 
 
-def _become_root(attachment: Attachment) -> Engine:
+def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
     modules = list(attachment.unit.modules)
     if len(modules) > 1:
         raise StateError(f"FSDP requires a single root module but got {tuple(modules)}")
@@ -233,7 +248,10 @@ def _become_root(attachment: Attachment) -> Engine:
     # Backward reads the parameters of the root next, so freeing them after its forward would save nothing.
     if attachment.unit.keeps_for_backward:
         attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
-    engine = new_engine([each.unit for each in attachments])
+    units = [each.unit for each in attachments]
+    is_alone = may_be_alone and not any(group.is_collective for unit in units for group in unit.groups)
+    for_gradients = [unit.heard_by for unit in units]
+    engine = new_engine(units, is_alone)
     for make in check_makers:
         engine.checks = make(root, attachments, engine)
     for unit in engine.units:
@@ -243,6 +261,12 @@ def _become_root(attachment: Attachment) -> Engine:
             engine.is_last_backward &= inner.engine.is_last_backward
             engine.manual.is_on |= inner.engine.manual.is_on
             engine.post_optim_event = engine.post_optim_event or inner.engine.post_optim_event
+    if is_alone:
+        for unit, callbacks in zip(units, for_gradients, strict=True):
+            unit.heard_by = callbacks  # a gradient may come before the first forward of the root
+        attachment.engine = engine
+        return engine
+    for inner in attachments:
         inner.is_root, inner.engine = False, None
     refuse_manual(engine.divergence is not None and engine.manual.is_on)
     attachment.is_root, attachment.engine = True, engine

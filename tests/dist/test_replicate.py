@@ -379,6 +379,36 @@ def test_a_rank_may_go_forward_alone(way: str) -> None:
         train()
 
 
+@pytest.mark.parametrize("way", ["each", "whole", "older"])
+@on_ranks(2, group_timeout_s=20)
+def test_a_rank_may_evaluate_alone_before_the_first_step(way: str) -> None:
+    """As often as it likes; nobody waits for it, also where gradients come by calls of parts of the module."""
+    torch.manual_seed(0)
+    model, reference = Forked(), Forked()
+    reference.load_state_dict(model.state_dict())
+    for block in (model.first, model.second) if way == "each" else ():
+        replicate(block)
+    model = replicate(model, device_ids=None) if way == "older" else replicate(model)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for part in ("", "second" if way != "whole" else "", ""):
+                mine, plain = (each.get_submodule(part) for each in (model, reference))
+                assert torch.equal(mine(torch.ones(1, 3)), plain(torch.ones(1, 3)))
+    dist.barrier()
+    for step in range(2):
+        x = torch.ones(2, 3) + dist.get_rank()
+        (model.first if way == "older" and step == 0 else model)(x).sum().backward()
+        (reference.first if way == "older" and step == 0 else reference)(x).sum().backward()
+        average_gradients(reference)
+        for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (mine.grad is None) is (plain.grad is None)
+            if plain.grad is not None:
+                torch.testing.assert_close(local(mine.grad), plain.grad)
+        model.zero_grad()
+        reference.zero_grad()
+        dist.barrier()
+
+
 WAYS_TO_HOLD = ["no_sync", "flag", "forward only", "backward only", "nested", "raises"]
 
 
