@@ -520,7 +520,7 @@ class use_in(contextlib.ExitStack):
 
     It is for code that calls ``fully_shard`` itself: pass a trainer's module that has imported the name, or
     ``torch.distributed.fsdp`` for code that imports it at run time (accelerate, Lightning, transformers), also from the older
-    path ``torch.distributed._composable.fsdp``.  A warning names modules that have already imported torch's function by name.
+    path ``torch.distributed._composable.fsdp``.  A warning names other modules that have imported torch's functions by name.
     Only these namespaces change, from the call on or inside ``with``; call it before the model is sharded, on every rank.
 
     Attributes:
@@ -543,12 +543,17 @@ class use_in(contextlib.ExitStack):
                     f"{module.__name__} has no name for torch's fully_shard, or it is replaced already; pass the module that "
                     "calls it, or torch.distributed.fsdp if that one imports it in a function"
                 )
+        torchs: set[int] = set()
         for module, name in self.replaced:
             before = getattr(module, name)
+            torchs.add(id(before))
             self.callback(setattr, module, name, before)
             setattr(module, name, _OURS[before.__name__])
-        left = _users_of_torchs() if added else []
-        if left:
+        # torch.distributed reads the state of modules by these names, and shards none.
+        others = [(name, each) for name, each in [*sys.modules.items()] if not name.startswith("torch.distributed.")]
+        if left := [
+            name for name, each in others if torchs.intersection(map(id, [*getattr(each, "__dict__", {}).values()]))
+        ]:
             logger.warning(
                 "%s imported torch's function before use_in was called and still use it: pass these modules to use_in, too",
                 ", ".join(left),
@@ -565,12 +570,6 @@ def _at_older_paths(module: ModuleType) -> list[ModuleType]:
         with contextlib.suppress(ImportError):
             found.append(importlib.import_module(name))
     return found
-
-
-def _users_of_torchs() -> list[str]:
-    """Return the names of modules outside torch and shardwise that have imported torch's ``fully_shard`` by name."""
-    others = [(name, each) for name, each in list(sys.modules.items()) if not name.startswith(("torch.", "shardwise."))]
-    return [name for name, each in others if _is_torchs(getattr(each, "__dict__", {}).get("fully_shard"))]
 
 
 def _is_torchs(value: object) -> bool:

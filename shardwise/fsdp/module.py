@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
@@ -89,30 +90,75 @@ def _attachments_in(module: nn.Module, recurse: bool) -> list[Attachment]:
     return list(dict.fromkeys(found for each in modules if (found := attachment_of(each)) is not None))
 
 
-# ---- The private interface that torch's tools use on a sharded module: its class, and the end of a pipeline's step.
+# ---- The private interface that torch's tools and tests use on a sharded module: its class, and what they read of its state.
 
 
-class StageState:
-    """The state that a stage of ``torch.distributed.pipelining`` reads from a module after its last microbatch.
+@dataclass(frozen=True)
+class StateForTools:
+    """Answers what torch's tools and tests read of the private state of its own FSDP2, as it is at that moment.
 
-    Before torch 2.15 a stage ends the backward of each sharded module in ``all_states``, then the step of the root.  Here the
-    root's engine ends everything, so there are no other states.
+    Before torch 2.15 a stage of ``torch.distributed.pipelining`` ends the backward of each group in ``all_states``, then the
+    step of the root.  Here the root's engine ends everything, so a group has nothing to do.
 
     Attributes:
-        all_states: empty.
-        _state_ctx: the object whose ``all_states`` the stage reads.
+        of: an attachment, a group or a parameter.
+
+    Raises: StateError for a name that is not in ``_READ_BY_TOOLS``.
     """
 
-    def __init__(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-        self.all_states: tuple[object, ...] = ()
+    of: Any
 
-    @property
-    def _state_ctx(self) -> StageState:
-        return self  # a property, since an attribute would be a reference cycle that keeps the module alive
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy asks for these before there are attributes
+            raise AttributeError(name)
+        if name not in _READ_BY_TOOLS:
+            raise StateError(
+                f"{name}: a tool asks for the private state of torch's own FSDP2 (FSDPMemTracker does), which this model has "
+                "not. To reshard the root after forward write model.set_reshard_after_forward(True); "
+                "shardwise.describe_units shows the bytes of every unit, and torch's MemTracker works on any module"
+            )
+        return _READ_BY_TOOLS[name](self.of)
 
-    def _root_post_backward_final_callback(self) -> None:
-        provisional_engine(self._attachment).end_step()
+
+def _all_states(attachment: Attachment) -> list[StateForTools]:
+    engine = engine_of(attachment.unit)
+    units = [] if engine is None else engine.units
+    return [StateForTools(attachment_of(next(iter(unit.modules)))) for unit in units]
+
+
+def _only_group(attachment: Attachment) -> StateForTools | None:
+    if len(attachment.unit.groups) > 1:
+        raise UsageError("_fsdp_param_group: this module has parameters on several meshes; read _fsdp_param_groups")
+    return next(map(StateForTools, attachment.unit.groups), None)
+
+
+def _kept_over(group: ParamGroup) -> object:
+    """Return the axes over which parameters stay sharded after forward, None if they stay whole."""
+    unit = group.params[0].unit()
+    return group.sub_axes or (group.axes if unit.policy.reshard_after_forward else None)
+
+
+_READ_BY_TOOLS: dict[str, Callable[[Any], object]] = {
+    # of a module
+    "_is_root": lambda attachment: attachment.is_root,
+    "_lazy_init": lambda attachment: partial(live_engine, attachment),
+    "_mp_policy": lambda attachment: attachment.unit.precision,
+    "_state_ctx": StateForTools,
+    "all_states": _all_states,
+    "_fsdp_param_groups": lambda attachment: [*map(StateForTools, attachment.unit.groups)],
+    "_fsdp_param_group": _only_group,
+    "_root_post_backward_final_callback": lambda attachment: provisional_engine(attachment).end_step,
+    # of a group
+    "fsdp_params": lambda group: [*map(StateForTools, group.params)],
+    "mesh_info": lambda group: group.axes,
+    "post_forward_mesh_info": _kept_over,
+    "_reshard_after_forward": lambda group: _kept_over(group) is not None,
+    "_module_fqn": lambda group: group.params[0].unit().name,
+    "post_backward": lambda group: lambda: None,
+    # of a parameter
+    "sharded_param": lambda param: param.sharded,
+    "_param_fqn": lambda param: param.fqn,
+}
 
 
 # ---- Handles of work that sharded modules have launched.
@@ -207,7 +253,7 @@ def mix_in(module: nn.Module, mixin: type, attachment: Attachment) -> None:
     for name in ("fully_shard", "replicate"):
         torch_private.enter_composable_api(module, name)
     torch_private.clip_mixed_by(clip_grad_norm_, shards_of)  # accepts shards together with ignored parameters
-    torch_private.put_state_that_tools_ask_for(module, StageState(attachment))
+    torch_private.put_state_that_tools_ask_for(module, StateForTools(attachment))
 
 
 if TYPE_CHECKING:  # a mixin of modules, which type checkers may take for one
@@ -242,6 +288,18 @@ class FSDPModule(_Base):
                 elif param.sharded.grad is not None:
                     param.sharded.grad.detach().zero_()  # in DDP's style a view of a bucket
         super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """Load shards, as ``nn.Module`` does.  Raises: StateError for full tensors, which :func:`shardwise.load` takes."""
+        try:
+            return super().load_state_dict(state_dict, *args, **options)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise StateError(
+                "load_state_dict takes shards, and this state dict has full tensors: write shardwise.checkpoint.load(file, "
+                "{'model': model}), or torch's set_model_state_dict with StateDictOptions(full_state_dict=True)"
+            ) from error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
@@ -523,12 +581,8 @@ class FSDPModule(_Base):
         """Let the next step's all-gathers wait only for ``event``, recorded after the optimizer; used once."""
         self._engine().post_optim_event = event
 
-    def _get_fsdp_state(self) -> object:
-        raise StateError(
-            f"{type(self).__name__}: a tool asks for the private state of torch's own FSDP2 (FSDPMemTracker does), which "
-            "this model has not. To reshard the root after forward write model.set_reshard_after_forward(True); "
-            "shardwise.describe_units shows the bytes of every unit, and torch's MemTracker works on any module"
-        )
+    def _get_fsdp_state(self) -> StateForTools:
+        return StateForTools(self._attachment())
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept torch's switch without effect: all-gathers are always asynchronous, with memory of one stream."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import types
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import nn
@@ -14,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
-from shardwise import ConfigError, use_in
+from shardwise import ConfigError, StateError, use_in
 
 
 def trainer() -> types.ModuleType:
@@ -61,7 +63,7 @@ def test_torchs_older_path_is_replaced_too_and_put_back(is_early: bool) -> None:
 
 def test_modules_that_have_imported_torchs_function_before_are_named(caplog: pytest.LogCaptureFixture) -> None:
     module = types.ModuleType("early_trainer")
-    module.fully_shard = torchs.fully_shard  # type: ignore[attr-defined]
+    module.shard = torchs.fully_shard  # type: ignore[attr-defined]
     sys.modules["early_trainer"] = module
     try:
         with use_in(torchs):
@@ -69,6 +71,8 @@ def test_modules_that_have_imported_torchs_function_before_are_named(caplog: pyt
         caplog.clear()
         with use_in(torchs, module):
             assert "early_trainer" not in caplog.text
+        with use_in(trainer()):  # also where a module of a user's own is named
+            assert "early_trainer imported torch's function before use_in" in caplog.text
     finally:
         del sys.modules["early_trainer"]
 
@@ -83,6 +87,39 @@ def test_what_was_sharded_within_is_what_torchs_tools_know() -> None:
     assert isinstance(model, shardwise.FSDPModule)
     assert isinstance(model, torchs.FSDPModule)
     assert torchs.fully_shard.state(model) is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_the_state_that_torchs_tests_read_is_as_that_of_torchs_class(reshard: bool | int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    policy = torchs.MixedPrecisionPolicy(torch.bfloat16)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    read: list[object] = []
+    try:
+        for shard in (torchs.fully_shard, shardwise.fully_shard):
+            model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
+            shard(model[0], mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            shard(model, mesh=mesh)
+            root, inner = (each._get_fsdp_state() for each in (model, model[0]))
+            assert root == model._get_fsdp_state() != inner
+            assert root._is_root is inner._is_root is None
+            root._lazy_init()
+            assert inner._state_ctx.all_states == [root, inner]
+            for state in (root, inner):
+                group = state._fsdp_param_group
+                assert [each._module_fqn for each in state._fsdp_param_groups] == [group._module_fqn]
+                kept = group.post_forward_mesh_info
+                read += [state._is_root, state._mp_policy.param_dtype, group._module_fqn, group._reshard_after_forward]
+                read += [group.mesh_info.mesh, None if kept is None else kept.mesh.size(kept.shard_mesh_dim)]
+                read += [(each._param_fqn, each.sharded_param.shape) for each in group.fsdp_params]
+                assert {each.sharded_param for each in group.fsdp_params} <= {*model.parameters()}
+        with pytest.raises(StateError, match="_pre_forward: a tool asks for the private state"):
+            copy.copy(root)._pre_forward()
+        plain = shardwise.fully_shard(nn.Sequential(nn.ReLU()), mesh=mesh)
+        assert plain._get_fsdp_state()._fsdp_param_group is None
+    finally:
+        dist.destroy_process_group()
+    assert read[: len(read) // 2] == read[len(read) // 2 :]
 
 
 # Public names of torch's FSDPModule in 2.15; the installed one's are looked up.
