@@ -68,6 +68,12 @@ def check_whole(name: str, value: object, least: int, hint: str = "") -> None:
         raise ConfigError(f"{name} must be at least {least}, got {value}{hint}")
 
 
+def check_kind(name: str, value: object, kind: type, expected: str) -> None:
+    """Raise ArgumentTypeError, which says what to write, unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(f"{name} is {value!r}; expected {expected}")
+
+
 # ---- Tensors over the same memory (``nn.Parameter(embedding.weight)``, or an assignment to ``.data``).  In one process they
 # change together; copies would become different.
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.arguments import explains_arguments
 from shardwise.checkpoint.contents import LoadRequests, Request
@@ -277,6 +278,7 @@ def _stage(path: Path, state: Mapping[str, Any], strict: bool, store_gather: Sto
     note("checkpoint load", str(path))
     foreign = None if MANIFEST in files.names(path) else find_foreign(files, path)
     tensors = read_torch_file(path, _only_module(state)) if is_torch_file(path) else {}
+    tensors = _without_prefix(tensors, state[_only_module(state)]) if tensors else {}
     if tensors:
         records = {
             join(_only_module(state), name): TensorRecord(dtype_name(each.dtype, name), tuple(each.shape), ())
@@ -321,6 +323,14 @@ def _only_module(state: Mapping[str, Any]) -> str:
     if len(keys) != 1 or len(state) != 1:
         raise CheckpointError("files of other tools contain one model; pass a state of one module, as {'model': model}")
     return keys[0]
+
+
+def _without_prefix(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return ``tensors`` by their names in ``model``: in the state dict of a DistributedDataParallel all have a prefix."""
+    prefix = "module."
+    is_own = "module" in dict(model.named_children()) and not isinstance(model, DistributedDataParallel)
+    has_prefix = not is_own and all(name.startswith(prefix) for name in tensors)
+    return {name.removeprefix(prefix): each for name, each in tensors.items()} if has_prefix else tensors
 
 
 def _check_one_save(found: Sequence[str]) -> None:

@@ -127,9 +127,9 @@ def _all_states(attachment: Attachment) -> list[StateForTools]:
 
 
 def _only_group(attachment: Attachment) -> StateForTools | None:
-    if len(attachment.unit.groups) > 1:
-        raise UsageError("_fsdp_param_group: this module has parameters on several meshes; read _fsdp_param_groups")
-    return next(map(StateForTools, attachment.unit.groups), None)
+    module: Any = next(iter(attachment.unit.modules))
+    group = module._single_group("_fsdp_param_group")
+    return group and StateForTools(group)
 
 
 def _kept_over(group: ParamGroup) -> object:

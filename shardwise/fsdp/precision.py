@@ -91,7 +91,9 @@ def offload_from(policy: object) -> OffloadPolicy:
     if policy is None or isinstance(policy, OffloadPolicy):
         return policy or OffloadPolicy()
     if type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
-        raise ConfigError(f"offload_policy is {policy!r}; expected OffloadPolicy(), CPUOffloadPolicy() or None")
+        raise ConfigError(
+            f"offload_policy is {policy!r}; expected OffloadPolicy(), CPUOffloadPolicy(), DiskOffloadPolicy(folder) or None"
+        )
     pin_memory = getattr(policy, "pin_memory", None)
     return OffloadPolicy() if pin_memory is None else CPUOffloadPolicy(bool(pin_memory))
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from shardwise.arguments import check_whole, explains_arguments, ids_of_ignored
+from shardwise.arguments import check_kind, check_whole, explains_arguments, ids_of_ignored
 from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.errors import ConfigError
 from shardwise.fsdp.api import default_mesh, describe_units, fully_shard, modules_in, replicate
@@ -107,6 +107,7 @@ def _structure(module: nn.Module) -> Hashable:
     return tuple((name, tuple(param.shape), param.dtype) for name, param in named)
 
 
+@runtime_checkable
 class MemoryPolicy(Protocol):
     """Makes a step of a model fit into memory; :class:`shardwise.MemoryLimit` is one."""
 
@@ -186,6 +187,8 @@ def shard_model(
     modules_in(model, "shard_model")
     row = None if strategy is None else row_of(strategy)
     if memory is not None:
+        hint = "since a plan needs the inputs of a microbatch, too"
+        check_kind("shard_model: memory", memory, MemoryPolicy, f"MemoryLimit({memory!r}, (batch, length)), {hint}")
         mesh = mesh if mesh is not None else default_mesh()
         strategy = "zero3" if row is None else row.strategy
         offload_policy = memory.fit(model, mesh, strategy, min_unit_bytes, mp_policy) or offload_policy

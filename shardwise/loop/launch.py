@@ -386,7 +386,12 @@ def describe(failure: FailedRank) -> str:
 
 # ---- A user's program on the ranks of this host: they meet at a store of the launcher, as under torchrun.
 
-_START_RANK = "from shardwise.loop.launch import start_user_program; start_user_program()"
+# Ctrl-C while ranks still import: they say nothing, as later, and their launcher does.
+START_RANK = """
+try: from shardwise.loop.launch import start_user_program
+except KeyboardInterrupt: raise SystemExit(130)
+start_user_program()
+"""
 EXIT_S = 30.0  # after an exception that ends a rank: what its other threads and exit hooks may take
 PATIENCE_S = 3.0  # the rank that failed first has the better reason, and a launcher the best
 _LOST_PEER = (
@@ -479,7 +484,7 @@ def run_program(
     place = LaunchContext(
         received, told, own_sessions=True, output=program.output, each_poll=program.each_poll, leave_s=leave_s
     )
-    words = ("-c", _START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
+    words = ("-c", START_RANK, str(os.getpid()), str(claim), str(records), program.kind, *program.words)
     ended = run_ranks(nproc, "cpu" if nproc > 1 else "cuda", words, program.prepare(store, place))
     return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise import torch_private
-from shardwise.arguments import explains_arguments, explains_fields
+from shardwise.arguments import check_kind, explains_arguments, explains_fields
 from shardwise.collectives.streams import Device, SideStream, device_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.hooks import dynamo_disabled
@@ -346,6 +346,7 @@ def apply_activations(model: nn.Module, policy: ActivationPolicy) -> dict[str, C
         >>> policy = ActivationPolicy("recompute", keep_ops=[torch.ops.aten.mm.default])
         >>> shardwise.apply_activations(shard_model(model), policy)  # doctest: +SKIP
     """
+    check_kind("apply_activations: policy", policy, ActivationPolicy, f"ActivationPolicy({policy!r})")
     given = policy.blocks
     choices: dict[str, Choice] = dict.fromkeys(blocks_of(model), given) if isinstance(given, str) else dict(given)
     if not choices:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
 
-from shardwise.arguments import explains_fields
+from shardwise.arguments import check_kind, explains_fields
 from shardwise.collectives.buffer_pool import limit_heap
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.errors import ConfigError
@@ -66,6 +66,11 @@ class MemoryLimit:
     plan: Plan | None = field(default=None, init=False)
     offload: OptimizerOffload | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        check_kind(
+            "MemoryLimit: inputs", self.inputs, Sequence, "(batch, length), or the arguments of the model in a tuple"
+        )
+
     def fit(
         self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy
     ) -> OffloadPolicy | None:
@@ -74,7 +79,7 @@ class MemoryLimit:
         Raises: ConfigError on every rank if nothing fits.
         """
         limit = parse_size(self.limit) if isinstance(self.limit, str) else self.limit
-        if limit is None or mesh.ndim > 1 or strategy not in UNIT_STRATEGIES:
+        if limit is None or limit < 1 or mesh.ndim > 1 or strategy not in UNIT_STRATEGIES:
             raise ConfigError(
                 f"MemoryLimit({self.limit!r}) for {strategy} on a mesh of {mesh.ndim} axes; expected bytes or a text such as "
                 "'8 GiB', and zero3, zero2 or ddp on one axis"

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import torch_private
+from shardwise.arguments import check_kind
 from shardwise.checks.optimizers import after_optimizer_step, before_optimizer_step
 from shardwise.consistency.agreement import open_exchange
 from shardwise.consistency.store import Sketch, sample_of
@@ -368,6 +369,9 @@ class ShardedOptimizer(Optimizer):
         wanted = [([self._slices[name] for name in names], options) for names, options in split]
         backend = make_backend(make, optimizer_class, wanted, update, flat)
         if offload is not None:
+            check_kind(
+                "ShardedOptimizer: offload", offload, Offload, "OptimizerOffload(), or None to leave state where it is"
+            )
             backend = offload.over(backend, wanted, lambda: self.param_groups)
         self._backend: OptimizerBackend = backend
         inner = backend.optimizer

@@ -6,7 +6,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -390,6 +390,7 @@ class OptimizerBackend(Protocol):
         ...
 
 
+@runtime_checkable
 class Offload(Protocol):
     """Where the state of an optimizer lives, and when it updates: :class:`shardwise.OptimizerOffload`."""
 

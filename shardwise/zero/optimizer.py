@@ -591,6 +591,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return ZeroJoinHook(lambda: None, backend.end_join)
         return ZeroJoinHook(lambda: backend.step(None, {}, is_active=False), backend.end_join)
 
+    def __getattr__(self, name: str) -> Any:
+        is_removed = name in ("reduce_gradients", "no_sync", "wait_for_params")
+        hint = ", which was for ZeRO-2: shard_model(model, strategy='zero2') and a plain optimizer do that" * is_removed
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""

@@ -112,12 +112,16 @@ def test_a_state_dict_of_torch_save_is_loaded_into_shards(api: str, tmp_path: Pa
         torch.save(
             {"net": {f"_orig_mod.{name}": value for name, value in whole.state_dict().items()}}, tmp_path / "all.pth"
         )
+        torch.save({f"module.{name}": each for name, each in whole.state_dict().items()}, tmp_path / "ddp.pt")
     dist.barrier()
-    for folder, key in ((path, "model"), (tmp_path / "all.pth", "net")):
+    for folder, key in ((path, "model"), (tmp_path / "all.pth", "net"), (tmp_path / "ddp.pt", "model")):
         model, _ = made(api, seed=1)
         found = load(folder, {key: model})
         assert differences(model, whole) == []
         assert found.step == 0
+    wrapped = torch.nn.ModuleDict({"module": Net(seed=1)})  # has such a name of its own
+    load(tmp_path / "ddp.pt", {"model": wrapped})
+    assert differences(wrapped["module"], whole) == []
     with pytest.raises(CheckpointError, match="a dict with one as 'model'; found net"):
         load(tmp_path / "all.pth", {"model": model})
 

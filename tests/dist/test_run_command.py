@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -456,3 +457,10 @@ def test_a_function_that_cannot_travel_is_named_before_ranks_are_started(monkeyp
         notebook_launch(scaled, 2, 1.0)
     with pytest.raises(ConfigError, match="num_ranks is 0, expected 1 or more"):
         notebook_launch(scaled, 0, 1.0)
+
+
+def test_an_interrupt_while_a_rank_imports_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "shardwise").mkdir()
+    (tmp_path / "shardwise" / "__init__.py").write_text("raise KeyboardInterrupt")
+    ended = subprocess.run([sys.executable, "-c", launch.START_RANK], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -47,6 +47,10 @@ def test_arguments_of_another_type_are_named(api: Callable[..., Any]) -> None:
         policy = SimpleNamespace(**vars(MixedPrecisionPolicy()) | {name: "bf16"})  # as torch's class
         _refused(lambda policy=policy: api(_net(), mp_policy=policy), f"mp_policy: {name} is 'bf16'", TypeError)
     _refused(lambda: api(_net(), mesh="cpu"), "mesh is 'cpu' of type str; expected a DeviceMesh", TypeError)
+    _refused(
+        lambda: api(_net(), offload_policy="cpu"),
+        "offload_policy is 'cpu'; expected OffloadPolicy(), CPUOffloadPolicy(), ",
+    )
     words = "ignored_params holds '0.0.weight', expected the parameters themselves"
     _refused(lambda: api(_net(), ignored_params=["0.0.weight"]), words)
     model = _net()
@@ -127,6 +131,12 @@ def test_optimizers_and_checkpoints_say_what_they_take(tmp_path: Any) -> None:
             _refused(
                 lambda each=each, value=value: each.clip_grad_norm_(value), f"max_norm is {value}; expected 0 or more"
             )
+    with pytest.raises(AttributeError, match="no attribute 'reduce_gradients', which was for ZeRO-2: shard_model"):
+        zero.reduce_gradients()  # pyright: ignore
+    assert not hasattr(zero, "no_sync")
+    words = "load_state_dict takes shards, and this state dict has full tensors: write shardwise.checkpoint.load"
+    _refused(lambda: model.load_state_dict(_net().state_dict()), words, RuntimeError)
+    model.load_state_dict(model.state_dict())
     for call in (lambda: save(tmp_path, model, step=1), lambda: load(tmp_path, model)):
         _refused(call, "", RuntimeError)
     _refused(lambda: save(tmp_path, model, step=1), "the state is a FSDPSequential; give", RuntimeError)
@@ -148,3 +158,28 @@ def test_optimizers_and_checkpoints_say_what_they_take(tmp_path: Any) -> None:
 )
 def test_policies_name_arguments_that_they_do_not_take(make: Callable[[], Any], words: str) -> None:
     _refused(make, words, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: shard_model(_net(), memory="8 GiB"),
+            "memory is '8 GiB'; expected MemoryLimit('8 GiB', (batch, length))",
+        ),  # pyright: ignore
+        (lambda: shardwise.MemoryLimit("8 GiB", 4), "MemoryLimit: inputs is 4; expected (batch, length)"),  # pyright: ignore
+        (lambda: shard_model(_net(), memory=shardwise.MemoryLimit(-1, (4, 8))), "MemoryLimit(-1) for zero3"),
+        (lambda: shardwise.apply_activations(_net(), "recompute"), "expected ActivationPolicy('recompute')"),  # pyright: ignore
+        (lambda: shardwise.OptimizerOffload("run"), "for a folder write OptimizerOffload(folder='run')"),  # pyright: ignore
+        (
+            lambda: ShardedOptimizer(dict(_net().named_parameters()), torch.optim.Adam, offload=True),  # pyright: ignore
+            "ShardedOptimizer: offload is True; expected OptimizerOffload()",
+        ),
+    ],
+)
+def test_a_value_in_place_of_a_policy_is_named_with_the_policy(call: Callable[[], Any], words: str) -> None:
+    try:
+        _refused(call, words)
+    finally:
+        if torch.distributed.is_initialized():  # of one rank, made by shard_model
+            torch.distributed.destroy_process_group()
