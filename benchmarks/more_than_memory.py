@@ -71,7 +71,7 @@ def measure_rank(blocks: int) -> dict[str, Any]:
         fully_shard(module, offload_policy=DiskOffloadPolicy(folder=folder))
     for block in model:  # one after the other, so that only one is in memory
         init_parameters(block, device="cpu")
-    offload = OptimizerOffload(folder=folder, undo=False)
+    offload = OptimizerOffload(folder=folder)
     optimizer = ShardedOptimizer(
         dict(model.named_parameters()), torch.optim.AdamW, lr=1e-4, fused=True, offload=offload
     )

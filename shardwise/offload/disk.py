@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import LifoQueue
 
@@ -25,7 +25,7 @@ from shardwise.consistency.failure_report import publish_failure
 from shardwise.errors import ConfigError, StateError
 from shardwise.formatting import format_bytes
 from shardwise.layout import align
-from shardwise.offload.tiers import HostTier, State, layout_of, views_in
+from shardwise.offload.tiers import GAP_BYTES, State, layout_of, views_in
 
 _ALIGNMENT = 4096  # bytes: O_DIRECT takes no less on any file system
 
@@ -41,7 +41,6 @@ class StateFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._end, self._reserved = folder, 0, 0
         with tempfile.TemporaryFile(dir=folder) as file:
             self.fd = os.dup(file.fileno())
@@ -96,7 +95,7 @@ def buffer_of(num_bytes: int, old: torch.Tensor | None = None) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Slot:
-    """One of the two places of a unit's state.
+    """The place of a unit's state.
 
     Attributes:
         begin, num_bytes: its range in the file.
@@ -112,13 +111,9 @@ class Slot:
     sums: Future[list[str]] | None = None
 
 
-@dataclass(slots=True)
-class Place:
-    """The state of one unit: ``committed`` is the slot to go back to, and the next load reads ``current``."""
-
-    slots: tuple[Slot, Slot] = field(default_factory=lambda: (Slot(), Slot()))
-    committed: int = 0
-    current: int = 0
+def slot_bytes(sizes: Sequence[int]) -> int:
+    """Return the most bytes of the file that state of ``sizes`` bytes per tensor takes, with gaps between tensors."""
+    return align(sum(size + 2 * GAP_BYTES for size in sizes), _ALIGNMENT)
 
 
 def _agree(wrong: str) -> None:
@@ -128,12 +123,11 @@ def _agree(wrong: str) -> None:
 
 
 class DiskTier:
-    """Optimizer state on disk, with that of two units in memory; for its methods see :class:`HostTier`.
+    """Optimizer state on disk, with that of two units in memory, by number of the unit.
 
-    Between two updates the optimizer holds tensors without memory, on the device ``meta``.
-
-    An update that may have to be undone is written to a second slot, so that to undo it is to read the first one.  One thread
-    writes, and one reads ahead: the unit that came next last time.  Their errors are raised by the next call.
+    An update of a unit calls :meth:`load`, then :meth:`store`, on the thread of the updates.  Between two updates the
+    optimizer holds tensors without memory, on the device ``meta``.  One thread writes, and one reads ahead: the unit that
+    came next last time.  Their errors are raised by the next call.
 
     Raises: ConfigError, on all ranks, if some rank cannot write to ``folder``.  Collective.
     """
@@ -146,7 +140,7 @@ class DiskTier:
         except OSError as error:
             wrong = f"{folder}: {error.strerror}"
         _agree(wrong)
-        self._places: dict[int, Place] = {}
+        self._slots: dict[int, Slot] = {}
         self._free: LifoQueue[torch.Tensor] = LifoQueue()
         for _ in range(2):
             self._free.put(buffer_of(0))
@@ -154,7 +148,6 @@ class DiskTier:
         self._ahead: tuple[int, Future[torch.Tensor]] | None = None  # the unit that is read ahead
         self._next: dict[int, int] = {}  # by unit: the one that came after it last time
         self._last = -1
-        self._keeps = False  # the update that runs may have to be undone
         self._error: StateError | None = None
         self._threads = [ThreadPoolExecutor(1, f"shardwise-disk-{name}") for name in ("read", "write")]
 
@@ -170,16 +163,15 @@ class DiskTier:
             wrong = f"{self._file.folder}: no space for {format_bytes(num_bytes, 1024)} of optimizer state: {error.strerror}"
         _agree(wrong)
 
-    def load(self, unit: int, held: State, keeps: bool | None) -> State:
-        """Return the state of ``unit`` in memory; ``held`` itself if that has memory, as after the first update."""
+    def load(self, unit: int, held: State, is_read: bool = False) -> State:
+        """Return the state of ``unit`` in memory, which is the caller's to keep if it ``is_read``.
+
+        ``held``: what the optimizer holds; it is returned itself if it has memory, as before the first :meth:`store`.
+        """
         self._check()
         self._forget()
-        self._next[self._last], self._last, self._keeps = unit, unit, bool(keeps)
-        place = self._places.get(unit)
-        if place is None or not held or not all(each.is_meta for each in held):
-            if place is not None and held and keeps:  # the user may have changed it since it was read
-                self.store(unit, held)
-                self.commit(unit)
+        self._next[self._last], self._last = unit, unit
+        if not held or not all(each.is_meta for each in held):
             return held
         if self._ahead is None or self._ahead[0] != unit:
             self._drop_ahead()
@@ -187,9 +179,9 @@ class DiskTier:
         assert self._ahead is not None
         buffer = self._ahead[1].result()
         self._ahead = None
-        views = views_in(buffer, held, place.slots[place.current].starts)
+        views = views_in(buffer, held, self._slots[unit].starts)
         self._in_use = unit, buffer, views
-        if keeps is None:
+        if is_read:
             self._forget()
         if self._next.get(unit, unit) != unit:  # what is read now of this unit is not what its update stores
             self._prefetch(self._next[unit])
@@ -201,12 +193,10 @@ class DiskTier:
         if not state:
             return state
         self._drop_ahead(unit)
-        place, (starts, num_bytes) = self._places.setdefault(unit, Place()), layout_of(state)
+        slot, (starts, num_bytes) = self._slots.setdefault(unit, Slot()), layout_of(state)
         buffer = self._buffer_of(unit, state)
         if buffer is not None:
-            starts, num_bytes = place.slots[place.current].starts, place.slots[place.current].num_used
-        place.current = 1 - place.committed if self._keeps else place.committed
-        slot = place.slots[place.current]
+            starts, num_bytes = slot.starts, slot.num_used
         slot.starts, slot.num_used = starts, align(num_bytes, _ALIGNMENT)
         if slot.num_bytes < slot.num_used:
             try:
@@ -221,19 +211,6 @@ class DiskTier:
         slot.sums = self._threads[1].submit(self._write, slot.begin, buffer, slot.num_used)
         return slot.held
 
-    def commit(self, unit: int) -> None:
-        """Make the slot of the last :meth:`store` the one that stays."""
-        if (place := self._places.get(unit)) is not None:
-            place.committed = place.current
-
-    def restore(self, unit: int) -> State:
-        """Go back to the slot of the last :meth:`commit`."""
-        self._forget()
-        self._drop_ahead(unit)
-        place = self._places.setdefault(unit, Place())
-        place.current = place.committed
-        return place.slots[place.current].held
-
     # ---- buffers ----
 
     def rest(self) -> None:
@@ -246,9 +223,8 @@ class DiskTier:
 
     def _prefetch(self, unit: int) -> None:
         """Begin to read the state of ``unit``."""
-        place = self._places.get(unit)
-        if self._ahead is None and place is not None and place.slots[place.current].held:
-            self._ahead = unit, self._threads[0].submit(self._read, place.slots[place.current])
+        if self._ahead is None and unit in self._slots:
+            self._ahead = unit, self._threads[0].submit(self._read, self._slots[unit])
 
     def _buffer_of(self, unit: int, state: State) -> torch.Tensor | None:
         """Return the buffer that ``state`` was loaded into, if all of it is still there."""
@@ -299,12 +275,9 @@ class DiskTier:
             "checkpoint, with a folder of a disk that works and has space"
         )
         publish_failure(text)  # other ranks wait for this one in a collective
-        self._error = StateError(text)  # of all later calls: an early update that fails is dropped with its error
+        self._error = StateError(text)  # of all later calls
         return self._error
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-Tier = HostTier | DiskTier

@@ -116,7 +116,7 @@ class MemoryLimit:
             chosen = [path for path, _ in model.named_modules() if path in found][: len(found) - best.keep_blocks]
             apply_activations(model, ActivationPolicy(dict.fromkeys(chosen, "recompute")))
         if best.disk_share:
-            self.offload = OptimizerOffload(best.disk_share, undo=False, folder=self.folder)
+            self.offload = OptimizerOffload(best.disk_share, folder=self.folder)
         if not best.offload:
             return None
         folder = self.folder if best.disk_share else None

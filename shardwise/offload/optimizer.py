@@ -17,9 +17,8 @@ from shardwise.fsdp.attachment import all_units
 from shardwise.fsdp.gradients import early_readers
 from shardwise.fsdp.param import ShardedParam
 from shardwise.observe import Call, Listener, listeners
-from shardwise.offload.disk import DiskTier
+from shardwise.offload.disk import DiskTier, slot_bytes
 from shardwise.offload.staging import Load, Staging
-from shardwise.offload.tiers import HostTier
 from shardwise.offload.units import Guess, UpdateUnit, drop
 from shardwise.one_host import usable_cores
 from shardwise.optim.elementwise import ElementwiseStep
@@ -60,9 +59,11 @@ class OptimizerOffload:
         fraction: offload at least this part of the bytes of the parameters, in whole units, those first whose backward is
             first; the rest is updated in ``step()``, where it is.  Parameters of no unit are never offloaded.
         undo: False to update in ``step()`` only: needs no copies of state (and on CPU ranks none of parameters), and overlaps
-            with nothing.  None: so on CPU ranks of one core each, where an early update would take its time from backward.
+            with nothing.  None: so with ``folder``, and on CPU ranks of one core each, where an early update would take its
+            time from backward.
         num_threads: of the updates; None: the cores of this host divided by its ranks.
-        folder: keep the state on a disk, in a file without a name that ends with the process; None: in memory.
+        folder: keep the state on a disk, in a file without a name that ends with the process; None: in memory.  The folder
+            must exist: it is not made, so a disk that is not mounted is an error.
 
     On accelerators parameters and gradients stay on the device, with a copy of the parameters in page-locked memory; those
     sharded with ``CPUOffloadPolicy()`` are on the host, too.
@@ -89,6 +90,11 @@ class OptimizerOffload:
             raise ConfigError(f"OptimizerOffload(fraction={self.fraction!r}); expected a number from 0 to 1{hint}")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"OptimizerOffload(num_threads={self.num_threads}); expected None, or 1 or more")
+        if self.undo and self.folder is not None:
+            raise ConfigError(
+                "OptimizerOffload(undo=True) keeps copies of the state in memory, and folder= keeps it out of memory: leave "
+                "one of them out"
+            )
 
     def over(self, backend: OptimizerBackend, groups: Groups, options: Callable[[], Options]) -> OptimizerBackend:
         """Return the backend that runs in place of ``backend``.  Raises: ConfigError if that is not element-wise."""
@@ -118,19 +124,16 @@ class OffloadedStep:
         self.optimizer = plain.optimizer
         num_threads = policy.num_threads or cores_of_a_rank()
         if policy.undo is None:
-            policy = replace(policy, undo=num_threads > 1 or torch.accelerator.is_available())
+            is_early = policy.folder is None and (num_threads > 1 or torch.accelerator.is_available())
+            policy = replace(policy, undo=is_early)
         self._policy, self._plain, self._options = policy, plain, options
-        self._tier = HostTier() if policy.folder is None else DiskTier(policy.folder)
+        self._disk = None if policy.folder is None else DiskTier(policy.folder)
         self.units: list[UpdateUnit] = []
         self.resident: list[UpdateUnit] = []
         # by id of the parameter: its unit, and index of its slice
         self._index_of: dict[int, tuple[UpdateUnit, int]] = {}
         self._staging: dict[tuple[torch.device, bool], Staging] = {}
-        # A thread has its own number of threads, which also becomes the default of threads that start later: the second
-        # call restores the default.
-        self._worker = ThreadPoolExecutor(1, "shardwise-offload", torch.set_num_threads, (num_threads,))
-        self._worker.submit(torch.get_num_threads).result()
-        torch.set_num_threads(torch.get_num_threads())
+        self._worker = _Worker(num_threads)
         self._add(dict(enumerate(groups)))
         if policy.undo:
             early_readers.append(_reader_of(weakref.ref(self)))
@@ -160,18 +163,18 @@ class OffloadedStep:
                     rest.setdefault(index, []).extend(params)
                 continue
             left -= num_bytes[number]
-            for index, params in members[number].items() if self._policy.folder is not None else ():
-                needed += _state_bytes(self._plain, params, options[index])
+            for index, params in members[number].items() if self._disk is not None else ():
+                needed += slot_bytes(_state_bytes(self._plain, params, options[index]))
             place = places[number]
             staging = self._staging.setdefault((place.device, place.is_offloaded), Staging(place))
             used = staging if self._policy.undo or staging.is_concurrent else None
-            unit = UpdateUnit(len(self.units), self._tier, members[number], options, self._plain, used)
+            unit = UpdateUnit(len(self.units), self._disk, members[number], options, self._plain, used)
             self.units.append(unit)
             self._index_of.update({id(each.param): (unit, index) for index, each in enumerate(unit.slices)})
         if rest:
-            self.resident.append(UpdateUnit(-1, HostTier(), rest, options, self._plain, None))
-        if isinstance(self._tier, DiskTier):
-            self._tier.reserve(needed * (1 + bool(self._policy.undo)))  # an update to be undone needs a second place
+            self.resident.append(UpdateUnit(-1, None, rest, options, self._plain, None))
+        if self._disk is not None:
+            self._disk.reserve(needed)
 
     # ---- updates ----
 
@@ -207,17 +210,17 @@ class OffloadedStep:
         unit.guess = Guess(unit.options(self._options()), Load(gradients, ready))
         assert unit.copies is not None
         unit.copies.staging.expect(unit.copies, unit.guess.load)
-        self._worker.submit(_without_graph, unit.make, unit.guess)
+        self._worker.submit(unit.make, unit.guess)
 
     def _drop(self, unit: UpdateUnit) -> None:
         if unit.guess is not None:
-            self._worker.submit(_without_graph, drop, unit.guess)
+            self._worker.submit(drop, unit.guess)
             unit.guess = None
 
     def step(self, closure: Closure | None = None) -> Any:
         """Run ``closure``, then update all parameters from their current gradients, or keep what was updated early."""
         loss = loss_of(closure)
-        groups, jobs = self.optimizer.param_groups, list[Future[None]]()
+        groups = self.optimizer.param_groups
         now = {staging: staging.begin() for staging in self._staging.values()}
         try:
             for unit in self.units:
@@ -228,15 +231,15 @@ class OffloadedStep:
                     load.ready = now[unit.copies.staging]
                     if guess is None:
                         unit.copies.staging.expect(unit.copies, load)
-                jobs.append(self._worker.submit(_without_graph, unit.finish, guess, load, unit.options(groups)))
+                self._worker.submit(unit.finish, guess, load, unit.options(groups))
             for unit in self.resident:
                 copy_options([groups[index] for index in unit.groups], unit.step.optimizer.param_groups)
                 unit.step.step()
-            _ = [job.exception() for job in jobs]
+            self._worker.wait()
         finally:  # waits here where a step is interrupted: its updates would run beside the next forward
-            errors = [error for job in jobs if (error := job.exception()) is not None]
-            if isinstance(self._tier, DiskTier) and not self._policy.undo:
-                self._worker.submit(self._tier.rest)  # forward and backward have its memory
+            errors = self._worker.errors()
+            if self._disk is not None:
+                self._worker.submit(self._disk.rest)  # forward and backward have its memory
             for staging in now:
                 staging.end()
             for arrivals in [unit.arrivals for unit in self.units]:
@@ -255,14 +258,16 @@ class OffloadedStep:
         """Drop all guesses, call ``job`` with each unit on the thread of the updates, and return the results."""
         for unit in self.units:
             self._drop(unit)
-        jobs = [self._worker.submit(_without_graph, job, unit) for unit in self.units]
+        jobs = [self._worker.submit(job, unit) for unit in self.units]
+        if errors := self._worker.errors():
+            raise errors[0]
         return [*[each.result() for each in jobs], *map(job, self.resident)]
 
     def give_back(self) -> None:
         """Return state that was read to the disk, on the thread of the updates."""
         for unit in self.units if self.units and self.units[0].is_read else ():
             unit.is_read = False
-            self._worker.submit(_without_graph, unit.give_back)
+            self._worker.submit(unit.give_back)
 
     def mark(self) -> Callable[[], None]:
         """Return a function that restores the state of all units, which has no other place."""
@@ -298,6 +303,34 @@ class OffloadedStep:
         copy_options(options, self.optimizer.param_groups)
 
 
+class _Worker:
+    """The thread of the updates.  What its jobs raise is kept until :meth:`errors` returns it."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._jobs: list[Future[Any]] = []
+        # A thread has its own number of threads, which also becomes the default of threads that start later: the second
+        # call restores the default.
+        self._thread = ThreadPoolExecutor(1, "shardwise-offload", torch.set_num_threads, (num_threads,))
+        self._thread.submit(torch.get_num_threads).result()
+        torch.set_num_threads(torch.get_num_threads())
+
+    def submit(self, job: Callable[..., _T], *args: Any) -> Future[_T]:
+        """Run ``job`` without a graph, after all earlier ones."""
+        future = self._thread.submit(_without_graph, job, *args)
+        self._jobs = [*[each for each in self._jobs if not each.done() or each.exception()], future]
+        return future
+
+    def wait(self) -> list[BaseException]:
+        """Wait for all jobs; return what they have raised, as does the next call."""
+        return [error for job in self._jobs if (error := job.exception()) is not None]
+
+    def errors(self) -> list[BaseException]:
+        """Wait for all jobs; return what those have raised that were submitted since the last call."""
+        found = self.wait()
+        self._jobs = []
+        return found
+
+
 class _Return(Listener):
     """Returns state that was read to its disk in the next forward, which needs the memory.  It does not own the optimizer."""
 
@@ -325,14 +358,14 @@ def _reader_of(backend: weakref.ref[OffloadedStep]) -> Callable[..., None]:
     return read
 
 
-def _state_bytes(plain: ElementwiseStep, params: Params, options: Mapping[str, Any]) -> int:
-    """Return the bytes of the state of ``params``, by a step of another optimizer on two elements of each dtype."""
-    found, sizes = [local_of(each) for param in params for each in param], dict[torch.dtype, int]()
+def _state_bytes(plain: ElementwiseStep, params: Params, options: Mapping[str, Any]) -> list[int]:
+    """Return the bytes of each tensor of ``params``' state, by a step of another optimizer on two elements of each dtype."""
+    found, sizes = [local_of(each) for param in params for each in param], dict[torch.dtype, list[int]]()
     for dtype in {local.dtype for local in found}:
         probe = ParamSlice("", torch.zeros(2, dtype=dtype, device="cpu"), 0, whole(torch.Size([2])))
         state = plain.over([([[probe]], options)]).states(blank=True).get("", {})
-        sizes[dtype] = sum(value[0].element_size() for value in state.values() if isinstance(value, PerSlice))
-    return sum(local.numel() * sizes[local.dtype] for local in found)
+        sizes[dtype] = [value[0].element_size() for value in state.values() if isinstance(value, PerSlice)]
+    return [local.numel() * size for local in found for size in sizes[local.dtype]]
 
 
 def cores_of_a_rank() -> int:

@@ -12,7 +12,7 @@ import torch
 
 from shardwise import torch_private
 from shardwise.observe import span
-from shardwise.offload.disk import Tier
+from shardwise.offload.disk import DiskTier
 from shardwise.offload.staging import Copies, Digests, Gradients, Load, Staging, digests_of
 from shardwise.offload.tiers import State
 from shardwise.optim.elementwise import ElementwiseStep, is_per_element
@@ -40,7 +40,7 @@ class Guess:
         options: of each param group of the unit.
         load: its gradients.
         digests: of the gradients, and of the parameters.
-        undo: restores the state and the options; None if the update raised.
+        undo: restores the state and the options; None if the optimizer raised, as it will again in ``step()``.
     """
 
     options: Options
@@ -77,7 +77,8 @@ class UpdateUnit:
     reader sees an update, and to drop one costs its state only.  Without, it updates the parameters in place, in ``step()``.
 
     Attributes:
-        number: in ``tier``, where the state lives.  groups: indices of its param groups.  slices: of its parameters.
+        number: in ``disk``, where the state lives between updates; None: in memory.  groups: indices of its param groups.
+        slices: of its parameters.
         guess: the update made early, if there is one; only the user's thread writes it.
         is_read: the state was brought into memory, for a checkpoint or by the user.
     """
@@ -85,13 +86,13 @@ class UpdateUnit:
     def __init__(
         self,
         number: int,
-        tier: Tier,
+        disk: DiskTier | None,
         groups: Mapping[int, Params],
         options: Mapping[int, Mapping[str, Any]],
         plain: ElementwiseStep,
         staging: Staging | None,
     ) -> None:
-        self.number, self.tier, self.groups = number, tier, sorted(groups)
+        self.number, self.disk, self.groups = number, disk, sorted(groups)
         self.slices = [each for group in self.groups for param in groups[group] for each in param]
         self.copies = None if staging is None else Copies(self.slices, staging)
         wanted = [(groups[group], options[group]) for group in self.groups]
@@ -102,6 +103,7 @@ class UpdateUnit:
         self.step = plain.over(wanted)
         self.guess: Guess | None = None
         self.is_read = False
+        self._kept: list[torch.Tensor] = []  # the memory of the state before a guess
         self.arrivals = Arrivals()
 
     # ---- on the user's thread ----
@@ -118,7 +120,7 @@ class UpdateUnit:
         assert copies is not None
         with span("offload", "update", self.slices[0].name), copies.staging.staged(copies, guess.load):
             guess.digests = digests_of([*[each.grad for each in copies.tensors], *copies.tensors])
-            guess.undo = self._update(guess.options, keeps=True)
+            guess.undo = self._update(guess.options, self.keep(self._kept))
 
     def finish(self, guess: Guess | None, load: Load, options: Options) -> None:
         """Keep ``guess`` if it is right, or update from ``load``; then copy the result into the parameters."""
@@ -127,12 +129,11 @@ class UpdateUnit:
             with span("offload", "update" if guess is None else "redo", self.slices[0].name):
                 drop(guess)
                 with nullcontext() if copies is None else copies.staging.staged(copies, load):
-                    self._update(options, keeps=False)
+                    self._update(options, None)
             arrivals.num_redone += guess is not None
         else:
             arrivals.num_kept += 1
         arrivals.num_steps += 1
-        self.tier.commit(self.number)
         if copies is not None:
             copies.staging.send(copies)
 
@@ -141,27 +142,21 @@ class UpdateUnit:
             return False
         return _are_equal(self.copies.staging.digests([*gradients, *self.copies.params()]), guess.digests)
 
-    def _update(self, options: Options, keeps: bool) -> Callable[[], None] | None:
-        """Step the optimizer; return a function that undoes this if it ``keeps`` what that needs."""
-        restore = self.keep_numbers() if keeps else None
-
-        def undo() -> None:
-            assert restore is not None
-            restore()
-            self._hold(self.tier.restore(self.number))
-
+    def _update(self, options: Options, undo: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Step the optimizer; return ``undo``, or, if the optimizer raises, call that and return None."""
         copy_options(options, self.step.optimizer.param_groups)
-        self._hold(self.tier.load(self.number, self._state(), keeps))
+        self._load()
         try:
             self.step.step()
-        except BaseException:
-            if keeps:
-                undo()
-            raise
-        self._hold(self.tier.store(self.number, self._state()))
-        return undo if keeps else None
+        except Exception:
+            if undo is None:
+                raise
+            undo()
+            return None
+        self._release()
+        return undo
 
-    # ---- the state: values per element, which the tier stores, and numbers such as step counts ----
+    # ---- the state: values per element, which may be on disk, and numbers such as step counts ----
 
     def _places(self) -> Iterator[tuple[dict[str, Any], str]]:
         optimizer = self.step.optimizer
@@ -205,7 +200,7 @@ class UpdateUnit:
     def read_state(self, blank: bool = False) -> Values:
         """Return the state by name of the parameter, in memory."""
         if not blank:
-            self._hold(self.tier.load(self.number, self._state(), keeps=None))
+            self._load(is_read=True)
             self.is_read = True
         return self.step.states(blank)
 
@@ -224,15 +219,26 @@ class UpdateUnit:
         self.step.load(found, [options[group] for group in self.groups], adopt or self.copies is not None)
         self._release()
 
-    def _release(self) -> None:
-        self._hold(self.tier.store(self.number, self._state()))
-        self.tier.commit(self.number)
+    def _load(self, is_read: bool = False) -> None:
+        if self.disk is not None:
+            self._hold(self.disk.load(self.number, self._state(), is_read))
 
-    def keep(self) -> Callable[[], None]:
-        """Return a function that restores the state of now, however many updates have followed."""
-        self._hold(self.tier.load(self.number, self._state(), keeps=None))
+    def _release(self) -> None:
+        if self.disk is not None:
+            self._hold(self.disk.store(self.number, self._state()))
+
+    def keep(self, copies: list[torch.Tensor] | None = None) -> Callable[[], None]:
+        """Return a function that restores the state of now, however many updates have followed.
+
+        Args:
+            copies: those of an earlier call, whose function is no longer needed: their memory is used again.
+        """
+        self._load(is_read=True)
         found, restore = self._state(), self.keep_numbers()
-        copies = [each.clone() for each in found]
+        copies = [] if copies is None else copies
+        if [(each.shape, each.dtype) for each in copies] != [(each.shape, each.dtype) for each in found]:
+            copies[:] = [torch.empty_like(each) for each in found]
+        torch_private.copy_all(copies, list(found))
 
         def undo() -> None:
             restore()

@@ -353,6 +353,26 @@ def test_an_interrupted_step_ends_before_the_error_and_is_not_undone_later(undo:
     assert_alike(*found)
 
 
+class UnrestorableLion(Lion):
+    """Its state is of another size after the second step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for entry in self.state.values() if self.param_groups[0]["calls"] == 2 else ():
+            entry["momentum"].resize_(1)
+
+
+@on_ranks(2)
+def test_an_early_update_that_cannot_be_undone_is_an_error_of_step() -> None:
+    model = sharded("plain")
+    params = dict(model.named_parameters())
+    optimizer = ShardedOptimizer(params, UnrestorableLion, offload=OptimizerOffload(undo=True))
+    train("plain", model, optimizer, range(2), lambda number, *_: "skip" if number else None)
+    model(batch_for("plain", 1, 4)).sum().backward()  # drops the update of the step that was skipped
+    with pytest.raises(RuntimeError, match="output with shape .1. doesn't match"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_added_groups_and_closures_are_updated() -> None:
     found: list[Any] = []
@@ -404,6 +424,8 @@ def test_what_cannot_be_offloaded_is_named() -> None:
         OptimizerOffload(fraction=1.5)
     with pytest.raises(ConfigError, match="num_threads=0"):
         OptimizerOffload(num_threads=0)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        OptimizerOffload(undo=True, folder="/tmp")
     model = sharded("matrices")
     params = dict(model.named_parameters())
     with pytest.raises(ConfigError, match="Muon needs more than the elements of one unit"):

@@ -1,4 +1,4 @@
-"""The disk tier: what is loaded is what was stored and committed, whatever was undone, read ahead or left in user's hands."""
+"""The disk tier: what is loaded is what was stored last, whatever was read ahead or left in user's hands."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def are_equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bo
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-def test_updates_that_are_undone_redone_read_or_kept_leave_what_was_committed(tmp_path: Path) -> None:
+def test_what_is_loaded_is_what_was_stored_last_in_any_order_of_units_and_reads(tmp_path: Path) -> None:
     rng, tier = random.Random(0), DiskTier(tmp_path)
     truth: list[list[torch.Tensor]] = [[] for _ in SIZES]
     held: list[Sequence[torch.Tensor]] = [() for _ in SIZES]
     escaped: list[tuple[Sequence[torch.Tensor], list[torch.Tensor]]] = []
 
-    def update(unit: int, keeps: bool = True) -> list[torch.Tensor]:
-        state = list(tier.load(unit, held[unit], keeps)) or values(unit)
+    def update(unit: int) -> list[torch.Tensor]:
+        state = list(tier.load(unit, held[unit])) or values(unit)
         assert are_equal(state, truth[unit] or values(unit))
         for each in state:
             each.add_(1)
@@ -45,23 +45,13 @@ def test_updates_that_are_undone_redone_read_or_kept_leave_what_was_committed(tm
         return [each + 1 for each in truth[unit] or values(unit)]
 
     for _ in range(60):
-        keeps = rng.random() < 0.7
-        guesses = {unit: update(unit, keeps) for unit in range(len(SIZES))}
-        for unit, guess in guesses.items():
-            if keeps and rng.random() < 0.4:
-                held[unit] = tier.restore(unit)
-                if not held[unit]:
-                    assert not truth[unit]
-                    continue
-                guess = update(unit)
-            tier.commit(unit)
-            truth[unit] = guess
+        for unit in rng.sample(range(len(SIZES)), rng.randint(1, len(SIZES))):
+            truth[unit] = update(unit)
         if rng.random() < 0.3:  # a state dict: nothing writes to its tensors but the next update of the same unit
             for unit in range(len(SIZES)):
-                held[unit] = tier.load(unit, held[unit], keeps=False)
+                held[unit] = tier.load(unit, held[unit], is_read=True)
             escaped = [(held[unit], [each.clone() for each in held[unit]]) for unit in range(len(SIZES))]
-            update(0)
-            held[0] = tier.restore(0)
+            truth[0] = update(0)
             assert are_equal(*escaped[1])
             assert are_equal(*escaped[2])
         if rng.random() < 0.3:
@@ -74,12 +64,11 @@ def test_a_tier_that_rests_has_no_memory_but_reads_what_was_written(tmp_path: Pa
 
     def step() -> None:
         for unit, state in enumerate(held):
-            state = tier.load(unit, state, keeps=False) or [torch.zeros(1 << 23)]
+            state = tier.load(unit, state) or [torch.zeros(1 << 23)]
             held[unit] = list(tier.store(unit, [each.add_(1) for each in state]))
-            tier.commit(unit)
 
     def wait_for_memory_below(num_buffers: float) -> None:
-        """The threads that write let buffers go a little later than ``commit`` returns."""
+        """The threads that write let buffers go a little later than ``store`` returns."""
         last = time.monotonic() + 60
         while resident_bytes() - started > num_buffers * (1 << 25):
             assert time.monotonic() < last
@@ -92,7 +81,7 @@ def test_a_tier_that_rests_has_no_memory_but_reads_what_was_written(tmp_path: Pa
     tier.rest()
     wait_for_memory_below(0.5)
     step()
-    assert all(tier.load(unit, state, keeps=False)[0].eq(3).all() for unit, state in enumerate(held))
+    assert all(tier.load(unit, state)[0].eq(3).all() for unit, state in enumerate(held))
 
 
 def test_state_that_was_read_is_stored_again_in_any_order(tmp_path: Path) -> None:
@@ -103,11 +92,10 @@ def test_state_that_was_read_is_stored_again_in_any_order(tmp_path: Path) -> Non
         """Read all units in one order, and store them in another."""
         for read, stored in itertools.product(orders, orders):
             for unit in read:
-                held[unit] = list(tier.load(unit, held[unit], keeps=False))
+                held[unit] = list(tier.load(unit, held[unit]))
                 assert are_equal(held[unit], values(unit))
             for unit in stored:
                 held[unit] = list(tier.store(unit, held[unit]))
-                tier.commit(unit)
         done.set()
 
     done = threading.Event()
@@ -126,8 +114,7 @@ def test_a_full_disk_and_torn_bytes_are_named(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     tier = DiskTier(tmp_path)
     held = tier.store(0, values(0))
-    tier.commit(0)
-    loaded = tier.load(0, held, keeps=False)
+    loaded = tier.load(0, held)
     assert are_equal(loaded, values(0))
     links = {fd: f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
     for link in links.values():
@@ -137,7 +124,7 @@ def test_a_full_disk_and_torn_bytes_are_named(tmp_path: Path) -> None:
                 for begin in range(0, size, 4096):
                     os.pwrite(file.fileno(), b"torn", begin)
     with pytest.raises(StateError, match="is not the one that was written"):
-        tier.load(0, held, keeps=False)
+        tier.load(0, held)
 
 
 def test_a_write_that_fails_later_is_raised_by_the_next_call(tmp_path: Path) -> None:
@@ -149,7 +136,7 @@ def test_a_write_that_fails_later_is_raised_by_the_next_call(tmp_path: Path) -> 
     try:
         held = tier.store(0, values(0))
         with pytest.raises(StateError, match="a write failed: File too large"):
-            tier.load(0, held, keeps=False)
+            tier.load(0, held)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

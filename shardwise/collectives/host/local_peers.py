@@ -254,7 +254,7 @@ class Arena:
             except (OSError, AttributeError) as error:
                 if not self._folder:
                     return None
-                text = f"DiskOffloadPolicy: no space in the folder {self._folder}: {error}. Name another one"
+                text = f"DiskOffloadPolicy: no file of {size >> 20} MiB in the folder {self._folder}: {error}. Name another one"
                 publish_failure(text)
                 raise StateError(text) from error
             self._segment, self._pid = weakref.ref(segment), os.getpid()
