@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -330,7 +330,8 @@ class Contents:
     Attributes:
         held, parts, tensors: per tensor, in parallel; the last are as they were given.
         ties: further names of tensors.
-        params: parameters of modules by name; True for plain ones, of which every rank holds the whole.
+        params: parameters of modules, and numbers of steps of optimizers, by name; True for plain ones, of which every rank
+            holds the whole.
         buffers: names of plain module buffers that no broadcast makes equal on all ranks.
         values: encoded values; a rank may lack some, but ranks must agree on those that they have.
         windows: known ones; a save adds its own.
@@ -403,8 +404,24 @@ def merged(values_of_ranks: list[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in values.items():
             first, known = found.setdefault(name, (rank, value))
             if known != value:
+                path, (mine, theirs) = next(iter(unlike_leaves(known, value, name).items()))
                 raise ConfigError(
-                    f"{name}: rank {first} has {str(known)[:80]}, rank {rank} {str(value)[:80]}; what differs between ranks is "
-                    "saved as shardwise.checkpoint.PerRank(...)"
+                    f"{path}: rank {first} has {mine!s:.80}, rank {rank} {theirs!s:.80}. Ranks step an optimizer with the same "
+                    "options; what else differs between ranks is saved as shardwise.checkpoint.PerRank(...)"
                 )
     return {name: value for name, (_, value) in found.items()}
+
+
+def unlike_leaves(first: Any, second: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the encoded values inside of ``first`` and ``second`` that differ, by path; None where one is missing."""
+    mine, theirs = (dict(_leaves(each, path)) for each in (first, second))
+    paths = [path for path in sorted({*mine, *theirs}) if mine.get(path, ...) != theirs.get(path, ...)]
+    return {path: (mine.get(path), theirs.get(path)) for path in paths}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping | list):
+        for key, each in cast(Any, value.items() if isinstance(value, Mapping) else enumerate(value)):
+            yield from _leaves(each, f"{path}/{key}" if path else str(key))
+    else:
+        yield path, value

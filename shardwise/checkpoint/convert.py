@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardwise.checkpoint import files as lock
-from shardwise.checkpoint.contents import Request, encode
+from shardwise.checkpoint.contents import Request, encode, unlike_leaves
 from shardwise.checkpoint.dcp import NAME, TorchDcpReader
 from shardwise.checkpoint.files import Files, clean, list_checkpoints, read_manifest, read_requests
 from shardwise.checkpoint.format import (
@@ -127,12 +127,7 @@ def compare_tensors(first: CheckpointSource, second: CheckpointSource) -> Iterat
 
 def compare_values(first: Manifest, second: Manifest) -> list[ValueDifference]:
     """Return the values that differ, each by its path."""
-    mine, theirs = (dict(_leaves(each.values, "")) for each in (first, second))
-    return [
-        ValueDifference(name, mine.get(name), theirs.get(name))
-        for name in sorted({*mine, *theirs})
-        if name not in mine or name not in theirs or mine[name] != theirs[name]
-    ]
+    return [ValueDifference(name, *each) for name, each in unlike_leaves(first.values, second.values).items()]
 
 
 def _measured(found: TensorDifference, mine: torch.Tensor, theirs: torch.Tensor) -> TensorDifference:
@@ -142,15 +137,6 @@ def _measured(found: TensorDifference, mine: torch.Tensor, theirs: torch.Tensor)
     number = int((bits[0] != bits[1]).any(1).sum() if mine.dtype == theirs.dtype else (left != right).sum())
     gap = torch.where(left == right, 0.0, (left - right).abs())  # two infinities of one sign are equal
     return replace(found, num_different=number, most=float(gap.max()), largest=float(left.abs().max()))
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping | list):
-        fields = cast(Mapping[Any, Any], value if isinstance(value, Mapping) else dict(enumerate(value)))
-        for key in fields:
-            yield from _leaves(fields[key], f"{path}/{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 # ---- Export in Hugging Face's layout, one tensor at a time.

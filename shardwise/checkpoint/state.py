@@ -189,10 +189,10 @@ class ParameterCheck:
                     names = [name for name, text in reports[other].items() if reports[rank][name] != text]
                     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                     raise CheckpointError(
-                        f"{what}: parameters differ between ranks that hold the same part of them: {names[0]}{more}; rank "
-                        f"{other} and rank {rank} have different values, and a checkpoint holds one. Give each rank's own a "
-                        "name of its own, make it a part of a DTensor on a mesh of all ranks, or save with group= into a "
-                        "folder of each group"
+                        f"{what}: parameters (or numbers of steps) differ between ranks that hold the same part of them: "
+                        f"{names[0]}{more}; rank {other} and rank {rank} have different values, and a checkpoint holds one. "
+                        "Skip a step on all ranks; give each rank's own a name of its own, make it a part of a DTensor on a "
+                        "mesh of all ranks, or save with group= into a folder of each group"
                     )
 
 
@@ -331,6 +331,8 @@ class OptimizerCarrier:
                 full = join(self.prefix, "state", self._names[number], str(key))
                 if isinstance(value, torch.Tensor):
                     contents.add_tensor(full, value)
+                    # Ranks compare these, too: one may have skipped a step alone.
+                    contents.params |= {full: True} if key == "step" and type(value) is torch.Tensor else {}
                 else:
                     contents.add_value(full, encode(value, full, contents.add_tensor))
         full, kind = join(self.prefix, "groups"), type(self._state.inner).__name__

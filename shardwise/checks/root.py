@@ -16,6 +16,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.checks.initial_values import compare_beginnings, compare_replicas
 from shardwise.checks.model import TreeWatch, check_values
+from shardwise.checks.optimizer_steps import OptimizerSteps
 from shardwise.consistency.store import digest_of
 from shardwise.errors import ConfigError, StateError, TransportError
 from shardwise.fsdp.attachment import Attachment
@@ -71,6 +72,7 @@ class RootChecks(StepChecks):
         self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks
         self._num_compared: Counter[int] = Counter()
         check = engine.exec_order.mismatch_check
+        self._steps = OptimizerSteps(engine.units if check is not None else ())
         check_values(root, attachments, check)
         if check is not None and self._warns:
             compare_beginnings(engine.units, check)
@@ -133,9 +135,12 @@ class RootChecks(StepChecks):
         self._num_steps += 1
         # No rank waits: all post their buffers in step 1, and read another rank's in step 3, which a rank begins after it has
         # reduced gradients with all others.
-        if not self._warns or engine.divergence is not None or self._num_steps not in (1, 3):
+        if engine.divergence is not None:
             return
         with suppress(TransportError):  # the rank that keeps the store has made its steps and ended
+            self._steps.compare(check, self._num_steps)
+            if not self._warns or self._num_steps not in (1, 3):
+                return
             if self._num_steps == 1:
                 check.post("buffers", json.dumps(_digests_in(root)))
                 return

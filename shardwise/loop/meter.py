@@ -29,6 +29,7 @@ from shardwise.planner.hardware import flops_of
 
 T = TypeVar("T")
 _logger = logging.getLogger("shardwise.meter")
+_MOST_SHAPES = 4096  # whose operations are known at once
 _MOST_VALUES = 16  # of log(): the row that ranks exchange has a place for each
 # Dense products in bfloat16, of the data sheets; the first name that is in the device's name counts.
 _PEAK_FLOPS = {
@@ -52,7 +53,8 @@ class StepMeter:
             Lightning) or ``log(dict, step=)`` (Weights & Biases), or is a ``logging.Logger``.  None: the logger
             "shardwise.meter", at level INFO.
         peak_flops: operations per second that a rank's device can do; "auto": those of dense products in bfloat16, where the
-            device is known; None: do not count operations.
+            device is known; None: do not count operations.  They are counted in the first step, and in forwards of ``model``,
+            with their backwards, whose inputs have other shapes than all before; counting slows these down.
 
     Example:
         >>> meter = shardwise.StepMeter(model, tokens_per_step=batch * seq)  # doctest: +SKIP
@@ -83,8 +85,14 @@ class StepMeter:
         self._peak_flops = _peak_flops(peak_flops, self._device)
         self.num_steps = 0
         self._is_in_step = False
-        self._flops = math.nan  # of a step of this rank
+        self._flops: dict[
+            Any, float
+        ] = {}  # operations from the n-th forward of a step to the next one, by shapes of inputs
+        self._passes: list[Any] = []  # those of the running step
+        self._counting = ExitStack()
         self._sums = _Sums()
+        if self._peak_flops is not None:
+            model.register_forward_pre_hook(lambda _, *inputs: self._begin_pass(inputs), with_kwargs=True)
 
     def data(self, batches: Iterable[T]) -> Generator[T, None, None]:
         """Yield ``batches``; the wait for each counts as time for data, also inside of a step."""
@@ -109,14 +117,15 @@ class StepMeter:
         with ExitStack() as stack:
             self._is_in_step = True
             stack.callback(setattr, self, "_is_in_step", False)
-            if self.num_steps == 0 and self._peak_flops is not None:
-                self._flops = math.nan  # of a first step that raised
-                stack.enter_context(torch_private.watching(self._count, is_seen=False))
+            stack.callback(self._end_passes)
+            self._begin_pass()
             is_traced = self._device.type == "cpu" and (self.num_steps + 1) % self._every == 0
             traced = stack.enter_context(trace()) if is_traced else None
             begin, data_s = time.perf_counter(), sums.data_s
             yield
             sums.step_s += time.perf_counter() - begin - (sums.data_s - data_s)
+            sums.flops += sum(self._flops[each] for each in self._passes)
+            self._passes = []
         sums.num_steps += 1
         self.num_steps += 1
         if self.num_steps == 1:
@@ -168,7 +177,7 @@ class StepMeter:
             sums.step_s,
             sums.data_s,
             self._tokens,
-            self._flops,
+            sums.flops / max(sums.num_steps, 1) or math.nan,
             sums.waits_s,
             *_memory(self._device),
         ]
@@ -201,10 +210,24 @@ class StepMeter:
             known[name] = _mean([each[place] for each in rows])
         return known
 
+    def _begin_pass(self, inputs: Any = ()) -> None:
+        """Count the operations from here to the next forward, or to the end of the step, unless they are known."""
+        if self._peak_flops is None or not self._is_in_step or torch.compiler.is_compiling():
+            return
+        shapes = [each.shape for each in torch_private.leaves_of(inputs) if isinstance(each, Tensor)]
+        self._passes.append((len(self._passes), torch.is_grad_enabled(), *shapes))
+        self._counting.close()
+        if self._passes[-1] not in self._flops:
+            self._flops[self._passes[-1]] = 0.0
+            self._counting.enter_context(torch_private.watching(self._count, is_seen=False))
+
     def _count(self, func: Any, given: tuple[tuple[Any, ...], dict[str, Any]], out: Any) -> None:
-        flops = flops_of(func, *given, out)
-        if flops:
-            self._flops = (0.0 if math.isnan(self._flops) else self._flops) + flops
+        self._flops[self._passes[-1]] += flops_of(func, *given, out) or 0.0
+
+    def _end_passes(self) -> None:
+        self._counting.close()
+        if self._passes or len(self._flops) > _MOST_SHAPES:  # the step has raised, so that counts are of a part
+            self._passes, self._flops = [], {}
 
 
 class _Sums:
@@ -212,7 +235,7 @@ class _Sums:
 
     def __init__(self, data_s: float = 0.0) -> None:
         self.num_steps, self.step_s, self.data_s, self.first_data_s = 0, 0.0, data_s, 0.0
-        self.waits_s = math.nan
+        self.waits_s, self.flops = math.nan, 0.0
 
 
 _IN_WORDS: Mapping[str, Callable[[float], str]] = {

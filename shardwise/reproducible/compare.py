@@ -85,6 +85,7 @@ class RunDigests:
         """Take the digests of the parameters."""
         for each in self._outputs.values():
             each.zero_()
+        self._drawn = torch.zeros(self._fixed.place.num_microbatches, dtype=torch.int64, device="cpu")
         self._found = {f"parameter {name}": self._digest(param) for name, param in self._params.items()}
 
     def _note_output(self, name: str, module: nn.Module, args: Any, output: object) -> None:
@@ -95,11 +96,16 @@ class RunDigests:
         self._outputs[name][number] = sum(digest_of_part(torch_private.local_of(each.detach())) for each in tensors)
         self._outputs[name] = self._outputs.pop(name)  # after the last microbatch the order is that of the outputs
 
+    def end_microbatch(self, number: int) -> None:
+        """Take the digest of the random state, which shows draws that not every number of ranks makes here."""
+        self._drawn[number] = digest_of_part(torch.get_rng_state())
+
     def end(self) -> None:
         """Take the digests of the gradients; write and compare the step."""
         fixed = self._fixed
         found = dict(self._found)
         for number in range(fixed.place.num_microbatches):
+            found[f"torch's random state after microbatch {number}"] = self._drawn[number]
             for name, each in self._outputs.items():
                 found[f"output of {name or 'the root'} in microbatch {number}"] = each[number]
         for name, param in reversed(self._params.items()):
@@ -155,7 +161,7 @@ class RunDigests:
         return ""
 
     def _write_and_compare(self, values: Mapping[str, int], step: int) -> str:
-        values = {"num_microbatches": self._fixed.place.num_microbatches, **values}
+        values = {**self._fixed.constants(), **values}
         with open_append(self._folder, FILE) as file:
             file.write(json.dumps({"step": step, "digests": values}) + "\n")
         if self._others is None:

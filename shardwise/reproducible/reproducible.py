@@ -32,6 +32,9 @@ class StepObserver(Protocol):
     def begin(self) -> None:
         """No microbatch of the step has run."""
 
+    def end_microbatch(self, number: int) -> None:
+        """Microbatch ``number`` has run."""
+
     def end(self) -> None:
         """The gradients of the step are complete."""
 
@@ -88,6 +91,11 @@ class Reproducible:
         ((num_shards, num_replicas, shard, replica), group), *_ = axes.items()
         self.axes = group.axes
         if optimizer is not None:
+            own = {*map(id, [*model.parameters(), *(param.sharded for _, group in found for param in group.params)])}
+            if any(id(param) not in own for each in optimizer.param_groups for param in each["params"]):
+                raise ConfigError(
+                    f"Reproducible: the optimizer has parameters of another model; give it those of this {type(model).__name__}"
+                )
             EqualSteps(optimizer)
         self.place = BatchPlace(num_microbatches, num_shards, num_replicas, shard, replica)
         self.model, self._seed, self.step = model, seed, 0
@@ -130,7 +138,7 @@ class Reproducible:
             sums.clear()
         buffers, params = dict(self.model.named_buffers()), [each for _, group in self._found for each in group.params]
         tensors = [*buffers.values(), *(param.sharded for param in params)]
-        versions = versions_of(tensors)
+        versions, before = versions_of(tensors), {name: buffer.clone() for name, buffer in buffers.items()}
         if self.observer is not None:
             self.observer.begin()
         try:
@@ -138,12 +146,16 @@ class Reproducible:
                 place.number = number
                 self._set_seed(number)
                 yield number
+                if self.observer is not None:
+                    self.observer.end_microbatch(number)
         finally:
             place.number = None
         for sums in self._sums:
             sums.end()
         names, present = [*buffers, *(param.fqn for param in params)], dict(self.model.named_buffers())
-        written = [name for name, *its in zip(names, versions, versions_of(tensors), strict=True) if its[0] != its[1]]
+        changed = [name for name, *its in zip(names, versions, versions_of(tensors), strict=True) if its[0] != its[1]]
+        # Replicas broadcast buffers before a forward, which writes the same values.
+        written = [name for name in changed if name not in before or not torch.equal(before[name], buffers[name])]
         written += [name for name, buffer in buffers.items() if present.get(name) is not buffer]
         if written:
             raise StateError(
@@ -208,18 +220,23 @@ class Reproducible:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the next step, and what a run must continue with."""
-        return {"step": self.step, "seed": self._seed, "num_microbatches": self.place.num_microbatches}
+        return {"step": self.step, "seed": self._seed, **self.constants()}
+
+    def constants(self) -> dict[str, int]:
+        """Return what the bits of a run depend on, apart from its model, data and seed; ``num_threads`` counts on CPUs."""
+        num_threads = torch.get_num_threads() * (self.axes.device.type == "cpu")
+        return {"num_microbatches": self.place.num_microbatches, "num_threads": num_threads}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the step of ``state_dict``, at any number of ranks.
 
-        Raises: ConfigError if it has another number of microbatches.
+        Raises: ConfigError if it has another number of microbatches, or, on CPUs, of threads of a rank.
         """
-        saved, own = state_dict["num_microbatches"], self.place.num_microbatches
-        if saved != own:
-            raise ConfigError(
-                f"Reproducible: the saved run has {saved} microbatches per step and this one {own}; its bits need {saved}"
-            )
+        for name, own in self.constants().items():
+            if (saved := state_dict.get(name, own)) != own:
+                raise ConfigError(
+                    f"Reproducible: the saved run has {name}={saved} and this one {own}; its bits need {saved}"
+                )
         self.step, self._seed = int(state_dict["step"]), int(state_dict["seed"])
 
 

@@ -57,14 +57,14 @@ class Saved:
         """Forget the state before the last step."""
         self._undo, self.num_bytes, self.stepped = [], 0, set()
 
-    def copy(self, what: Hashable, tensors: Iterable[torch.Tensor]) -> None:
+    def copy(self, what: Hashable, tensors: Iterable[torch.Tensor]) -> Undo:
         """Copy ``tensors``; of a DTensor, the local tensor.  They are restored in place: every reference sees the old values.
+
+        Returns the function that restores them.
 
         ``what`` names the memory of the copies, which is reused for tensors of the same shapes, as in the next step.
         """
         found = torch_private.locals_of(list(tensors))
-        if not found:
-            return
         copies = self._memory.get(what, [])
         with torch.no_grad():
             if _are_alike(found, copies) and _are_plain(found):
@@ -79,6 +79,7 @@ class Saved:
                     tensor.detach().copy_(was)
 
         self._undo.append(restore)
+        return restore
 
     def then(self, undo: Undo) -> None:
         """Call ``undo`` when the state is restored, after what was saved before."""
@@ -483,6 +484,7 @@ class Ledger:
         self._buffers = [torch_private.buffers_of(module) for module in model.modules()]
         self._optimizers = {id(each): optimized(each) for each in optimizers}
         self.saved = Saved()
+        self._undo_forward: Undo = lambda: None
         this: weakref.ref[Ledger] = weakref.ref(self)
         for each in optimizers:
             hook = each.register_step_pre_hook(lambda optimizer, *_: _before_step(this, optimizer))
@@ -509,6 +511,7 @@ class Ledger:
             )
         saved, earlier = self.saved, [each.unit.earlier for each in self._attachments]
         saved.begin()
+        self._undo_forward = saved.copy("forward", self._written_by_forward())
         with withdrawn(each.waiting for each in earlier):
             save_units(saved, self._attachments)
             save_gradients(saved, list(self._holders()))
@@ -532,6 +535,7 @@ class Ledger:
         if self.is_open and id(optimizer) not in self.saved.stepped:
             self.saved.stepped.add(id(optimizer))
             save_step(self.saved, self._optimizers[id(optimizer)])
+            self.saved.then(self._undo_forward)  # again: what was saved just now has the writes of the forward
 
     def close(self) -> None:
         """End the transaction, committed or not."""
@@ -548,6 +552,15 @@ class Ledger:
 
     def _living_ddps(self) -> list[DistributedDataParallel]:
         return [ddp for ref in self._ddps if (ddp := ref()) is not None]
+
+    def _written_by_forward(self) -> list[torch.Tensor]:
+        """Return the parameters that the model itself writes: embeddings with ``max_norm`` do; shards of those that are."""
+        model, params = self._model(), [param for each in self._attachments for param in each.unit.params]
+        shards = {id(form): param.sharded for param in params for form in (param.full, param.registered_form)}
+        modules = (
+            [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)] if model else []
+        )
+        return [shards.get(id(each.weight), each.weight) for each in modules if each.max_norm is not None]
 
     def _holders(self) -> Iterator[torch.Tensor]:
         model = self._model()
@@ -733,7 +746,8 @@ def transaction(
         also: other objects to restore: a ``GradScaler``, schedules, anything with ``state_dict`` and
             ``load_state_dict``; "rng" for random numbers of torch (CPU and accelerator), ``random`` and numpy.
 
-    All ranks of the job must make the same transactions, and only the optimizer may change parameters.
+    All ranks of the job must make the same transactions.  Only the optimizer may change parameters, and embeddings with
+    ``max_norm`` their own; what other modules write to parameters in forward is not undone.
     Cost: one agreement per step; copies of buffers at its begin, and of existing gradients (call ``zero_grad`` before
         the block); copies of this rank's parameters and optimizer state when the optimizer steps (``step.num_bytes``).
         The memory of the copies is reused in every step.

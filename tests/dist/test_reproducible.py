@@ -647,6 +647,36 @@ def test_norms_in_the_order_of_ranks_are_refused(clip: str) -> None:
     assert fixed.clip_grad_norm_(1.0) > 0
 
 
+class Constant(nn.Linear):
+    """A layer with a buffer that no forward changes, such as a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__(9, 9)
+        self.register_buffer("mask", torch.ones(9))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return super().forward(data) * self.mask
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "ddp"])
+@on_ranks(2)
+def test_a_buffer_that_no_forward_changes_is_trained_with_every_strategy(strategy: str) -> None:
+    model = shard_model(Constant(), strategy=strategy)
+    fixed = Reproducible(model, num_microbatches=2)
+    for _ in fixed.microbatches():
+        _backward(model)
+    with pytest.raises(StateError, match="mask was written in a microbatch"):
+        for number in fixed.microbatches():
+            model.mask.add_(number + 1)
+            _backward(model)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the optimizer has parameters of another model; give it those of this"):
+        Reproducible(_shared(), torch.optim.SGD(_shared().parameters()), num_microbatches=2)
+
+
 @on_ranks(2)
 def test_a_resumed_run_has_the_step_and_the_seed_of_the_saved_one() -> None:
     saved = Reproducible(_shared(), num_microbatches=2, seed=7).state_dict() | {"step": 3}
@@ -659,7 +689,10 @@ def test_a_resumed_run_has_the_step_and_the_seed_of_the_saved_one() -> None:
 def test_a_run_that_was_saved_with_other_microbatches_is_refused() -> None:
     saved = Reproducible(_shared(), num_microbatches=4).state_dict()
     fixed = Reproducible(_shared(), num_microbatches=2)
-    with pytest.raises(ConfigError, match="the saved run has 4 microbatches per step and this one 2"):
+    with pytest.raises(ConfigError, match="the saved run has num_microbatches=4 and this one 2"):
+        fixed.load_state_dict(saved)
+    saved = fixed.state_dict() | {"num_threads": torch.get_num_threads() + 1}
+    with pytest.raises(ConfigError, match=r"the saved run has num_threads=\d+ and this one \d+; its bits need"):
         fixed.load_state_dict(saved)
     with pytest.raises(UsageError, match="sum got 2 numbers, .* this rank computes 1 microbatches"):
         fixed.sum([torch.ones(())] * 2)

@@ -71,6 +71,8 @@ def run(
                 hook: Any = nullcontext()
                 if step == 2 and fault == "output" and number == 3:
                     hook = model.blocks[1].register_forward_pre_hook(lambda module, args: change(args[0]))
+                if step == 2 and fault == "draw" and number == fixed.place.own[0]:
+                    iter(torch.utils.data.DataLoader([0]))  # draws a seed
                 with hook:
                     hidden = model(data[number])
                 if step == 2 and fault == "gradient" and number == 1:
@@ -108,7 +110,8 @@ def test_runs_at_any_number_of_ranks_have_the_same_digests(tmp_path: Path) -> No
     lines = [json.loads(line) for line in (folder / "4" / "digests.jsonl").read_text().splitlines()]
     assert [each["step"] for each in lines] == [0, 1, 2, 3]
     names = list(lines[0]["digests"])
-    assert names[:3] == ["num_microbatches", "parameter first.weight", "parameter first.bias"]
+    assert names[:4] == ["num_microbatches", "num_threads", "parameter first.weight", "parameter first.bias"]
+    lines[0]["digests"]["num_threads"] = 0  # as many as other numbers
     assert names[-1] == "gradient of first.weight"
     assert names.index("output of blocks.1 in microbatch 0") < names.index("output of the root in microbatch 0")
     assert len(lines[0]["digests"]) == len({*lines[0]["digests"].values()})
@@ -118,6 +121,7 @@ def test_runs_at_any_number_of_ranks_have_the_same_digests(tmp_path: Path) -> No
     ("fault", "expected"),
     [
         ("parameter", r"step 2: the first difference .* is parameter head.bias\."),
+        ("draw", r"step 2: the first difference .* is torch's random state after microbatch 0\."),
         ("output", r"step 2: the first difference .* is output of blocks.1 in microbatch 3\."),
         ("gradient", r"step 2: the first difference .* is gradient of head.bias\."),
         ("update", r"step 3: the first difference .* is parameter first.weight\."),
@@ -186,7 +190,7 @@ def test_a_run_that_has_fewer_steps_or_no_digests_is_named_on_every_rank(tmp_pat
     run(1, folder / "1", steps=1)
     dist.barrier()
     with pytest.raises(
-        StateError, match="step 1: the run in .* has no digest of gradient of head.bias; it ended before"
+        StateError, match="step 1: the run in .* has no digest of torch.s random state; it ended before"
     ):
         run(2, folder / "2", folder / "1")
     with pytest.raises(StateError, match=r"RunDigests cannot use digests.jsonl: .* No such file"):

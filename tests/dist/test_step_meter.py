@@ -59,7 +59,30 @@ def test_attention_counts_in_the_mfu_of_a_cpu() -> None:
     with meter.step():
         nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
     forward = 2 * 2 * 4 * 16 * 16 * 8 * 2  # two products
-    assert meter._flops == forward * 3.5, "backward has five products"  # pyright: ignore[reportPrivateUsage]
+    found = meter.figures()
+    times = (found["step_s"] or 0.0) + (found["data_s"] or 0.0)
+    assert (found["mfu"] or 0.0) * times == pytest.approx(forward * 3.5), "backward has five products"
+
+
+def test_the_mfu_of_sequences_of_several_lengths_is_that_of_what_each_step_computed() -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    meter = StepMeter(model, every=1, peak_flops=1.0, writers=())
+
+    def step(*lengths: int) -> float:
+        """Return the operations per row of a step with a microbatch of each of ``lengths``."""
+        with meter.step():
+            for length in lengths:
+                model(torch.ones(length, WIDTH)).sum().backward()
+        found = meter.figures()
+        return (found["mfu"] or 0.0) * ((found["step_s"] or 0.0) + (found["data_s"] or 0.0)) / sum(lengths)
+
+    per_row = 2 * WIDTH * WIDTH * 2  # forward, and the gradient of the weight
+    for lengths in ((8,), (8, 64), (64, 8), (8, 8, 512), (64,), (8,), (64, 8)):
+        assert step(*lengths) == pytest.approx(per_row)
+    with pytest.raises(ValueError, match="as a test"), meter.step():
+        model(torch.ones(3, WIDTH))
+        raise ValueError("as a test")
+    assert step(3) == pytest.approx(per_row), "a step that raised was counted in part"
 
 
 @on_ranks(2)

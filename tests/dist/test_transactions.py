@@ -16,9 +16,11 @@ from helpers.inside import parts_from
 from helpers.jobs import Job, tell
 from helpers.ranks import on_ranks
 from helpers.undone import APIS, PLACES, Program, build, one_step, struck, train
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import RejectedStep, StepError, TransportError, set_default_transport, transaction
+from shardwise import RejectedStep, StepError, TransportError, fully_shard, set_default_transport, transaction
 from shardwise.testing import faults
 from shardwise.torch_private import local_of
 
@@ -188,6 +190,30 @@ def test_the_rank_that_raised_chooses_by_the_class_of_its_exception() -> None:
         one_step(program, torch.ones(6, 8), 1, step)
     assert (step.outcome, step.again) == ("again", True)
     assert_same(program.tensors(), before, "again")
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@on_ranks(2, **PATIENT)
+def test_what_a_forward_has_written_is_undone(steps: bool) -> None:
+    """``Embedding(max_norm=)`` writes to its parameter, BatchNorm to its buffers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def state() -> list[torch.Tensor]:
+        return [
+            each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in model.state_dict().values()
+        ]
+
+    before = state()
+    with transaction(model, optimizer, skip=ValueError) as step:
+        model(torch.arange(8)).square().sum().backward()
+        if steps:
+            optimizer.step()
+        raise ValueError("as a test")
+    assert step.outcome == "skipped"
+    assert all(map(torch.equal, state(), before))
 
 
 @on_ranks(2, **PATIENT)
