@@ -41,6 +41,7 @@ demo: .stamp-setup
 	@if [ -e $(DEMO) ]; then mv $(DEMO) $(DEMO)-$$(date +%Y%m%d-%H%M%S); fi
 	$(BIN)/shardwise train --out $(DEMO) --steps 240 --eval-every 40 --save-every 80
 	@echo
+	@echo "Pictures:    $(DEMO)/report.html"
 	@echo "Curves:      $(BIN)/tensorboard --logdir $(DEMO)"
 	@echo "Go on:       $(BIN)/shardwise train --resume $(DEMO) --steps 480 --nproc 1"
 

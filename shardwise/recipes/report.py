@@ -97,20 +97,25 @@ class ProgressDisplay:
         self.console.print(table, soft_wrap=False)
 
 
+BYTES_OF = {"parameters": "parameter_bytes", "gradients": "gradient_bytes", "optimizer state": "optimizer_bytes"}
+
+
+def columns_of(held: Sequence[HeldBytes]) -> dict[str, HeldBytes]:
+    """Return the memory of each of two ranks, or the smallest and the largest of more."""
+    if len(held) <= 2:
+        return {f"rank {rank}": item for rank, item in enumerate(held)}
+    return {"smallest rank": fold_held(min, held), "largest rank": fold_held(max, held)}
+
+
 def memory_table(held: Sequence[HeldBytes], unsharded: HeldBytes, peak_name: str) -> Table:
     """Return the summary: per rank the bytes of each kind, beside what a rank holds without sharding."""
-    num_ranks = len(held)
-    table = Table(title=f"What each of {num_ranks} rank(s) held, beside an unsharded run", title_justify="left")
+    columns = columns_of(held)
+    table = Table(title=f"What each of {len(held)} rank(s) held, beside an unsharded run", title_justify="left")
     table.add_column("", no_wrap=True)
-    if num_ranks <= 2:
-        columns = {f"rank {rank}": item for rank, item in enumerate(held)}
-    else:
-        columns = {"smallest rank": fold_held(min, held), "largest rank": fold_held(max, held)}
     for name in (*columns, "unsharded", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     largest = fold_held(max, held)
-    rows = ("parameters", "parameter_bytes"), ("gradients", "gradient_bytes"), ("optimizer state", "optimizer_bytes")
-    for name, field in (*rows, ("sum", "state_bytes")):
+    for name, field in (*BYTES_OF.items(), ("sum", "state_bytes")):
         whole = int(getattr(unsharded, field))
         saved = max(0.0, 1 - int(getattr(largest, field)) / whole)
         cells = [format_bytes(int(getattr(item, field))) for item in columns.values()]

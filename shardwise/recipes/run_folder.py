@@ -1,6 +1,6 @@
 """The run folder: its contents, and how a run starts, resumes and stays consistent.
 
-config.json, config.toml, metrics.jsonl, text/ (the cached text), tokenizer.json, checkpoints/, tensorboard/,
+config.json, config.toml, metrics.jsonl, report.html, text/ (the cached text), tokenizer.json, checkpoints/, tensorboard/.
 Only rank 0 writes here (except checkpoints).  Everything that can be refused is refused before the first
 byte is written.
 """

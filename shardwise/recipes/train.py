@@ -43,6 +43,7 @@ from shardwise.recipes.data import (
     windows_of,
 )
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
+from shardwise.recipes.html_report import REPORT, HtmlReport
 from shardwise.recipes.report import FileRunLog, ProgressDisplay, RunLog, TrainedStep, memory_table, open_lines
 from shardwise.recipes.run_folder import (
     Restart,
@@ -112,6 +113,7 @@ class Trainer:
     validation: Windows
     num_parameters: int
     unsharded: HeldBytes  # a rank's memory without any sharding
+    report: HtmlReport  # which rank 0 writes
     damaged: tuple[str, ...]  # newer checkpoints than that with which the run goes on
     fixed: Reproducible | None = None  # with --reproducible
     memory: MemoryLimit | None = None  # with --memory
@@ -128,7 +130,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The results after the last step."""
+    """The results after the last step.  ``held``: by every rank."""
 
     held: tuple[HeldBytes, ...]
     tokens_per_s: float
@@ -136,8 +138,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A signal asked the run to stop, and it has saved ``step`` steps."""
+    """A signal asked the run to stop, and it has saved ``step`` steps.  ``held``: by every rank."""
 
+    held: tuple[HeldBytes, ...]
     step: int
     signal: int
 
@@ -177,7 +180,8 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
     damaged = resumed.skipped if resumed else ()
-    numbers = num_parameters, unsharded, damaged
+    peak = "peak GPU memory" if ranks.device.type == "cuda" else "peak of the process (all)"
+    numbers = num_parameters, unsharded, HtmlReport(run, unsharded, peak), damaged
     return Trainer(run, ranks, strategy, model, optimizer, train, validation, *numbers, fixed, memory)
 
 
@@ -194,11 +198,10 @@ def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _DoneStep:
-    """A finished step: its figures except the loss, this rank's part of the loss, and its memory if measured."""
+    """A finished step: its figures except the loss, and this rank's part of the loss."""
 
     figures: TrainedStep
     loss: Tensor
-    held: HeldBytes
 
 
 class _Figures:
@@ -272,8 +275,7 @@ def train_steps(
             if watch is not None:
                 watched.enter_context(watch(number - start))
             watched.enter_context(figures.meter.step())
-            step = _train_step(trainer, number, figures.meter, measure=done == config.steps)
-        held = step.held
+            step = _train_step(trainer, number, figures.meter)
         is_broken = not (math.isfinite(step.figures.grad_norm) and math.isfinite(float(step.loss)))
         # Each rank sees its own signals and its own part of the loss; after this exchange all know the same.
         signal, num_broken = trainer.ranks.highest([asked(), int(is_broken)])
@@ -282,6 +284,10 @@ def train_steps(
             finish_saves(trainer)
             mean = trainer.ranks.mean([step.loss])[0]
             raise _diverged(trainer, done, f"the loss is {mean}, the norm of its gradients {step.figures.grad_norm}")
+        if signal or done == config.steps:
+            on_disk = trainer.memory is not None and trainer.memory.offload is not None
+            held = measure_held(trainer.model, local_optimizer(trainer.optimizer), on_disk)
+        trainer.optimizer.zero_grad()
         figures.add(step)
         is_first = number == start  # its figures are shown at once
         if not (signal or is_first or any(_is_due(done, every, config) for every in intervals)):
@@ -292,18 +298,24 @@ def train_steps(
             run_log.validated(done, validate(trainer))
         if signal or _is_due(done, config.save_every, config):
             run_log.flush()
+            if trainer.ranks.is_first:
+                trainer.report.write(every_s=60.0)  # it reads all figures again
             save(trainer, done)
         if signal or done == config.steps:
             finish_saves(trainer)
         if signal and done < config.steps:
-            yield Stopped(done, signal)
+            yield Stopped(_of_all_ranks(trainer, held), done, signal)
             return
         figures.go_on()
         if done < config.steps:
             yield None
+    speed = (config.steps - start) * trainer.tokens_per_step / figures.trained_s
+    yield Finished(_of_all_ranks(trainer, held), speed)
+
+
+def _of_all_ranks(trainer: Trainer, held: HeldBytes) -> tuple[HeldBytes, ...]:
     held = replace(held, peak_bytes=peak_bytes(trainer.ranks.device))
-    each = tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
-    yield Finished(each, (config.steps - start) * trainer.tokens_per_step / figures.trained_s)
+    return tuple(HeldBytes(**values) for values in trainer.ranks.gather(asdict(held)))
 
 
 def _diverged(trainer: Trainer, step: int, what: str) -> DivergedError:
@@ -318,7 +330,8 @@ def _is_due(done: int, every: int, config: TrainConfig) -> bool:
     return done % every == 0 or done == config.steps
 
 
-def _train_step(trainer: Trainer, step: int, meter: StepMeter, *, measure: bool) -> _DoneStep:
+def _train_step(trainer: Trainer, step: int, meter: StepMeter) -> _DoneStep:
+    """Train one step; the gradients stay."""
     config, strategy = trainer.config, trainer.strategy
     rate = learning_rate(config, step)
     for group in trainer.optimizer.param_groups:
@@ -339,12 +352,7 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter, *, measure: bool)
     else:
         loss, norm = fixed.sum(losses), fixed.clip_grad_norm_(limit)
     trainer.optimizer.step()
-    held = HeldBytes(0, 0, 0)
-    if measure:
-        on_disk = trainer.memory is not None and trainer.memory.offload is not None
-        held = measure_held(trainer.model, local_optimizer(trainer.optimizer), on_disk)
-    trainer.optimizer.zero_grad()
-    return _DoneStep(TrainedStep(step + 1, 0.0, float(norm), rate), loss, held)
+    return _DoneStep(TrainedStep(step + 1, 0.0, float(norm), rate), loss)
 
 
 def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -459,7 +467,7 @@ def _begin(trainer: Trainer, restart: Restart | None, opened: ExitStack) -> RunL
     run, ranks = trainer.run, trainer.ranks
     if ranks.is_first:
         write_config(run, ranks.num_ranks, ranks.device.type, trainer.num_parameters, __version__)
-    run_log = _open_run_log(run, opened) if ranks.is_first else RunLog()
+    run_log = _open_run_log(trainer, opened) if ranks.is_first else RunLog()
     _say_start(trainer, run_log)
     if restart is not None:
         _say_restart(restart, trainer, run_log)
@@ -468,13 +476,17 @@ def _begin(trainer: Trainer, restart: Restart | None, opened: ExitStack) -> RunL
 
 def _end(trainer: Trainer, run_log: RunLog, outcome: Finished | Stopped | None, opened: ExitStack) -> int:
     """Say how training has ended; return the number of the signal, or 0."""
+    report = trainer.report
     if isinstance(outcome, Stopped):
-        run_log.say(f"stopped and saved after step {outcome.step}; go on with: {trainer.run.resume_command}")
+        report.held = outcome.held
+        report.state = f"stopped and saved after step {outcome.step}; go on with: {trainer.run.resume_command}"
+        run_log.say(f"{report.state}\npictures: {trainer.run.folder / REPORT}")
         return outcome.signal
-    sample = _sample(trainer)
+    if outcome is not None:
+        report.held, report.sample, report.state = outcome.held, _sample(trainer), "The run has finished."
     opened.close()
     if trainer.ranks.is_first and outcome is not None:
-        _conclude(trainer, outcome, sample)
+        _conclude(trainer, outcome)
     return 0
 
 
@@ -513,7 +525,7 @@ def train_elastic(start: Start, config: TrainConfig, device: torch.device, liste
                     trainer = replace(trainer, run=replace(trainer.run, done=done))
                     restart = Restart(len(run.recoveries), run.recoveries[-1].cause) if run.recoveries else None
                     run_log = _begin(trainer, restart, opened)
-                    steps = train_steps(trainer, run_log, asked)
+                    steps = train_steps(trainer, run_log, asked, tracing(trainer, 0, run_log))
                 outcome = next(cast("Iterator[Finished | Stopped | None]", steps))
                 run_log.flush()
             if isinstance(outcome, Stopped):
@@ -528,8 +540,11 @@ def _digests(trainer: Trainer, start: Start) -> AbstractContextManager[object]:
 
 
 def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> StepWatch | None:
-    """Return the trace of ``asked`` steps after the first, which is written to the run's folder, one file per rank."""
-    steps = min(asked, trainer.config.steps - trainer.run.start_step - 1)
+    """Return the trace of ``asked`` steps after the first, which is written to the run's folder, one file per rank.
+
+    The rank that writes the report traces one step in any case.
+    """
+    steps = min(asked or int(trainer.ranks.is_first), trainer.config.steps - trainer.run.start_step - 1)
     if steps < 1:
         if asked:
             run_log.say("no trace: it begins with the second step, and this run has but one")
@@ -550,8 +565,11 @@ def tracing(trainer: Trainer, asked: int, run_log: RunLog) -> StepWatch | None:
             raise
         if number == steps and traces:
             stack.close()
-            replace_file(path.parent, path.name, traces[0].to_json())
-            run_log.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{traces.pop().table()}")
+            found = traces.pop()
+            trainer.report.spans = found.spans
+            if asked:
+                replace_file(path.parent, path.name, found.to_json())
+                run_log.say(f"trace of {steps} step(s), rank {trainer.ranks.rank}: {path}\n{found.table()}")
 
     return watch
 
@@ -563,9 +581,11 @@ def _say_restart(restart: Restart, trainer: Trainer, run_log: RunLog) -> None:
     run_log.say(f"restart {restart.number}: {restart.cause}; going on after step {run.start_step}")
 
 
-def _open_run_log(run: TrainRun, stack: ExitStack) -> FileRunLog:
+def _open_run_log(trainer: Trainer, stack: ExitStack) -> FileRunLog:
     from torch.utils.tensorboard import SummaryWriter  # only rank 0 needs it
 
+    run = trainer.run
+    stack.push(trainer.report.close)  # reads the lines once they are closed
     lines = stack.enter_context(open_lines(run))
     place = stack.enter_context(opened_folder(run.folder, "tensorboard"))
     scalars = stack.enter_context(SummaryWriter(place, purge_step=run.start_step + 1 if run.done else 0))
@@ -576,15 +596,14 @@ def _open_run_log(run: TrainRun, stack: ExitStack) -> FileRunLog:
 def _say_start(trainer: Trainer, run_log: RunLog) -> None:
     run, config, ranks, facts = trainer.run, trainer.config, trainer.ranks, trainer.run.facts
     sizes = "" if config.model_from else f"{config.model.layers} layers, width {config.model.width}, "
-    run_log.say(
-        f"{run.folder}: {config.model_from or 'GPT'} with {trainer.num_parameters:,} parameters ({sizes}context "
-        f"{config.model.context}) on {ranks.num_ranks} {ranks.device.type} rank(s), --shard {config.shard}"
-    )
     train, validation = (num_bytes // facts.itemsize for num_bytes in (facts.train_bytes, facts.validation_bytes))
-    run_log.say(
+    trainer.report.about = (
+        f"{run.folder}: {config.model_from or 'GPT'} with {trainer.num_parameters:,} parameters ({sizes}context "
+        f"{config.model.context}) on {ranks.num_ranks} {ranks.device.type} rank(s), --shard {config.shard}",
         f"text: {facts.description}, {facts.num_files} files, {train:,} {facts.unit}s to train on, "
-        f"{validation:,} to validate; unigram entropy {facts.unigram_nats:.4f} nats per {facts.unit}"
+        f"{validation:,} to validate; unigram entropy {facts.unigram_nats:.4f} nats per {facts.unit}",
     )
+    run_log.say("\n".join(trainer.report.about))
     if trainer.memory is not None and trainer.memory.plan is not None:
         run_log.say(trainer.memory.plan.why())
     if trainer.config.shard in ENGINE_SHARDS:
@@ -608,15 +627,14 @@ def _sample(trainer: Trainer) -> str:
         return vocabulary.decode(sampled)
 
 
-def _conclude(trainer: Trainer, finished: Finished, sample: str) -> None:
+def _conclude(trainer: Trainer, finished: Finished) -> None:
     run, config = trainer.run, trainer.config
     display = ProgressDisplay(config.steps, config.steps, is_shown=True)
-    if sample:
+    if trainer.report.sample:
         display.say("\nA sample from the trained model:\n")
-        display.say(sample + "\n")
-    peak_name = "peak GPU memory" if trainer.ranks.device.type == "cuda" else "peak of the process (all)"
-    display.show(memory_table(finished.held, trainer.unsharded, peak_name))
+        display.say(trainer.report.sample + "\n")
+    display.show(memory_table(finished.held, trainer.unsharded, trainer.report.peak_name))
     display.say(
         f"{finished.tokens_per_s:,.0f} tokens/s; figures: {run.metrics}; curves: tensorboard --logdir {run.folder}"
     )
-    display.say(f"continue with: {run.resume_command} --steps {2 * config.steps}")
+    display.say(f"continue with: {run.resume_command} --steps {2 * config.steps}\npictures: {run.folder / REPORT}")

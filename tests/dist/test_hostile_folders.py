@@ -58,11 +58,12 @@ FILES = (
     ".lock",
     ".config.json.writing",
     ".metrics.jsonl.writing",
+    ".report.html.writing",
     "checkpoints/.lock",
 )
 
 
-@pytest.mark.parametrize("name", [*FILES, "metrics.jsonl", "restarts.jsonl", "text/train.bin"])
+@pytest.mark.parametrize("name", [*FILES, "metrics.jsonl", "report.html", "restarts.jsonl", "text/train.bin"])
 def test_no_file_of_a_folder_leads_what_is_written_out_of_it(folder: Path, name: str, tmp_path: Path) -> None:
     victim, place = tmp_path / "victim", folder / name
     victim.write_bytes(place.read_bytes() if place.exists() else b"precious")
