@@ -35,19 +35,17 @@ def drop_output() -> None:
 _MOST_LISTED = 8  # ranks
 
 
-def format_bytes(count: float, base: int = 1000) -> str:
-    """Return a byte count in powers of 1000 with three digits, or in powers of 1024, as for files, with four.
+def format_bytes(count: float) -> str:
+    """Return a byte count in powers of 1024 with four digits, as sizes are given to the command.
 
     Example:
-        >>> format_bytes(1.25e6), format_bytes(1536, 1024)
-        ('1.25 MB', '1.5 KiB')
+        >>> format_bytes(1.25 * 2**20), format_bytes(1536)
+        ('1.25 MiB', '1.5 KiB')
     """
-    units, digits = (("B", "kB", "MB", "GB", "TB"), 3) if base == 1000 else (("B", "KiB", "MiB", "GiB", "TiB"), 4)
-    most = 999.5 if base == 1000 else base  # a count that would round up to the next unit is printed in that
-    power = 0
-    while abs(count) >= most and power < len(units) - 1:
-        count, power = count / base, power + 1
-    return f"{count:.{digits}g} {units[power]}"
+    units, power = ("B", "KiB", "MiB", "GiB", "TiB"), 0
+    while abs(count) >= 1023.5 and power < len(units) - 1:  # else it would be rounded up to 1024
+        count, power = count / 1024, power + 1
+    return f"{count:.4g} {units[power]}"
 
 
 def parse_size(text: str) -> int | None:

@@ -49,7 +49,7 @@ def table_of_checkpoints(checkpoints: Sequence[tuple[Path, Manifest | str]]) -> 
         if isinstance(found, str):
             table.add_row(path.name, "", "", "", escape(f"DAMAGED: {found}"))
         else:
-            size = format_bytes(sum(file.num_bytes for file in found.files), 1024)
+            size = format_bytes(sum(file.num_bytes for file in found.files))
             table.add_row(path.name, str(found.num_ranks), str(len(found.tensors)), size, found.save_id)
     return table
 
@@ -65,16 +65,14 @@ def tables_of_contents(path: Path, manifest: Manifest, sums: Mapping[str, str]) 
         tied = sorted(tie for tie, first in manifest.ties.items() if first == name)
         label = name + (f" (also {', '.join(tied)})" if tied else "")
         shape = " x ".join(map(str, record.shape)) or "scalar"
-        row = [escape(label), record.dtype, shape, format_bytes(record.num_bytes, 1024), str(len(record.parts))]
+        row = [escape(label), record.dtype, shape, format_bytes(record.num_bytes), str(len(record.parts))]
         tensors.add_row(*row, *([sums[name]] if sums else []))
     tensors.add_section()
     numel = sum(math.prod(record.shape) for record in manifest.tensors.values())
-    tensors.add_row(f"{len(manifest.tensors)} tensors", "", f"{numel:,} elements", format_bytes(total, 1024), "")
+    tensors.add_row(f"{len(manifest.tensors)} tensors", "", f"{numel:,} elements", format_bytes(total), "")
     files = _table("files", "file", "size", "blocks", "sum of sums", right=("size", "blocks"))
     for file in manifest.files:
-        files.add_row(
-            file.name, format_bytes(file.num_bytes, 1024), str(len(file.sums)), sum_of("".join(file.sums).encode())
-        )
+        files.add_row(file.name, format_bytes(file.num_bytes), str(len(file.sums)), sum_of("".join(file.sums).encode()))
     values = _table("values", "name", "value")
     for name, value in sorted(manifest.values.items()):
         values.add_row(escape(name), escape(_short(value)))
@@ -89,7 +87,7 @@ def table_of_verified(results: Sequence[tuple[Path, Manifest | str, int]]) -> Ta
         if isinstance(manifest, str):
             table.add_row(str(path), "", "", "", result)
             continue
-        size = format_bytes(sum(file.num_bytes for file in manifest.files), 1024)
+        size = format_bytes(sum(file.num_bytes for file in manifest.files))
         blocks = str(sum(len(file.sums) for file in manifest.files))
         table.add_row(escape(str(path)), str(len(manifest.files)), size, blocks, result)
     return table
@@ -238,7 +236,7 @@ def _export(console: Console, arguments: argparse.Namespace) -> int:
     path = find_checkpoints(Path(arguments.path), arguments.step)[-1]
     written = export_model(path, arguments.out, key=arguments.key, most_bytes=arguments.file_bytes)
     for each in written:
-        console.print(f"{each}  {format_bytes(each.stat().st_size, 1024)}", markup=False)
+        console.print(f"{each}  {format_bytes(each.stat().st_size)}", markup=False)
     return 0
 
 

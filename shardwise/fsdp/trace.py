@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.formatting import format_bytes
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Call, Listener, listening
@@ -87,7 +88,7 @@ class Trace:
             cells += [sum(each.seconds for each in mine if each.what == what) for what in ("forward", "backward")]
             cells += [sum(each.seconds for each in mine if each.lane == lane) for lane in _LANE_NAMES[3:]]
             sent = sum(each.num_bytes for each in mine if each.what in _WITH_BYTES)
-            rows.append([unit or "(root)", *[f"{1e3 * seconds:.2f} ms" for seconds in cells], f"{sent / 1e6:.2f} MB"])
+            rows.append([unit or "(root)", *[f"{1e3 * seconds:.2f} ms" for seconds in cells], format_bytes(sent)])
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

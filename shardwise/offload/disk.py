@@ -160,7 +160,7 @@ class DiskTier:
         try:
             self._file.reserve(num_bytes)
         except OSError as error:
-            wrong = f"{self._file.folder}: no space for {format_bytes(num_bytes, 1024)} of optimizer state: {error.strerror}"
+            wrong = f"{self._file.folder}: no space for {format_bytes(num_bytes)} of optimizer state: {error.strerror}"
         _agree(wrong)
 
     def load(self, unit: int, held: State, is_read: bool = False) -> State:
@@ -202,7 +202,7 @@ class DiskTier:
             try:
                 slot.begin, slot.num_bytes = self._file.take(slot.num_used), slot.num_used
             except OSError as error:
-                raise self._failed(error, f"no space for {format_bytes(slot.num_used, 1024)} more") from error
+                raise self._failed(error, f"no space for {format_bytes(slot.num_used)} more") from error
         if buffer is None:
             self._threads[1].submit(int).result()  # then the buffer of the last write serves, and is the only one
             buffer = buffer_of(slot.num_used, self._free.get())

@@ -53,12 +53,12 @@ class UnitTable:
         if len(self.rows) == 1:
             text.append("1 unit: no block is a unit of its own, so all parameters are gathered at once")
         else:
-            text.append(f"{len(self.rows)} units, {numel:,} parameters, {format_bytes(num_bytes, 1024)}")
+            text.append(f"{len(self.rows)} units, {numel:,} parameters, {format_bytes(num_bytes)}")
         return "\n".join(text)
 
 
 def _cells(row: UnitRow) -> tuple[str, ...]:
-    sizes = f"{row.num_modules}", f"{row.numel:,}", format_bytes(row.num_bytes, 1024), f"{row.padding_ratio:.2f}"
+    sizes = f"{row.num_modules}", f"{row.numel:,}", format_bytes(row.num_bytes), f"{row.padding_ratio:.2f}"
     return row.name or "(root)", *sizes, row.route or "-"
 
 

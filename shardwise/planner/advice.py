@@ -234,7 +234,7 @@ class Search:
             offloads = has_units and False not in choices.offload and self.hardware.device != "cpu"
             numel = 0 if has_units else self.profile_of(Setting(precision=choices.precision)).numel
             if 8 * numel > self.hardware.limit_bytes:  # a dry run is not worthwhile
-                words = f"whole fp32 parameters and gradients alone are {8 * numel / 1e9:.4g} GB on every rank"
+                words = f"whole fp32 parameters and gradients alone are {format_bytes(8 * numel)} on every rank"
                 self.left_out.append(f"{setting.strategy}: {words}")
                 continue
             may_offload = has_units and len(set(choices.offload)) == 2 and self.hardware.device != "cpu"
@@ -317,8 +317,8 @@ class Search:
                 done.add(attempt.kind)
                 yield Change(attempt.words, min(fitting, key=lambda each: each.rank_s))
         least = min(candidates, key=lambda each: each.peak.total)
-        needed, found = least.peak.total / self.hardware.usable / 1e9, self.hardware.memory_bytes / 1e9
-        yield Change(f"devices with {needed:.4g} GB, in place of {found:.4g} GB", least)
+        needed, found = least.peak.total / self.hardware.usable, self.hardware.memory_bytes
+        yield Change(f"devices with {format_bytes(needed)}, in place of {format_bytes(found)}", least)
 
     def _neighbours(self, settings: list[Setting]) -> Iterator[_Attempt]:
         """Yield changes to try, of each kind the smallest first."""
@@ -492,7 +492,7 @@ def plan(
 
     Returns: a :class:`Plan`; ``print(plan)`` is its table.  Bytes are those of the rank with the most memory. Needs no
     process group, no GPU and no memory for the model.
-    Raises: ConfigError (a ValueError) for impossible arguments; errors of the model's forward pass through.
+    Raises: ConfigError for impossible arguments; errors of the model's forward pass through.
 
     Example:
         >>> import torch, shardwise

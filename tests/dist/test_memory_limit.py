@@ -25,6 +25,7 @@ from shardwise import (
     clip_grad_norm_,
     shard_model,
 )
+from shardwise.formatting import parse_size
 from shardwise.offload import fit
 from shardwise.planner.hardware import Setting
 
@@ -122,8 +123,8 @@ def test_a_plan_draws_no_random_numbers() -> None:
 @on_ranks(2)
 def test_what_cannot_fit_is_refused_by_all_ranks() -> None:
     for limit, message in (
-        ("1 MiB", "Nothing fits in 1.05 MB. The smallest change that makes it fit: devices with"),
-        (PROCESS, "Nothing fits in 300 MB"),  # of one rank; the other has the room
+        ("1 MiB", "Nothing fits in 1 MiB. The smallest change that makes it fit: devices with"),
+        (PROCESS, "Nothing fits in 286.1 MiB"),  # of one rank; the other has the room
         ("much", "MemoryLimit.'much'. for zero3 on a mesh of 1 axes; expected bytes or a text such as"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -138,9 +139,10 @@ def test_a_run_that_is_made_to_fit_has_the_losses_of_the_plain_one(tmp_path: Pat
     words = [*COMMAND, *options(data=text, nproc=2, shard="zero3", layers=3, width=64, context=128, batch=48, steps=1)]
     ended = run_forked([*words, "--out", str(tmp_path / "none"), "--memory", "1M"])
     assert ended.code == 2
-    assert "MemoryLimit(1.05 MB): Nothing fits" in ended.err
+    assert "MemoryLimit(1 MiB): Nothing fits" in ended.err
     assert not (tmp_path / "none").exists()
-    least = float(ended.err.split("devices with ")[1].split()[0]) * 1e9
+    least = parse_size(ended.err.split("devices with ")[1].split(",")[0])
+    assert least is not None
     runs = {"plain": [], "fitted": ["--memory", str(math.ceil(1.05 * least))]}
     told = {name: run_forked([*words, "--out", str(tmp_path / name), *more]) for name, more in runs.items()}
     assert {ended.code for ended in told.values()} == {0}, told

@@ -163,7 +163,7 @@ def test_sizes_that_cannot_fit_are_refused_before_anything_is_started(
             "--batch 100000000 --nproc 2",
             "the logits of 50,000,000 sequence(s), take at least",
         ),
-        ("--batch 100000000 --nproc 2", "this host has 16 GB for 2 of them. Use a smaller model, --batch "),
+        ("--batch 100000000 --nproc 2", "this host has 14.9 GiB for 2 of them. Use a smaller model, --batch "),
         ("--width 600000 --heads 6", "17,280,416,400,000 parameters"),
         ("--context 4000000 --layers 1 --width 64 --heads 1 --nproc 1", "--batch or --context"),
     ):

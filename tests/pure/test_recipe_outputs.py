@@ -120,8 +120,10 @@ def test_a_shared_tensor_counts_once() -> None:
     assert local_bytes([tensor, tensor]) == 40
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (1_234_567, "1.23 MB")])
-def test_bytes_are_written_with_three_digits(count: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (2**20 - 9, "1 MiB"), (1_234_567, "1.177 MiB")]
+)
+def test_bytes_are_written_with_four_digits(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
@@ -132,9 +134,9 @@ def test_the_table_sets_ranks_beside_unsharded(num_ranks: int) -> None:
     console.print(memory_table(held, HeldBytes(8_000, 8_000, 16_000), "peak"))
     text = console.export_text()
     assert ("largest rank" in text) == (num_ranks > 2)
-    assert "32 kB" in text
+    assert "31.25 KiB" in text
     assert "50%" in text
-    assert "300 MB" in text
+    assert "286.1 MiB" in text
 
 
 class _Scalars:
