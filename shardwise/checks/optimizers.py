@@ -67,7 +67,7 @@ _IN_A_SHARDED_OPTIMIZER = "write shardwise.ShardedOptimizer(dict(model.named_par
 _NOT_OVER_SHARDS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adafactor: f"it takes norms over whole matrices; {_IN_A_SHARDED_OPTIMIZER}",
     torch.optim.LBFGS: "its history takes inner products over all parameters; take another optimizer, or keep whole, plain "
-    "parameters: shardwise.replicate(model, process_group=None)",
+    "parameters: shardwise.replicate(model, parameters='plain')",
     torch.optim.Rprop: f"it writes to single elements, which DTensor refuses; {_IN_A_SHARDED_OPTIMIZER}",
 }
 

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -270,9 +270,9 @@ def fully_shard(
     Returns: ``module``, its class mixed with :class:`FSDPModule`.
 
     Raises:
-        ValueError: no module, a container without forward, a mesh or ``reshard_after_forward`` that does not fit, bad
+        ConfigError: no module, a container without forward, a mesh or ``reshard_after_forward`` that does not fit, bad
             placements.
-        AssertionError: the module was sharded before, an unnamed 2-D mesh, a shard dim that the tensor does not have.
+        UsageError: the module was sharded before, an unnamed 2-D mesh, a shard dim that the tensor does not have.
 
     Example:
         >>> import torch
@@ -350,7 +350,7 @@ def _build(modules: list[nn.Module], preset: Preset, kind: type[FSDPModule]) -> 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat ``module.method_name`` like ``forward``: unshard before it, reshard after it.
 
-    It does nothing if ``module`` is not sharded.  Raises: ValueError if it has no such method.
+    It does nothing if ``module`` is not sharded.  Raises: ConfigError if it has no such method.
     """
     attachment = attachment_of(module)
     if attachment is None:
@@ -363,7 +363,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots (stages of a pipeline) share streams and buffers.
 
-    Raises: ValueError if a module is not sharded.
+    Raises: ConfigError if a module is not sharded.
     """
     engines: list[Engine] = []
     for module in modules:
@@ -427,15 +427,17 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     compression: CompressionPolicy | None = None,
+    parameters: Literal["dtensor", "plain"] = "dtensor",
     **ddp: Any,
 ) -> ReplicateModule | list[ReplicateModule]:
     """Average gradients over ranks that all have the full parameters.
 
     Parameters and gradients become DTensors with ``Replicate()`` on a 1-D mesh; every call makes one unit, whose
     gradients are all-reduced when its backward ends; those of a single unit for the whole model in buckets during backward.
-    With any argument of ``DistributedDataParallel`` (``device_ids``, ``process_group``, ...) or ``ignored_modules``, the older
-    call, it behaves like that class: parameters stay plain tensors, and parameters and buffers are broadcast from rank 0.
-    Otherwise nothing is broadcast, and values that differ between ranks raise DesyncError in the first averaged backward.
+    With ``parameters="plain"`` it behaves like ``DistributedDataParallel``: parameters stay plain tensors, and parameters and
+    buffers are broadcast from rank 0.  Any argument of that class (``device_ids``, ``process_group``, ...) or
+    ``ignored_modules``, the older call, chooses the same.  Otherwise nothing is broadcast, and values that
+    differ between ranks raise DesyncError in the first averaged backward.
 
     Args:
         module: the module, or several that form one unit.
@@ -444,6 +446,7 @@ def replicate(
         mp_policy, offload_policy, ignored_params: as for :func:`shardwise.fully_shard`.
         dp_mesh_dims: names the replicate axes of a full SPMD mesh; shard axes are refused.
         compression: compression of gradients; ``gather`` must be None.
+        parameters: "plain" or "dtensor", what parameters are afterwards.
         ddp: arguments of the older call: ``process_group``, ``device_mesh``, ``device_ids``, ``device_id``, ``init_sync``,
             ``forward_sync_buffers`` and ``broadcast_buffers`` have the same meaning as for ``DistributedDataParallel``; its
             tuning arguments (bucket sizes, ``static_graph``, ``find_unused_parameters``, ``gradient_as_bucket_view``) are
@@ -451,30 +454,31 @@ def replicate(
 
     Returns: ``module``, its class mixed with :class:`ReplicateModule`.
 
-    Raises: RuntimeError for a module that ``fully_shard`` manages, or a ``device_id`` of a wrong type; TypeError for an
-        argument that neither call has; ValueError for a mesh that is not 1-D, and for DDP's ``mixed_precision``.
+    Raises: StateError for a module that ``fully_shard`` manages, or a ``device_id`` of a wrong type; ConfigError for an
+        argument that neither call has, other ``parameters``, a mesh that is not 1-D, and DDP's ``mixed_precision``.
 
     Example:
         >>> from shardwise import replicate
         >>> replicate(model)  # doctest: +SKIP
     """
     for name in sorted(ddp.keys() - OLDER_ARGUMENTS):
-        own = [*inspect.signature(replicate).parameters][2:-1]
-        raise unknown_argument("replicate", name, [*own, "ignored_modules", *sorted(OLDER_ARGUMENTS)])
+        raise unknown_argument("replicate", name, [*inspect.signature(replicate).parameters][1:-1] + [*OLDER_ARGUMENTS])
+    if parameters not in ("dtensor", "plain"):
+        raise ConfigError(f"replicate(parameters={parameters!r}); expected 'dtensor' or 'plain'")
     if ddp.get("mixed_precision") is not None:
         raise ConfigError(
             "replicate() does not take DDP's mixed_precision: pass mp_policy and no argument of DistributedDataParallel"
         )
     modules = modules_in(module, "replicate")
-    is_plain = bool(ddp) or ignored_modules is not None
+    is_plain = parameters == "plain" or bool(ddp) or ignored_modules is not None
     axes = _replica_axes(mesh, dp_mesh_dims, ddp)
     ignored = ids_of_ignored(ignored_params, "replicate")
     ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
     precision, offload = precision_from(mp_policy), offload_from(offload_policy)
     preset = Preset(axes, False, precision, offload, None, ignored, is_plain, compression)
     # Buffers are broadcast before forwards; ``broadcast_buffers`` is the older name, None means the default.
-    newer, older = ddp.get("forward_sync_buffers"), ddp.get("broadcast_buffers")
-    shares_buffers = older is not False if newer is None else bool(newer)
+    newer = ddp.get("forward_sync_buffers")
+    shares_buffers = ddp.get("broadcast_buffers") is not False if newer is None else bool(newer)
     if is_plain and ddp.get("init_sync", True):
         found: list[torch.Tensor] = [param for each in modules for param in each.parameters()]
         if shares_buffers or newer is not None:

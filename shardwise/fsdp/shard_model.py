@@ -169,9 +169,9 @@ def shard_model(
     Returns: ``model``, its class mixed with :class:`FSDPModule`.
 
     Raises:
-        ValueError: ``model`` is no module, or a container without forward; ``min_unit_bytes`` is negative; and
+        ConfigError: ``model`` is no module, or a container without forward; ``min_unit_bytes`` is negative; and
             what :func:`fully_shard` raises.
-        AssertionError: ``model`` was sharded before.
+        UsageError: ``model`` was sharded before.
 
     Example:
         >>> from shardwise import describe_units, shard_model
@@ -198,8 +198,8 @@ def shard_model(
             raise ConfigError(
                 f"shard_model: strategy {row.strategy!r} shards no parameter: leave out arguments of sharding"
             )
-        older: dict[str, Any] = {"init_sync": True} if row.strategy == "zero1" else {}  # parameters stay plain
-        options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression, **older}
+        options: dict[str, Any] = {"ignored_params": ignored_params, "compression": compression}
+        options["parameters"] = "plain" if row.strategy == "zero1" else "dtensor"
         return replicate(model, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, **options)
     mesh = mesh if mesh is not None else default_mesh()
     mp_policy = precision_from(mp_policy)

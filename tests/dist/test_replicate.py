@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import ReplicateModule, StateError, fully_shard, policy, replicate
+from shardwise import ConfigError, ReplicateModule, StateError, fully_shard, policy, replicate
 from shardwise.fsdp.api import OLDER_ARGUMENTS
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.roots import live_engine
@@ -248,6 +248,23 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor, which: str = "both") -> torch.Tensor:
         left = self.left(x).square().sum() if which in ("left", "both") else 0.0
         return left + (self.right(x).square().sum() if which in ("right", "both") else 0.0)
+
+
+@on_ranks(2)
+def test_plain_parameters_are_asked_for_by_name(num_ranks: int) -> None:
+    model, older = nn.Linear(3, 2), nn.Linear(3, 2)  # other values on each rank
+    with torch.no_grad():
+        for param in (*model.parameters(), *older.parameters()):
+            param.fill_(dist.get_rank() + 1.0)
+    replicate(model, parameters="plain")
+    replicate(older, process_group=None)
+    for each in (model, older):
+        each(torch.full((4, 3), float(dist.get_rank()))).sum().backward()
+        assert type(each.weight) is nn.Parameter
+        assert each.weight.eq(1.0).all(), "rank 0's"
+        assert each.weight.grad.eq(2.0).all(), "the mean of 0 and 4"
+    with pytest.raises(ConfigError, match=r"replicate\(parameters='full'\); expected 'dtensor' or 'plain'"):
+        replicate(nn.Linear(3, 2), parameters="full")  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 @pytest.mark.parametrize("is_older", [False, True])
