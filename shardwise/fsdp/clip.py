@@ -131,7 +131,7 @@ def clip_grad_norm_(
         parameters: parameters whose ``.grad`` counts; those without a gradient are skipped.
         max_norm: the largest total norm after clipping.
         norm_type: p of the p-norm, positive; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: raise RuntimeError, the gradients unchanged, if the norm is nan or infinite.
+        error_if_nonfinite: raise StateError, the gradients unchanged, if the norm is nan or infinite.
 
     Returns: the total norm, a 0-dim tensor, float32 or wider, equal on all ranks.
 

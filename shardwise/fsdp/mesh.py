@@ -32,7 +32,7 @@ class DataParallelMeshDims:
         shard: axis name(s) over which parameters are sharded.
         replicate: axis name(s) over which parameters are replicated (HSDP, or DDP if ``shard`` is None).
 
-    Raises: ValueError if both are None.  Source: torch.distributed.fsdp.DataParallelMeshDims.
+    Raises: ConfigError if both are None.  Source: torch.distributed.fsdp.DataParallelMeshDims.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -110,7 +110,7 @@ class MeshAxes(DataParallelMeshInfo):
 
 
 class FSDPMeshInfo(DataParallelMeshInfo):
-    """A mesh with an axis that shards.  Raises: AssertionError without ``shard_mesh_dim``."""
+    """A mesh with an axis that shards.  Raises: UsageError without ``shard_mesh_dim``."""
 
     _needed = ("shard_mesh_dim",)
 

@@ -332,7 +332,7 @@ class FSDPModule(_Base):
         """Reshard all units and drop the state of a failed step.
 
         After an exception shardwise does so by itself; an interrupt (``KeyboardInterrupt``) of a forward needs this call.
-        Raises: RuntimeError if this is not the root module.
+        Raises: StateError if this is not the root module.
         """
         engine = engine_of(self._root("reset_iter_state").unit)
         if engine is not None:
@@ -492,7 +492,7 @@ class FSDPModule(_Base):
         self._replace_policies(recurse, syncs_replicas=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Replace the ``reshard_after_forward`` argument.  Raises: ValueError if it is not a bool."""
+        """Replace the ``reshard_after_forward`` argument.  Raises: ConfigError if it is not a bool."""
         if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in self._units(recurse):
@@ -544,7 +544,7 @@ class FSDPModule(_Base):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Allow ``max_input_buffers`` reduce-scatter inputs at once; the largest setting in a model counts.
 
-        Raises: TypeError if it is no int, ValueError if it is below 1.
+        Raises: ArgumentTypeError if it is no int, ConfigError if it is below 1.
         """
         check_whole("max_input_buffers", max_input_buffers, 1)
         for unit in self._units(recurse):
@@ -561,7 +561,7 @@ class FSDPModule(_Base):
                 prefetching one unit, so 0 stands for that.  None: prefetch one unit.
 
         It takes effect with the plan of the next step.  Units with their own list (:meth:`set_modules_to_forward_prefetch`)
-        use that.  Raises: TypeError if it is no int, ConfigError if it is below 0, StateError if this is not the root.
+        use that.  Raises: ArgumentTypeError if it is no int, ConfigError if it is below 0, StateError if this is not the root.
         """
         if num_bytes is not None:
             check_whole("num_bytes", num_bytes, 0, "; 0 stands for the peak of prefetching one unit")
@@ -593,21 +593,21 @@ class FSDPModule(_Base):
     def set_custom_all_gather(self, comm: CustomCollective) -> None:
         """All-gather with ``comm``, which has ``allocate`` and ``__call__`` like torch's ``AllGather``.
 
-        Raises: ValueError if the parameters of this module are on several meshes.
+        Raises: ConfigError if the parameters of this module are on several meshes.
         """
         self._set_custom("all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: CustomCollective) -> None:
         """Reduce-scatter with ``comm``, which has the methods of torch's ``ReduceScatter``.
 
-        Raises: ValueError if the parameters of this module are on several meshes.
+        Raises: ConfigError if the parameters of this module are on several meshes.
         """
         self._set_custom("reduce_scatter", comm)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with the flat reduced gradients, after the reduce-scatter or, with replicas, after the all-reduce.
 
-        Raises: ValueError with several meshes, or with ``stream`` on a mesh with replicas.
+        Raises: ConfigError with several meshes, or with ``stream`` on a mesh with replicas.
         """
         group = self._single_group("set_all_reduce_hook")
         if stream is not None and group is not None and group.axes.replicate_mesh_dim is not None:
@@ -631,7 +631,7 @@ class FSDPModule(_Base):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take staging buffers from the allocator of the process group, if its backend has one (NCCL).
 
-        Raises: AssertionError if a custom collective is set, which allocates its own buffers.
+        Raises: UsageError if a custom collective is set, which allocates its own buffers.
         """
         for group in self._unit().groups:
             if group.custom.all_gather is not None or group.custom.reduce_scatter is not None:

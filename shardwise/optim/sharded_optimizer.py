@@ -188,7 +188,7 @@ def _check_cut(
 def checked_params(params: Any) -> dict[str, torch.Tensor]:
     """Return parameters by name from a mapping or from pairs.
 
-    Raises: TypeError for anything else; ConfigError for no parameters, and for a name or tensor that occurs twice.
+    Raises: ArgumentTypeError for anything else; ConfigError for no parameters, and for a name or tensor that occurs twice.
     """
     if isinstance(params, torch.Tensor):
         raise ArgumentTypeError("parameters need names: pass dict(model.named_parameters()), not a tensor")

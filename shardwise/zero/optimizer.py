@@ -442,7 +442,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         defaults: those of the local optimizer.
 
     Construction is collective.  An error on one rank raises DesyncError on all, with that rank and the cause.
-    Raises: TypeError, ConfigError (a ValueError) for wrong arguments; DesyncError if ranks pass different parameters.
+    Raises: ArgumentTypeError, ConfigError for wrong arguments; DesyncError if ranks pass different parameters.
 
     Example:
         >>> ddp = DistributedDataParallel(model)  # doctest: +SKIP
@@ -569,7 +569,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Load a full state (of this class, torch's, or the plain optimizer); this rank copies its partition.
 
-        Not collective; ``state_dict`` does not change.  Raises: ConfigError (a ValueError) if groups do not match.
+        Not collective; ``state_dict`` does not change.  Raises: ConfigError if groups do not match.
         """
         load_whole(self._backend.local, call_hooks(self, "load_state_dict_pre", dict(state_dict)))
         self._backend.mark_loaded()

@@ -218,7 +218,7 @@ def hook_with_zero_step(
 
     Results are bitwise those of ``overlap_with_ddp=False`` with the same gradients.  torch's hooks leave out the step of
     the first two or three iterations; these don't.
-    Raises: ConfigError (a ValueError) for arguments that contradict each other.
+    Raises: ConfigError for arguments that contradict each other.
     Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))  # doctest: +SKIP
     """

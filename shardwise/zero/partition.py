@@ -39,7 +39,7 @@ FUNCTIONAL_MODULES = "torch.distributed.optim.functional_"
 def checked_params(params: object) -> list[torch.Tensor] | list[dict[str, Any]]:
     """Return ``params`` as a list.
 
-    Raises: TypeError for a tensor, something not iterable or mixed element types; ConfigError (a ValueError) for no
+    Raises: ArgumentTypeError for a tensor, something not iterable or mixed element types; ConfigError for no
     parameters or a group without "params".
     """
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
