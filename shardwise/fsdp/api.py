@@ -462,7 +462,8 @@ def replicate(
         >>> replicate(model)  # doctest: +SKIP
     """
     for name in sorted(ddp.keys() - OLDER_ARGUMENTS):
-        raise unknown_argument("replicate", name, [*inspect.signature(replicate).parameters][1:-1] + [*OLDER_ARGUMENTS])
+        known = [*inspect.signature(replicate).parameters][1:-1] + sorted(OLDER_ARGUMENTS)
+        raise unknown_argument("replicate", name, known)
     if parameters not in ("dtensor", "plain"):
         raise ConfigError(f"replicate(parameters={parameters!r}); expected 'dtensor' or 'plain'")
     if ddp.get("mixed_precision") is not None:
@@ -474,8 +475,7 @@ def replicate(
     axes = _replica_axes(mesh, dp_mesh_dims, ddp)
     ignored = ids_of_ignored(ignored_params, "replicate")
     ignored |= {id(param) for each in ignored_modules or () for param in each.parameters()}
-    precision, offload = precision_from(mp_policy), offload_from(offload_policy)
-    preset = Preset(axes, False, precision, offload, None, ignored, is_plain, compression)
+    options = precision_from(mp_policy), offload_from(offload_policy), None, ignored, is_plain, compression
     # Buffers are broadcast before forwards; ``broadcast_buffers`` is the older name, None means the default.
     newer = ddp.get("forward_sync_buffers")
     shares_buffers = ddp.get("broadcast_buffers") is not False if newer is None else bool(newer)
@@ -485,7 +485,7 @@ def replicate(
             found += [buffer for each in modules for buffer in each.buffers()]
         shared = [each.detach() for each in found if id(each) not in ignored and not isinstance(each, DTensor)]
         broadcast_from_first(shared, axes.mesh.get_group(0))
-    for each in _build(modules, preset, ReplicateModule).modules:
+    for each in _build(modules, Preset(axes, False, *options), ReplicateModule).modules:
         if is_plain and shares_buffers:
             keep_buffers_equal(each, axes.mesh.get_group(0))
     return cast(Any, module)

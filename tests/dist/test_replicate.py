@@ -119,7 +119,9 @@ def test_wrong_arguments_are_refused() -> None:
         {"shard_placement_fn": None, "device_ids": None},
     ):
         module = nn.Linear(2, 2)
-        with pytest.raises(TypeError, match=f"has no argument {next(iter(wrong))!r}.*It takes mesh, mp_policy"):
+        with pytest.raises(
+            TypeError, match=f"has no argument {next(iter(wrong))!r}.*It takes ignored_modules, mesh, mp_policy"
+        ):
             replicate(module, **wrong)
         assert type(module) is nn.Linear
 
@@ -251,7 +253,7 @@ class Branches(nn.Module):
 
 
 @on_ranks(2)
-def test_plain_parameters_are_asked_for_by_name(num_ranks: int) -> None:
+def test_plain_parameters_are_asked_for_by_name() -> None:
     model, older = nn.Linear(3, 2), nn.Linear(3, 2)  # other values on each rank
     with torch.no_grad():
         for param in (*model.parameters(), *older.parameters()):
