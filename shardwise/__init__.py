@@ -9,6 +9,9 @@ from shardwise.collectives.routes import set_default_transport
 from shardwise.consistency.failure_report import set_wait_report
 from shardwise.consistency.liveness import set_host_timeout
 from shardwise.consistency.recorder import record
+from shardwise.data.microbatches import Microbatches
+from shardwise.data.mixture import Mixture
+from shardwise.data.streams import Packed
 from shardwise.elastic.run import elastic
 from shardwise.errors import (
     ArgumentTypeError,
@@ -93,10 +96,13 @@ __all__ = [
     "Hardware",
     "LayoutError",
     "MemoryLimit",
+    "Microbatches",
     "MixedPrecisionPolicy",
+    "Mixture",
     "OffloadPolicy",
     "OffloadReport",
     "OptimizerOffload",
+    "Packed",
     "Placements",
     "Plan",
     "RankError",

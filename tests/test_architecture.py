@@ -22,7 +22,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("arguments", "safe_files", "random_state", "layout", "plan"),
     ("consistency",),
-    ("collectives",),
+    ("collectives", "data"),
     ("fsdp",),
     ("checks",),
     ("optim", "reference"),

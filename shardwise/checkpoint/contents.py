@@ -334,6 +334,7 @@ class Contents:
             holds the whole.
         buffers: names of plain module buffers that no broadcast makes equal on all ranks.
         values: encoded values; a rank may lack some, but ranks must agree on those that they have.
+        divided: names of values that only some ranks have.
         windows: known ones; a save adds its own.
     """
 
@@ -344,6 +345,7 @@ class Contents:
     params: dict[str, bool] = field(default_factory=dict[str, bool])
     buffers: list[str] = field(default_factory=list[str])
     values: dict[str, Any] = field(default_factory=dict[str, Any])
+    divided: set[str] = field(default_factory=set[str])
     windows: Windows = field(default_factory=Windows)
 
     def add_tensor(self, name: str, tensor: torch.Tensor, is_lowest: bool = False) -> None:

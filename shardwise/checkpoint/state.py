@@ -31,6 +31,7 @@ from shardwise.checkpoint.contents import (
 from shardwise.checkpoint.format import TensorRecord, bytes_of, dtype_of, join, plain, split, sum_of
 from shardwise.consistency.agreement import StoreGather
 from shardwise.consistency.store import digest_of, sample_of
+from shardwise.data.microbatches import Microbatches
 from shardwise.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -296,6 +297,7 @@ class PerRankCarrier:
 
     def put(self, contents: Contents) -> None:
         """See :class:`ObjectCarrier`."""
+        contents.divided.add(self.prefix)
         ObjectCarrier(self.prefix, self._thing).put(contents)
 
     def ask(self, order: LoadRequests) -> Apply:
@@ -310,6 +312,34 @@ class PerRankCarrier:
             self._warn(f"{self._key}: {saved_by} ranks have saved theirs, {self._size} load it: {what}")
         seed = xxhash.xxh3_64_intdigest(f"{order.manifest.save_id}/{self._rank}".encode()) >> 1
         return (lambda: set_seed(seed)) if is_random else (lambda: None)
+
+
+class MicrobatchesCarrier(ObjectCarrier):
+    """Data of :class:`~shardwise.Microbatches`; states of streams are by microbatch, each from the ranks that read it."""
+
+    def put(self, contents: Contents) -> None:
+        """See :class:`ObjectCarrier`."""
+        state = self._thing.state_dict()
+        streams = state.pop("streams")
+        contents.add_value(self.prefix, encode(state, self.prefix))
+        for number, stream in streams.items():
+            name = f"{self.prefix}/streams/{number}"
+            contents.divided.add(name)
+            contents.add_value(name, encode(stream, name, contents.add_tensor))
+
+    def ask(self, order: LoadRequests) -> Apply:
+        """See :class:`ObjectCarrier`.  Raises: CheckpointError for other data."""
+        if self.prefix not in order.manifest.values:
+            order.missing.append(self.prefix)
+            return lambda: None
+        found = order.value(self.prefix)
+        try:
+            self._thing.check_state(found)
+        except ConfigError as error:
+            raise CheckpointError(f"{self.prefix}: {error}") from error
+        names = order.names_under(f"{self.prefix}/streams")
+        found["streams"] = {int(split(name)[-1]): order.value(name) for name in names}
+        return lambda: self._thing.load_state_dict(found)
 
 
 # ---- Optimizers as carriers: state and options by parameter names.  In memory, state is by the number of the parameter, as
@@ -684,7 +714,8 @@ def carriers_of(state: Mapping[str, Any], rank: int, size: int) -> list[Carrier]
             own = thing._inner if isinstance(thing, PerRank) else thing  # pyright: ignore[reportPrivateUsage]
             found.append(PerRankCarrier(key, own, rank, size, logger.warning))
         else:
-            found.append(ObjectCarrier(prefix, thing))
+            carrier = MicrobatchesCarrier if isinstance(thing, Microbatches) else ObjectCarrier
+            found.append(carrier(prefix, thing))
     return found
 
 

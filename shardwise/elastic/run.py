@@ -96,7 +96,7 @@ class _Commits:
         rank, size = self.group.rank(), self.group.size()
         contents = contents_of(state, rank, size, self.windows)
         BufferCheck(contents, "per_rank", rank)
-        common = {name: value for name, value in contents.values.items() if not name.startswith("rank/")}
+        common = {name: value for name, value in contents.values.items() if name not in contents.divided}
         digest = int(sum_of(json.dumps(common).encode())[:15], 16)
         number = cast(Generation, process.generation).number
         facts = [process.newest.number, int(contents.held != self.held), digest, -digest]

@@ -1,9 +1,7 @@
 """Text as numbers: find the files, split them, cache them as two memory-mapped files, cut them into windows.
 
-A number is a byte, or a token of ``--tokenizer``.  A window is ``context`` inputs and the number after each.  Windows
-are numbered 0, 1, 2, ... over the whole run: number g is in epoch g // num_windows, and inside an epoch a seeded
-permutation visits each window once.  Step s uses numbers [s * batch, (s + 1) * batch) at any number of ranks, so a run
-can resume exactly on another number of ranks.
+A number is a byte, or a token of ``--tokenizer``.  A window is ``context`` inputs and the number after each: a sample of
+:class:`shardwise.Microbatches`, which visits each once per epoch, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -533,6 +530,11 @@ class Windows:
         both = torch.from_numpy(rows)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.stack([index])
+
+    __getitems__ = stack  # of a microbatch, for a DataLoader
+
 
 def open_windows(path: Path, context: int, itemsize: int = 1) -> Windows:
     """Map a cached file of numbers of ``itemsize`` bytes; nothing is read before a window is requested."""
@@ -544,24 +546,6 @@ def open_windows(path: Path, context: int, itemsize: int = 1) -> Windows:
 def count_windows(length: int, context: int) -> int:
     """Return how many windows of ``context`` inputs fit when each also needs the number after its last input."""
     return max(0, (length - 1) // context)
-
-
-@lru_cache(maxsize=2)
-def epoch_order(num_windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the permutation of one epoch: a function of its arguments, so all ranks agree without communication."""
-    return np.random.default_rng((seed, epoch)).permutation(num_windows)
-
-
-def windows_of(start: int, stop: int, num_windows: int, seed: int) -> list[int]:
-    """Return the windows with global numbers [start, stop)."""
-    return [int(epoch_order(num_windows, seed, g // num_windows)[g % num_windows]) for g in range(start, stop)]
-
-
-def microbatch_numbers(step: int, microbatch: int, rank: int, num_ranks: int, batch: int, accumulate: int) -> range:
-    """Return the window numbers of one rank and microbatch; over ranks and microbatches they tile the step."""
-    size = batch // (num_ranks * accumulate)
-    start = step * batch + (rank * accumulate + microbatch) * size
-    return range(start, start + size)
 
 
 def validation_part(num_windows: int, wanted: int, rank: int, num_ranks: int) -> tuple[list[int], list[int]]:

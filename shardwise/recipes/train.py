@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shardwise import (
     ActivationPolicy,
     MemoryLimit,
+    Microbatches,
     Reproducible,
     RunDigests,
     StepMeter,
@@ -36,11 +37,9 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.recipes.config import ENGINE_SHARDS, TrainConfig, check_ranks, learning_rate
 from shardwise.recipes.data import (
     Windows,
-    microbatch_numbers,
     open_vocabulary,
     open_windows,
     validation_part,
-    windows_of,
 )
 from shardwise.recipes.gpt import GPT, build_gpt, generate, logits_of, next_byte_loss
 from shardwise.recipes.html_report import REPORT, HtmlReport
@@ -109,7 +108,7 @@ class Trainer:
     strategy: ShardingStrategy
     model: nn.Module
     optimizer: Optimizer
-    train: Windows
+    data: Microbatches
     validation: Windows
     num_parameters: int
     unsharded: HeldBytes  # a rank's memory without any sharding
@@ -179,10 +178,13 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
     text = run.folder / "text"
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
+    num_microbatches = config.reproducible or ranks.num_data_ranks * config.accumulate
+    sizes = {"num_microbatches": num_microbatches, "microbatch_size": config.batch // num_microbatches}
+    data = Microbatches(train, **sizes, seed=config.seed, mesh=meshes.data, collate_fn=lambda both: both)
     damaged = resumed.skipped if resumed else ()
     peak = "peak GPU memory" if ranks.device.type == "cuda" else "peak of the process (all)"
     numbers = num_parameters, unsharded, HtmlReport(run, unsharded, peak), damaged
-    return Trainer(run, ranks, strategy, model, optimizer, train, validation, *numbers, fixed, memory)
+    return Trainer(run, ranks, strategy, model, optimizer, data, validation, *numbers, fixed, memory)
 
 
 def _build_model(run: TrainRun, ranks: RunRanks) -> nn.Module:
@@ -339,9 +341,9 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter) -> _DoneStep:
     trainer.model.train()
     fixed, losses = trainer.fixed, list[Tensor]()
     numbers = range(config.accumulate) if fixed is None else fixed.microbatches()
-    microbatches = (_microbatch(trainer, step, number) for number in numbers)
-    for microbatch, (tokens, targets) in enumerate(meter.data(microbatches)):
-        with strategy.sync(trainer.model, fixed is not None or microbatch == config.accumulate - 1):
+    for number, (tokens, targets) in zip(numbers, meter.data(trainer.data.of_step(step)), strict=True):
+        tokens, targets = (each.to(trainer.ranks.device, non_blocking=True) for each in (tokens, targets))
+        with strategy.sync(trainer.model, fixed is not None or number == config.accumulate - 1):
             with strategy.precision(config, trainer.ranks.device):
                 part = next_byte_loss(trainer.model, tokens, targets) / (config.reproducible or config.accumulate)
             part.backward()
@@ -353,18 +355,6 @@ def _train_step(trainer: Trainer, step: int, meter: StepMeter) -> _DoneStep:
         loss, norm = fixed.sum(losses), fixed.clip_grad_norm_(limit)
     trainer.optimizer.step()
     return _DoneStep(TrainedStep(step + 1, 0.0, float(norm), rate), loss)
-
-
-def _microbatch(trainer: Trainer, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-    config, ranks = trainer.config, trainer.ranks
-    # With --reproducible, microbatches are numbered over all ranks, as those of one rank.
-    rank, num_ranks = (0, 1) if config.reproducible else (ranks.data_rank, ranks.num_data_ranks)
-    numbers = microbatch_numbers(
-        step, microbatch, rank, num_ranks, config.batch, config.reproducible or config.accumulate
-    )
-    windows = windows_of(numbers.start, numbers.stop, len(trainer.train), config.seed)
-    tokens, targets = trainer.train.stack(windows)
-    return tokens.to(ranks.device, non_blocking=True), targets.to(ranks.device, non_blocking=True)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from shardwise.errors import ConfigError
+from shardwise.data.order import own_microbatches
 
 _Value = TypeVar("_Value")
 
@@ -79,12 +79,7 @@ class BatchPlace:
     number: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1 or self.num_microbatches % self.num_ranks:
-            fit = [ranks for ranks in range(1, self.num_microbatches + 1) if self.num_microbatches % ranks == 0]
-            raise ConfigError(
-                f"num_microbatches is {self.num_microbatches}, which {self.num_ranks} data-parallel ranks cannot share "
-                f"equally; {self.num_microbatches} microbatches fit {fit} ranks"
-            )
+        own_microbatches(self.num_microbatches, 0, self.num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -99,8 +94,7 @@ class BatchPlace:
     @property
     def own(self) -> range:
         """The microbatches of this rank."""
-        first = (self.replica * self.num_shards + self.shard) * self.per_rank
-        return range(first, first + self.per_rank)
+        return own_microbatches(self.num_microbatches, self.replica * self.num_shards + self.shard, self.num_ranks)
 
     def of_shards(self) -> list[tuple[Node, ...]]:
         """Return the nodes of every rank of this replica."""

@@ -18,12 +18,10 @@ from shardwise.recipes.data import (
     check_facts,
     count_windows,
     find_sources,
-    microbatch_numbers,
     open_windows,
     read_facts,
     split_sources,
     validation_part,
-    windows_of,
     write_cache,
 )
 
@@ -48,30 +46,6 @@ def test_a_single_file_is_cut_without_loss_or_overlap(size: int) -> None:
     (train,), (validation,) = split.train, split.validation
     assert (train.start, train.stop, validation.stop) == (0, validation.start, size)
     assert validation.num_bytes == max(1, int(0.1 * size))
-
-
-@given(st.integers(1, 50), st.integers(0, 3), st.integers(0, 5))
-def test_an_epoch_visits_every_window_once(num_windows: int, seed: int, epoch: int) -> None:
-    seen = windows_of(epoch * num_windows, (epoch + 1) * num_windows, num_windows, seed)
-    assert sorted(seen) == list(range(num_windows))
-
-
-def test_epochs_and_seeds_have_different_orders() -> None:
-    orders = [windows_of(0, 50, 50, 0), windows_of(50, 100, 50, 0), windows_of(0, 50, 50, 1)]
-    assert orders[0] != orders[1]
-    assert orders[0] != orders[2]
-
-
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(0, 7))
-def test_ranks_and_microbatches_tile_the_step(num_ranks: int, accumulate: int, size: int, step: int) -> None:
-    batch = num_ranks * accumulate * size
-    used = [
-        number
-        for rank in range(num_ranks)
-        for microbatch in range(accumulate)
-        for number in microbatch_numbers(step, microbatch, rank, num_ranks, batch, accumulate)
-    ]
-    assert sorted(used) == list(range(step * batch, (step + 1) * batch))
 
 
 @given(st.integers(1, 200), st.integers(1, 64), st.integers(1, 9))

@@ -1,0 +1,1 @@
+"""Data by seed, step and microbatch, the same at any number of ranks."""

@@ -1,0 +1,352 @@
+"""``Microbatches``: data that belongs to a step and a microbatch, whichever rank computes it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from shardwise.arguments import check_whole, unknown_argument
+from shardwise.consistency.agreement import open_agreement
+from shardwise.data.mixture import Mixture, check_map_style, digest_of_samples
+from shardwise.data.order import SampleOrder, own_microbatches, whole_weights
+from shardwise.data.streams import StreamReader
+from shardwise.errors import ConfigError, StateError, UsageError
+
+_ARGUMENTS = ("num_microbatches", "microbatch_size", "seed", "drop_last", "mesh")
+_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    "prefetch_factor",
+)
+
+
+def _loader(dataset: Dataset[Any], seed: int, options: Mapping[str, Any], **more: Any) -> DataLoader[Any]:
+    # Without a generator of its own each iterator would draw a seed from the random numbers of the model.
+    return DataLoader(dataset, generator=torch.Generator("cpu").manual_seed(seed), **{**options, **more})
+
+
+class _SampleReader(Dataset[Any]):
+    """Reads the samples of one microbatch at a time, in the process or a worker of a DataLoader."""
+
+    def __init__(self, dataset: Any, order: SampleOrder) -> None:
+        self._dataset, self._order = dataset, order
+
+    def __getitems__(self, item: tuple[int, list[int]]) -> Any:
+        number, samples = item
+        self._order.seed_worker(number)
+        read = getattr(self._dataset, "__getitems__", None)
+        return [self._dataset[each] for each in samples] if read is None else read(samples)
+
+
+class _MapSource:
+    """A map-style dataset; samples follow from the step, so that the state has the weights of a mixture alone."""
+
+    def __init__(self, dataset: Any, order: SampleOrder, options: Mapping[str, Any]) -> None:
+        self.order, self._dataset, self._options = order, dataset, options
+        self._digests: dict[str, str] = {}
+
+    def check(self) -> None:
+        """Raise StateError if the dataset has another length than it had."""
+        if len(self._dataset) != (expected := sum(self.order.lengths.values())):
+            raise StateError(
+                f"Microbatches: the dataset has {len(self._dataset)} samples, and had {expected} when Microbatches was made; "
+                "a dataset must keep its samples"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, and in a state that is loaded."""
+        order, sources = self.order, getattr(self._dataset, "sources", {"": self._dataset})
+        self._digests = self._digests or {name: digest_of_samples(each) for name, each in sources.items()}
+        facts = {"samples per step": order.batch, "seed": order.seed, "drop_last": order.drop_last}
+        for (name, digest), weight in zip(self._digests.items(), order.weights[0], strict=True):
+            facts[f"dataset {name}".strip()] = f"{order.lengths[name]} samples, digest {digest}"
+            facts[f"weight of {name}".strip()] = weight
+        return facts
+
+    def read(self, step: int, own: range) -> Iterator[Any]:
+        """Yield the microbatches ``own`` of each step from ``step`` on, for ever."""
+        numbers = self.order.microbatches(step, own)
+        return iter(
+            _loader(_SampleReader(self._dataset, self.order), self.order.seed, self._options, batch_sampler=numbers)
+        )
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a later run needs before ``step`` besides its number."""
+        return {"weights": {each: [*weights] for each, weights in self.order.weights.items() if each}}
+
+    def load(self, step: int, state: Mapping[str, Any], is_new: bool) -> None:
+        """Continue from a state; ``is_new``: nothing was read yet."""
+        saved = {0: self.order.weights[0], **state["weights"]}
+        mine = {each: weights for each, weights in self.order.weights.items() if is_new and each not in saved}
+        if early := [each for each in mine if each < step]:
+            raise ConfigError(
+                f"Microbatches: set_weights({early[0]}, ...) was called before a state of step {step} was loaded, in which "
+                f"weights did not change at step {early[0]}"
+            )
+        self.order.weights = {**saved, **mine}
+
+
+class _StreamSource:
+    """A stream for each microbatch of a step.
+
+    ``_states``: of the streams before a step, by step and microbatch: None for a new stream.  Those of the first step, the
+    last one and the next one are kept.
+    """
+
+    def __init__(
+        self, open_stream: Callable[[int], Iterable[Any]], order: SampleOrder, options: Mapping[str, Any]
+    ) -> None:
+        self.order, self._open = order, open_stream
+        self._collate = options.get("collate_fn") or default_collate
+        self._options = {name: value for name, value in options.items() if name != "collate_fn"}
+        self._states: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(order.num_microbatches))}
+
+    def check(self) -> None:
+        """See :class:`_MapSource`."""
+
+    def identity(self) -> dict[str, Any]:
+        """See :class:`_MapSource`."""
+        order = self.order
+        sizes = {"num_microbatches": order.num_microbatches, "microbatch_size": order.microbatch_size}
+        return {**sizes, "seed": order.seed, "dataset": "streams"}
+
+    def read(self, step: int, own: range) -> Iterator[Any]:
+        """See :class:`_MapSource`.  Without states of all streams, earlier steps are read again."""
+        begin = max(each for each, states in self._states.items() if each <= step and states.keys() >= {*own})
+        states = {microbatch: self._states[begin][microbatch] for microbatch in own}
+        reader = StreamReader(self._open, self._collate, self.order, begin, states)
+        for batch in _loader(reader, self.order.seed, self._options, batch_size=None, collate_fn=_unchanged):
+            if batch is None:
+                continue
+            after = batch.step + 1
+            self._states = {each: states for each, states in self._states.items() if each in (0, batch.step, after)}
+            self._states.setdefault(after, {})[batch.microbatch] = batch.state
+            if batch.step >= step:
+                yield batch.samples
+
+    def state(self, step: int) -> dict[str, Any]:
+        """See :class:`_MapSource`."""
+        return {"streams": dict(self._states.get(step, {}))}
+
+    def load(self, step: int, state: Mapping[str, Any], is_new: bool) -> None:
+        """See :class:`_MapSource`."""
+        self._states = {step: dict(state["streams"]), 0: self._states[0]}
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A source that is being read by this rank; ``at``: the step and the microbatch that come next."""
+
+    batches: Iterator[Any]
+    own: range
+    at: tuple[int, int]
+
+
+class StepSampler(Sampler[list[int]]):
+    """The samples of one rank's microbatches of some steps, as a ``batch_sampler`` of a DataLoader; it serves once."""
+
+    def __init__(self, order: SampleOrder, steps: range, own: range) -> None:
+        self._order, self._steps, self._own, self._is_used = order, steps, own, False
+
+    def __len__(self) -> int:
+        return len(self._steps) * len(self._own)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._is_used:
+            raise UsageError(
+                f"Microbatches: the sampler of steps {self._steps.start} to {self._steps.stop} is used a second time, which "
+                "would give the same samples again; make another for the steps that follow"
+            )
+        self._is_used = True
+        for _, samples in islice(self._order.microbatches(self._steps.start, self._own), len(self)):
+            yield samples
+
+
+class Microbatches:
+    """Data by seed, step and microbatch: the same samples at any number of ranks, after a resume, a lost rank, a step undone.
+
+    Every rank makes it with the same arguments.  A step has ``num_microbatches`` microbatches, of which each rank reads equally
+    many consecutive ones, as :class:`~shardwise.Reproducible` numbers them.  torch's DataLoader reads them.
+
+    Args:
+        dataset: a map-style dataset (``__len__`` and ``__getitem__``), a :class:`~shardwise.Mixture` of them, or a function
+            that returns a new stream for the number of a microbatch: an iterable, best with ``state_dict`` and
+            ``load_state_dict``, such as :class:`~shardwise.Packed`.
+        num_microbatches: of a step, over all ranks.  microbatch_size: samples of each.
+        seed: of the order, which has each sample of a map-style dataset once per epoch.
+        drop_last: leave out the samples of an epoch that fill no step; else a step may have samples of two epochs.
+        mesh: the data-parallel mesh, if ranks share microbatches (tensor parallelism); None: all ranks.
+        loader: options of the DataLoader: num_workers, collate_fn, pin_memory, prefetch_factor, timeout, worker_init_fn,
+            multiprocessing_context.
+
+    Attributes:
+        step: the step after the last one that was read, also after a state was loaded.
+        num_microbatches, microbatch_size: as given.
+
+    Ranks compare their arguments, and a hundred samples, in the first step.  Random numbers of transforms follow from the seed,
+    the step and the microbatch in workers; without workers they are those of the process.
+
+    Raises: ConfigError if the number of ranks does not divide ``num_microbatches``; DesyncError on all ranks if ranks have
+        other arguments or samples; StateError for a dataset that changes its length, a stream that ends, a worker that dies.
+
+    Example:
+        >>> data = Microbatches(range(10), num_microbatches=2, microbatch_size=3, seed=0)
+        >>> for number in range(data.step, 2):
+        ...     print(number, [batch.tolist() for batch in data.of_step(number)])
+        0 [[0, 0, 0], [0, 0, 0]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        num_microbatches: int,
+        microbatch_size: int,
+        seed: int = 0,
+        drop_last: bool = False,
+        mesh: DeviceMesh | None = None,
+        **loader: Any,
+    ) -> None:
+        for name in loader:
+            if name not in _OPTIONS:
+                raise unknown_argument("Microbatches", name, [*_ARGUMENTS, *_OPTIONS])
+        check_whole("num_microbatches", num_microbatches, 1)
+        check_whole("microbatch_size", microbatch_size, 1)
+        check_whole("seed", seed, 0)
+        self.num_microbatches, self.microbatch_size, self.step = num_microbatches, microbatch_size, 0
+        order = SampleOrder({}, num_microbatches, microbatch_size, seed, drop_last)
+        self._source: _MapSource | _StreamSource
+        if callable(dataset) and not hasattr(dataset, "__getitem__"):
+            self._source = _StreamSource(dataset, order, loader)
+        else:
+            check_map_style(dataset, "Microbatches: the dataset")
+            order.lengths = {"": len(dataset)}
+            if isinstance(dataset, Mixture):
+                order.lengths = {name: len(each) for name, each in dataset.sources.items()}
+                order.weights[0] = dataset.weights
+            self._source = _MapSource(dataset, order, loader)
+        least = sum(order.lengths.values())
+        if drop_last and (len(order.lengths) != 1 or least < order.batch):
+            raise ConfigError(
+                f"Microbatches: drop_last leaves out the end of an epoch that fills no step of {order.batch} samples; found "
+                f"{len(order.lengths)} sources of {least} samples, expected one dataset of a step or more"
+            )
+        self._mesh = mesh
+        self._compared: Callable[[], object] = lambda: None
+        self._reading: _Reading | None = None
+
+    def of_step(self, number: int) -> Iterator[Any]:
+        """Yield this rank's microbatches of step ``number``, as collated.
+
+        Steps that follow each other are read ahead by workers.  Another step, such as one that is made again, is read at once;
+        of streams, the last step and the next one, and others after a new read from their beginning.
+        """
+        check_whole("number", number, 0)
+        own = self._own()
+        self._source.check()
+        if self._reading is None or (self._reading.own, self._reading.at) != (own, (number, own.start)):
+            self._reading = None  # ends its workers
+            self._reading = _Reading(self._source.read(number, own), own, (number, own.start))
+        reading = self._reading
+        for microbatch in own:
+            if self._reading is not reading or reading.at != (number, microbatch):
+                raise UsageError(
+                    f"Microbatches: the loop over of_step({number}) was left for another, and goes on after it"
+                )
+            is_last = microbatch == own[-1]
+            reading.at = (number + 1, own.start) if is_last else (number, microbatch + 1)
+            try:
+                batch = next(reading.batches)
+            except BaseException as error:
+                self._reading = None
+                if str(error).startswith("DataLoader worker (pid"):
+                    raise StateError(
+                        f"Microbatches: a worker of the DataLoader has died in step {number}, microbatch {microbatch}: "
+                        f"{error}. of_step({number}) reads the step again"
+                    ) from error
+                raise
+            if is_last:
+                self.step = number + 1
+            yield batch
+
+    def batch_sampler(self, steps: range, rank: int | None = None, num_ranks: int = 1) -> StepSampler:
+        """Return the samples of ``rank`` (default: this rank) in ``steps``, for a loop that has a DataLoader of its own.
+
+        ``DataLoader(dataset, batch_sampler=data.batch_sampler(range(begin, end)))`` has one batch per microbatch.
+        Raises: UsageError for streams, which have no sample numbers; ConfigError for steps that do not follow each other.
+        """
+        if not self._source.order.lengths:
+            raise UsageError("Microbatches.batch_sampler: streams have no sample numbers; read them with of_step()")
+        if steps.step != 1 or steps.start < 0:
+            raise ConfigError(f"Microbatches.batch_sampler: steps are {steps}, expected range(begin, end) from 0 on")
+        own = self._own() if rank is None else own_microbatches(self.num_microbatches, rank, num_ranks)
+        return StepSampler(self._source.order, steps, own)
+
+    def set_weights(self, number: int, weights: Mapping[str, float]) -> None:
+        """Let the sources of a mixture have other weights from step ``number`` on; the state has the change.
+
+        Raises: ConfigError for a step that was read, for weights that are not numbers, and without a mixture.
+        """
+        order = self._source.order
+        if number < max(self.step, 1) or len(order.lengths) < 2:
+            raise ConfigError(
+                f"Microbatches.set_weights: step {number} of {len(order.lengths)} sources, expected a mixture, and step "
+                f"{max(self.step, 1)} or a later one, which was not read yet"
+            )
+        order.weights[number] = whole_weights(weights, [*order.lengths])
+        self._reading = None  # workers may have read beyond the step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, what identifies the data, and of streams the states that this rank has, by microbatch."""
+        identity = self._source.identity()
+        return {"step": self.step, "identity": identity, "streams": {}, **self._source.state(self.step)}
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ConfigError, with the first fact that differs, unless ``state_dict`` is of this data."""
+        own = self._source.identity()
+        saved: Mapping[str, Any] = state_dict["identity"]
+        for name in {**own, **saved}:
+            if saved.get(name) != own.get(name):
+                raise ConfigError(
+                    f"Microbatches: the state is of other data: {name} is {saved.get(name)} there and {own.get(name)} here. "
+                    "Samples would not be those that follow; leave this entry out to begin with new data"
+                )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue at the step of ``state_dict``, at any number of ranks.  Raises: ConfigError for the state of other data."""
+        self.check_state(state_dict)
+        self._source.load(state_dict["step"], state_dict, is_new=self._reading is None and not self.step)
+        self._reading, self.step = None, state_dict["step"]
+
+    def _own(self) -> range:
+        """Return the microbatches of this rank.  The first call on a process group compares the data of its ranks."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return own_microbatches(self.num_microbatches, 0, 1)
+        mesh, world = self._mesh, dist.group.WORLD
+        ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
+        own = own_microbatches(self.num_microbatches, ranks.index(dist.get_rank()), len(ranks))
+        if self._compared() is not world:
+            groups = [world] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            self._compare(groups)
+            self._compared = weakref.ref(world) if world is not None else self._compared
+        return own
+
+    def _compare(self, groups: list[Any]) -> None:
+        facts, error = list[str](), None
+        try:
+            facts = [f"{name} {value}" for name, value in self._source.identity().items()]
+        except Exception as raised:
+            error = raised
+        for group in groups:
+            open_agreement(group, "Microbatches").agree("Microbatches", facts, error)
