@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,33 @@ from torch import nn
 import shardwise
 
 NUM_STEPS, NUM_MICROBATCHES, WIDTH = 8, 12, 17
+
+
+class Sequences:
+    """Sequences of tokens, other ones for each microbatch, with a state."""
+
+    def __init__(self, microbatch: int) -> None:
+        self.microbatch, self.number = microbatch, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            self.number += 1
+            yield [self.microbatch + self.number % 7] * (self.number % 5)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def make_data() -> dict[str, shardwise.Microbatches]:
+    """Return packed sequences, read by workers, and a mixture."""
+    sizes = {"num_microbatches": NUM_MICROBATCHES, "microbatch_size": 4}
+    noise = [torch.randn(number, WIDTH, generator=torch.Generator("cpu").manual_seed(number)) for number in (70, 30)]
+    mixture = shardwise.Mixture({"web": (noise[0], 0.7), "code": (noise[1], 0.3)})
+    packed = shardwise.Microbatches(lambda k: shardwise.Packed(Sequences(k), WIDTH), **sizes, num_workers=1)
+    return {"packed": packed, "mixed": shardwise.Microbatches(mixture, **sizes)}
 
 
 class Block(nn.Module):
@@ -39,7 +67,7 @@ def build() -> dict[str, Any]:
     shardwise.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     fixed = shardwise.Reproducible(model, optimizer, num_microbatches=NUM_MICROBATCHES, seed=0)
-    return {"model": model, "optimizer": optimizer, "fixed": fixed}
+    return {"model": model, "optimizer": optimizer, "fixed": fixed, **make_data()}
 
 
 def main() -> None:
@@ -53,9 +81,10 @@ def main() -> None:
                 digests.enter_context(shardwise.RunDigests(fixed, out.with_name(f"{out.name}-digests")))
             worlds.append(dist.get_world_size())
             losses: list[torch.Tensor] = []
-            for number in state["fixed"].microbatches():
-                noise = torch.Generator("cpu").manual_seed(100 * step.number + number)
-                loss = state["model"](torch.randn(4, WIDTH, generator=noise)).square().mean() / NUM_MICROBATCHES
+            packed, mixed = (state[name].of_step(step.number) for name in ("packed", "mixed"))
+            for _, windows, rows in zip(state["fixed"].microbatches(), packed, mixed, strict=True):
+                x = rows + windows["tokens"] / 10 + windows["positions"]
+                loss = state["model"](x).square().mean() / NUM_MICROBATCHES
                 loss.backward()
                 losses.append(loss.detach())
                 place = (step.number, dist.get_rank())
