@@ -21,10 +21,8 @@ from shardwise.data.streams import StreamReader
 from shardwise.errors import ConfigError, StateError, UsageError
 
 _ARGUMENTS = ("num_microbatches", "microbatch_size", "seed", "drop_last", "mesh")
-_OPTIONS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    "prefetch_factor",
-)
+_OF_WORKERS = ("prefetch_factor", "multiprocessing_context")
+_OPTIONS = (*("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"), *_OF_WORKERS)
 
 
 def _loader(dataset: Dataset[Any], seed: int, options: Mapping[str, Any], **more: Any) -> DataLoader[Any]:
@@ -32,42 +30,54 @@ def _loader(dataset: Dataset[Any], seed: int, options: Mapping[str, Any], **more
     return DataLoader(dataset, generator=torch.Generator("cpu").manual_seed(seed), **{**options, **more})
 
 
+@dataclass(eq=False)
 class _SampleReader(Dataset[Any]):
     """Reads the samples of one microbatch at a time, in the process or a worker of a DataLoader."""
 
-    def __init__(self, dataset: Any, order: SampleOrder) -> None:
-        self._dataset, self._order = dataset, order
+    dataset: Any
+    order: SampleOrder
 
     def __getitems__(self, item: tuple[int, list[int]]) -> Any:
         number, samples = item
-        self._order.seed_worker(number)
-        read = getattr(self._dataset, "__getitems__", None)
-        return [self._dataset[each] for each in samples] if read is None else read(samples)
+        self.order.seed_worker(number)
+        read = getattr(self.dataset, "__getitems__", None)
+        return [self.dataset[each] for each in samples] if read is None else read(samples)
 
 
 class _MapSource:
     """A map-style dataset; samples follow from the step, so that the state has the weights of a mixture alone."""
 
     def __init__(self, dataset: Any, order: SampleOrder, options: Mapping[str, Any]) -> None:
+        check_map_style(dataset, "Microbatches: the dataset")
         self.order, self._dataset, self._options = order, dataset, options
+        self._sources: Mapping[str, Any] = dataset.sources if isinstance(dataset, Mixture) else {"": dataset}
         self._digests: dict[str, str] = {}
+        order.lengths = self._lengths()
+        order.weights[0] = dataset.weights if isinstance(dataset, Mixture) else [1]
+        if order.drop_last and (len(self._sources) > 1 or len(dataset) < order.batch):
+            raise ConfigError(
+                f"Microbatches: drop_last leaves out the end of an epoch that fills no step of {order.batch} samples; found "
+                f"{len(self._sources)} sources of {len(dataset)} samples, expected one dataset of a step or more"
+            )
+
+    def _lengths(self) -> dict[str, int]:
+        return {name: len(each) for name, each in self._sources.items()}
 
     def check(self) -> None:
         """Raise StateError if the dataset has another length than it had."""
-        if len(self._dataset) != (expected := sum(self.order.lengths.values())):
+        if (found := self._lengths()) != self.order.lengths:
             raise StateError(
-                f"Microbatches: the dataset has {len(self._dataset)} samples, and had {expected} when Microbatches was made; "
-                "a dataset must keep its samples"
+                f"Microbatches: the dataset has {sum(found.values())} samples, and had {sum(self.order.lengths.values())} when "
+                "Microbatches was made; a dataset must keep its samples"
             )
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, and in a state that is loaded."""
-        order, sources = self.order, getattr(self._dataset, "sources", {"": self._dataset})
-        self._digests = self._digests or {name: digest_of_samples(each) for name, each in sources.items()}
+        order = self.order
+        self._digests = self._digests or {name: digest_of_samples(each) for name, each in self._sources.items()}
         facts = {"samples per step": order.batch, "seed": order.seed, "drop_last": order.drop_last}
         for (name, digest), weight in zip(self._digests.items(), order.weights[0], strict=True):
-            facts[f"dataset {name}".strip()] = f"{order.lengths[name]} samples, digest {digest}"
-            facts[f"weight of {name}".strip()] = weight
+            facts[f"dataset {name}".strip()] = f"{order.lengths[name]} samples, digest {digest}, weight {weight}"
         return facts
 
     def read(self, step: int, own: range) -> Iterator[Any]:
@@ -103,9 +113,7 @@ class _StreamSource:
     def __init__(
         self, open_stream: Callable[[int], Iterable[Any]], order: SampleOrder, options: Mapping[str, Any]
     ) -> None:
-        self.order, self._open = order, open_stream
-        self._collate = options.get("collate_fn") or default_collate
-        self._options = {name: value for name, value in options.items() if name != "collate_fn"}
+        self.order, self._open, self._options = order, open_stream, options
         self._states: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(order.num_microbatches))}
 
     def check(self) -> None:
@@ -121,7 +129,8 @@ class _StreamSource:
         """See :class:`_MapSource`.  Without states of all streams, earlier steps are read again."""
         begin = max(each for each, states in self._states.items() if each <= step and states.keys() >= {*own})
         states = {microbatch: self._states[begin][microbatch] for microbatch in own}
-        reader = StreamReader(self._open, self._collate, self.order, begin, states)
+        collate = self._options.get("collate_fn") or default_collate
+        reader = StreamReader(self._open, collate, self.order, begin, states)
         for batch in _loader(reader, self.order.seed, self._options, batch_size=None, collate_fn=_unchanged):
             if batch is None:
                 continue
@@ -192,7 +201,7 @@ class Microbatches:
 
     Attributes:
         step: the step after the last one that was read, also after a state was loaded.
-        num_microbatches, microbatch_size: as given.
+        num_microbatches: of a step.
 
     Ranks compare their arguments, and a hundred samples, in the first step.  Random numbers of transforms follow from the seed,
     the step and the microbatch in workers; without workers they are those of the process.
@@ -221,27 +230,12 @@ class Microbatches:
         for name in loader:
             if name not in _OPTIONS:
                 raise unknown_argument("Microbatches", name, [*_ARGUMENTS, *_OPTIONS])
-        check_whole("num_microbatches", num_microbatches, 1)
-        check_whole("microbatch_size", microbatch_size, 1)
-        check_whole("seed", seed, 0)
-        self.num_microbatches, self.microbatch_size, self.step = num_microbatches, microbatch_size, 0
+        for name, value, least in zip(_ARGUMENTS, (num_microbatches, microbatch_size, seed), (1, 1, 0), strict=False):
+            check_whole(name, value, least)
+        self.num_microbatches, self.step = num_microbatches, 0
         order = SampleOrder({}, num_microbatches, microbatch_size, seed, drop_last)
-        self._source: _MapSource | _StreamSource
-        if callable(dataset) and not hasattr(dataset, "__getitem__"):
-            self._source = _StreamSource(dataset, order, loader)
-        else:
-            check_map_style(dataset, "Microbatches: the dataset")
-            order.lengths = {"": len(dataset)}
-            if isinstance(dataset, Mixture):
-                order.lengths = {name: len(each) for name, each in dataset.sources.items()}
-                order.weights[0] = dataset.weights
-            self._source = _MapSource(dataset, order, loader)
-        least = sum(order.lengths.values())
-        if drop_last and (len(order.lengths) != 1 or least < order.batch):
-            raise ConfigError(
-                f"Microbatches: drop_last leaves out the end of an epoch that fills no step of {order.batch} samples; found "
-                f"{len(order.lengths)} sources of {least} samples, expected one dataset of a step or more"
-            )
+        is_stream = callable(dataset) and not hasattr(dataset, "__getitem__")
+        self._source = (_StreamSource if is_stream else _MapSource)(dataset, order, loader)
         self._mesh = mesh
         self._compared: Callable[[], object] = lambda: None
         self._reading: _Reading | None = None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset
 
 from shardwise.data.order import whole_weights
 from shardwise.errors import ArgumentTypeError, ConfigError
@@ -19,7 +17,7 @@ from shardwise.random_state import RandomState, set_seed
 _NUM_DIGESTED = 100
 
 
-class Mixture(Dataset[Any]):
+class Mixture(ConcatDataset[Any]):
     """Several datasets as one, for :class:`~shardwise.Microbatches`, which takes samples from each by its weight.
 
     Weights count samples: of 1000 samples of weights 0.7 and 0.3, 700 and 300.  Each dataset has epochs of its own.
@@ -43,14 +41,7 @@ class Mixture(Dataset[Any]):
         self.weights = whole_weights({name: weight for name, (_, weight) in sources.items()}, [*sources])
         for name, dataset in self.sources.items():
             check_map_style(dataset, f"Mixture: {name}")
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sources.values()))
-
-    def __getitem__(self, index: int) -> Any:
-        ends = [*accumulate(map(len, self.sources.values()))]
-        number = bisect_right(ends, index)
-        return [*self.sources.values()][number][index - ([0, *ends][number])]
+        super().__init__(self.sources.values())
 
 
 def check_map_style(dataset: Any, what: str) -> None:

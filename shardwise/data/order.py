@@ -158,9 +158,7 @@ class SampleOrder:
 
     def _mix(self, found: Numbers, positions: Numbers, weights: Sequence[int], before: Sequence[int]) -> None:
         """Write the samples at ``positions``, counted since a change of weights, into ``found``."""
-        if not len(positions):
-            return
-        is_large = int(positions[-1] + 1) * 2 * sum(weights) > _MOST_EXACT
+        is_large = (int(positions.max(initial=0)) + 1) * 2 * sum(weights) > _MOST_EXACT
         exact: Any = positions.astype(object) if is_large else positions
         counts, offset = zip(shares(weights, exact), shares(weights, exact + 1), strict=True), 0
         for (name, length), first, (here, there) in zip(self.lengths.items(), before, counts, strict=True):

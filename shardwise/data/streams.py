@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
@@ -127,46 +128,39 @@ class StreamBatch(NamedTuple):
     state: Any
 
 
+@dataclass(eq=False)
 class StreamReader(IterableDataset[StreamBatch | None]):
     """Reads the streams of a rank's microbatches, divided among the workers of a DataLoader.
 
     Workers yield in turn, so that all have equally many turns in a step: None where one has no microbatch.
 
-    Args:
+    Attributes:
         open_stream: returns the stream of a microbatch.  collate: its samples.
         order: of the microbatches.  begin: the first step.  states: of the streams before it, by microbatch.
     """
 
-    def __init__(
-        self,
-        open_stream: Callable[[int], Iterable[Any]],
-        collate: Callable[[list[Any]], Any],
-        order: SampleOrder,
-        begin: int,
-        states: Mapping[int, Any],
-    ) -> None:
-        self._open, self._collate, self._order, self._begin, self._states = open_stream, collate, order, begin, states
+    open_stream: Callable[[int], Iterable[Any]]
+    collate: Callable[[list[Any]], Any]
+    order: SampleOrder
+    begin: int
+    states: Mapping[int, Any]
 
     def __iter__(self) -> Iterator[StreamBatch | None]:
         worker = get_worker_info()
         index, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        turns = range(index, -(-len(self._states) // num_workers) * num_workers, num_workers)
-        numbers = [*self._states]
-        streams = {
-            turn: StreamPosition(self._open(numbers[turn]), self._states[numbers[turn]])
-            for turn in turns
-            if turn < len(numbers)
-        }
-        for step in count(self._begin):
-            for turn in turns:
-                yield self._read(step, numbers[turn], streams[turn]) if turn in streams else None
+        numbers: list[int | None] = [*self.states, *[None] * (-len(self.states) % num_workers)]
+        own = numbers[index::num_workers]
+        streams = {each: StreamPosition(self.open_stream(each), self.states[each]) for each in own if each is not None}
+        for step in count(self.begin):
+            for each in own:
+                yield None if each is None else self._read(step, each, streams[each])
 
     def _read(self, step: int, microbatch: int, stream: StreamPosition) -> StreamBatch:
-        self._order.seed_worker(step * self._order.num_microbatches + microbatch)
-        samples = [*islice(stream, self._order.microbatch_size)]
-        if len(samples) < self._order.microbatch_size:
+        self.order.seed_worker(step * self.order.num_microbatches + microbatch)
+        samples = [*islice(stream, self.order.microbatch_size)]
+        if len(samples) < self.order.microbatch_size:
             raise StateError(
                 f"Microbatches: the stream of microbatch {microbatch} ended in step {step}; repeat it for ever (as "
                 "dataset.repeat() does), or make fewer steps"
             )
-        return StreamBatch(step, microbatch, self._collate(samples), stream.state_dict())
+        return StreamBatch(step, microbatch, self.collate(samples), stream.state_dict())

@@ -226,7 +226,10 @@ def test_a_state_of_other_data_is_refused_by_the_fact_that_differs() -> None:
     with pytest.raises(ConfigError, match="seed is 3 there and 4 here"):
         Microbatches(MAKES["mixture"][0](), num_microbatches=V, microbatch_size=1, seed=4).load_state_dict(state)
     others = [
-        ({"a": (range(LENGTH), 0.5), "b": (range(5), 0.5)}, "weight of a is 3 there and 1 here"),
+        (
+            {"a": (range(LENGTH), 0.5), "b": (range(5), 0.5)},
+            "dataset a is 29 samples, .*, weight 3 there and 29 samples, .*, weight 1 here",
+        ),
         (
             {"a": (range(LENGTH), 0.6), "b": (range(6), 0.4)},
             "dataset b is 5 samples, digest .* there and 6 samples, digest",

@@ -36,10 +36,13 @@ from shardwise import (
     HSDPMeshInfo,
     LayoutError,
     MemoryLimit,
+    Microbatches,
     MixedPrecisionPolicy,
+    Mixture,
     OffloadPolicy,
     OffloadReport,
     OptimizerOffload,
+    Packed,
     Placements,
     Plan,
     RankError,
@@ -250,6 +253,25 @@ def is_reproducible(model: FSDPModule, optimizer: torch.optim.Optimizer, data: T
         print(digests)
     print(fixed.step, fixed.clip_grad_norm_(1.0, norm_type=2.0, error_if_nonfinite=False))
     return fixed.sum(losses)
+
+
+def reads(dataset: torch.utils.data.Dataset[Tensor], mesh: DeviceMesh) -> int:
+    data = Microbatches(
+        dataset, num_microbatches=4, microbatch_size=2, seed=1, drop_last=True, mesh=mesh, num_workers=2
+    )
+    for batch in data.of_step(data.step):
+        print(batch)
+    mixture: Mixture = Mixture({"web": (dataset, 0.7), "code": (dataset, 0.3)})
+    mixed = Microbatches(mixture, num_microbatches=4, microbatch_size=2, collate_fn=list)
+    mixed.set_weights(10, {"web": 0.5, "code": 0.5})
+    mixed.check_state(mixed.state_dict())
+    mixed.load_state_dict(mixed.state_dict())
+    packed = Packed([[1, 2], [3]], 2, key=None)
+    packed.load_state_dict(packed.state_dict())
+    windows: list[Tensor] = [window["tokens"] for window in packed]
+    streams = Microbatches(lambda number: packed, num_microbatches=4, microbatch_size=2)
+    print(windows, streams.num_microbatches, mixture.weights, mixture.sources)
+    return len(data.batch_sampler(range(3), rank=0, num_ranks=2))
 
 
 def plans(model: FSDPModule) -> str:
