@@ -129,6 +129,26 @@ def own_sockets() -> dict[str, int]:
     return found
 
 
+@contextlib.contextmanager
+def ending_what_closes() -> Iterator[None]:
+    """Shut down the connections that are closed within the context.
+
+    A forked process, such as a worker of a DataLoader, has copies of all sockets, so that a close alone tells peers nothing.
+    """
+    held: list[tuple[str, int, socket.socket]] = []
+    for inode, descriptor in own_sockets().items():
+        with contextlib.suppress(OSError):
+            held.append((inode, descriptor, socket.socket(fileno=os.dup(descriptor))))
+    try:
+        yield
+    finally:
+        for inode, descriptor, copy in held:
+            with copy, contextlib.suppress(OSError):
+                name = f"/proc/self/fd/{descriptor}"
+                if not os.path.lexists(name) or os.readlink(name) != f"socket:[{inode}]":
+                    copy.shutdown(socket.SHUT_RDWR)
+
+
 def _connections() -> Iterable[socket.socket]:
     for descriptor in own_sockets().values():
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DeviceMesh
 
 from shardwise import torch_private
-from shardwise.consistency.liveness import own_sockets
+from shardwise.consistency.liveness import ending_what_closes, own_sockets
 from shardwise.consistency.store import refuse_deadlock
 from shardwise.errors import StateError, TransportError
 from shardwise.formatting import format_ranks
@@ -248,13 +248,13 @@ def abort_connections(group: dist.ProcessGroup) -> None:
     milliseconds.
     """
     backend = torch_private.backend_of(group, _CPU)
-    for step in range(1, group.size()):
-        # gloo closes all open pairs when a message times out; one receive per peer, since some pairs may be closed
-        # already.
-        with contextlib.suppress(RuntimeError):
-            backend.recv([torch.empty(1, device="cpu")], (group.rank() + step) % group.size(), _RECONNECT_TAG).wait(
-                timedelta(milliseconds=1)
-            )
+    with ending_what_closes():
+        for step in range(1, group.size()):
+            # gloo closes all open pairs when a message times out; one receive per peer, since some pairs may be closed
+            # already.
+            peer = (group.rank() + step) % group.size()
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.empty(1, device="cpu")], peer, _RECONNECT_TAG).wait(timedelta(milliseconds=1))
 
 
 def abort_all_connections(members: Collection[int]) -> None:
