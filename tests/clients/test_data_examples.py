@@ -61,6 +61,7 @@ def test_a_stream_of_datasets_goes_on_where_it_was(num_workers: int) -> None:
     assert read(later, range(31, 40)) == whole[3 * 31 :]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 def test_a_loader_of_torchdata_keeps_its_position_over_our_samples() -> None:
     data = Microbatches([*range(50)], num_microbatches=4, microbatch_size=3)
 

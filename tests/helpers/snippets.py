@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Examples that need packages which `make clients` alone installs; the second ones take more than steps and width.
 EXAMPLES_OF_CLIENTS = ("qlora", "with_accelerate", "with_lightning")
-RECIPES_OF_CLIENTS = ("stateful_loader", "with_ray", "with_trainer")
+RECIPES_OF_CLIENTS = (
+    *("stateful_loader", "with_ray", "with_trainer"),
+    *("data_with_accelerate", "data_with_lightning", "data_with_trainer"),
+)
 PAGES_OF_CLIENTS = (ROOT / "docs" / "tutorials" / "lora.md",)  # the same for pages
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
 
