@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -130,7 +130,7 @@ def own_sockets() -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def ending_what_closes() -> Iterator[None]:
+def ending_what_closes() -> Generator[None, None, None]:
     """Shut down the connections that are closed within the context.
 
     A forked process, such as a worker of a DataLoader, has copies of all sockets, so that a close alone tells peers nothing.

@@ -75,7 +75,7 @@ class _MapSource:
         """Return what must be equal on all ranks, and in a state that is loaded."""
         order = self.order
         self._digests = self._digests or {name: digest_of_samples(each) for name, each in self._sources.items()}
-        facts = {"samples per step": order.batch, "seed": order.seed, "drop_last": order.drop_last}
+        facts: dict[str, Any] = {"samples per step": order.batch, "seed": order.seed, "drop_last": order.drop_last}
         for (name, digest), weight in zip(self._digests.items(), order.weights[0], strict=True):
             facts[f"dataset {name}".strip()] = f"{order.lengths[name]} samples, digest {digest}, weight {weight}"
         return facts
@@ -234,8 +234,8 @@ class Microbatches:
             check_whole(name, value, least)
         self.num_microbatches, self.step = num_microbatches, 0
         order = SampleOrder({}, num_microbatches, microbatch_size, seed, drop_last)
-        is_stream = callable(dataset) and not hasattr(dataset, "__getitem__")
-        self._source = (_StreamSource if is_stream else _MapSource)(dataset, order, loader)
+        kind: Any = _StreamSource if callable(dataset) and not hasattr(dataset, "__getitem__") else _MapSource
+        self._source: _MapSource | _StreamSource = kind(dataset, order, loader)
         self._mesh = mesh
         self._compared: Callable[[], object] = lambda: None
         self._reading: _Reading | None = None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ def whole_weights(weights: Mapping[str, Any], names: Sequence[str]) -> list[int]
 
     Raises: ConfigError unless they are numbers from 0 on, one for each name, and not all 0.
     """
-    is_right = weights.keys() == set(names) and all(
+    is_right = set(weights) == set(names) and all(
         isinstance(each, int | float | Fraction) and 0 <= each < math.inf for each in weights.values()
     )
     if not is_right or not any(weights.values()):
@@ -147,7 +147,7 @@ class SampleOrder:
         found = np.empty_like(positions)
         before = [0] * len(self.lengths)  # samples of each source up to a change of weights
         steps = sorted(self.weights)
-        for step, after in pairwise([*steps, None]):
+        for step, after in zip(steps, [*steps[1:], None], strict=True):
             begin, weights = step * self.batch, self.weights[step]
             stop = None if after is None else after * self.batch
             inside = slice(*np.searchsorted(positions, [begin, stop or positions[-1] + 1]))

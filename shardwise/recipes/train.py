@@ -178,9 +178,9 @@ def build_trainer(run: TrainRun, ranks: RunRanks, memory_bytes: int | None = Non
     text = run.folder / "text"
     context, itemsize = config.model.context, run.facts.itemsize
     train, validation = (open_windows(text / name, context, itemsize) for name in ("train.bin", "validation.bin"))
-    num_microbatches = config.reproducible or ranks.num_data_ranks * config.accumulate
-    sizes = {"num_microbatches": num_microbatches, "microbatch_size": config.batch // num_microbatches}
-    data = Microbatches(train, **sizes, seed=config.seed, mesh=meshes.data, collate_fn=lambda both: both)
+    count = config.reproducible or ranks.num_data_ranks * config.accumulate
+    options: dict[str, Any] = {"seed": config.seed, "mesh": meshes.data, "collate_fn": lambda both: both}
+    data = Microbatches(train, num_microbatches=count, microbatch_size=config.batch // count, **options)
     damaged = resumed.skipped if resumed else ()
     peak = "peak GPU memory" if ranks.device.type == "cuda" else "peak of the process (all)"
     numbers = num_parameters, unsharded, HtmlReport(run, unsharded, peak), damaged
