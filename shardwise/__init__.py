@@ -63,6 +63,7 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import Hardware, Wire
+from shardwise.prove.record import recorded
 from shardwise.reproducible.compare import RunDigests
 from shardwise.reproducible.reproducible import Reproducible
 from shardwise.transaction.transaction import transaction
@@ -142,6 +143,7 @@ __all__ = [
     "plan",
     "policy",
     "record",
+    "recorded",
     "register_fsdp_forward_method",
     "replicate",
     "set_default_transport",

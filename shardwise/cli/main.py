@@ -24,6 +24,7 @@ from shardwise.checks.root import CHECKS, mode_of
 from shardwise.cli import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, check_extras, read_num_bytes
 from shardwise.cli.local_ranks import add_run_arguments, run_run
 from shardwise.cli.plan import add_plan_arguments, run_plan
+from shardwise.cli.prove import add_prove_arguments, run_prove
 from shardwise.cli.train import add_train_arguments, read_train_request, with_config_file
 from shardwise.collectives.host.local_peers import HEADER_BYTES, Segment, can_share_memory
 from shardwise.consistency.recorder import diagnose, find_records, in_words, last_job
@@ -226,6 +227,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_diagnose_arguments(commands)
     add_info_arguments(commands)
     add_plan_arguments(commands)
+    add_prove_arguments(commands)
     return parser
 
 
@@ -271,6 +273,8 @@ def _run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         return run_diagnose(arguments)
     if arguments.command == "info":
         return run_info(arguments)
+    if arguments.command == "prove":
+        return run_prove(arguments)
     if arguments.command == "plan":
         return run_plan(arguments)
     if arguments.command == "checkpoint":

@@ -1,0 +1,42 @@
+"""``python -m shardwise.prove.bootstrap TERMS KIND WORDS ...``: run a script in one rank, recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from shardwise.prove.plain import PlainRecorder, Unprovable, replace_wrappers
+from shardwise.prove.record import Recorder, Terms, rank_and_size
+
+
+def main() -> None:
+    """Record the script, and say in the folder that it has ended."""
+    text, kind, *words = sys.argv[1:]
+    terms = Terms(**json.loads(text))
+    folder = Path(terms.folder)
+    if terms.place:
+        os.chdir(terms.place)
+    if terms.initial:
+        replace_wrappers()
+        recorder: Recorder = PlainRecorder(folder, terms.steps, Path(terms.initial), terms.moves)
+    else:
+        recorder = Recorder(folder, terms.steps, keeps_initial=True)
+    recorder.install()
+    sys.argv = words
+    try:
+        if kind == "module":
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(os.path.abspath(words[0]), run_name="__main__")
+    except Unprovable as error:
+        (folder / f"unprovable-{rank_and_size()[0]}").write_text(str(error))
+        raise
+    recorder.note_done()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,403 @@
+"""A recording of a training run: sketches of what each step computes, a file of lines per rank.
+
+Torch's global hooks watch modules and optimizers.  No hook tells where a backward begins and ends, so a function that calls
+``torch.autograd.backward`` replaces it until :meth:`Recorder.remove`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise import torch_private
+from shardwise.prove.sketch import sketch_of
+from shardwise.random_state import RandomState
+
+LEAVE_S = 30.0  # what a rank that has made its steps waits for the others
+FSDP1 = "FullyShardedDataParallel"
+_WRAPPERS = ("DistributedDataParallel", "PlainReplicas", "PlainShards")
+_OF_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a rank is told.
+
+    Attributes:
+        folder: of its recording.  steps: after which it ends.
+        place: the working folder; "": that of the launcher.
+        initial: the folder of the tested run's recording; "": this is the tested run.
+        moves: weights, inputs and sums are moved.
+    """
+
+    folder: str
+    steps: int
+    place: str = ""
+    initial: str = ""
+    moves: bool = False
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this rank and the number of ranks; (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers of classes that wrap a whole model."""
+    while type(module).__name__ in _WRAPPERS or hasattr(module, "_orig_mod"):
+        module = getattr(module, "_orig_mod", None) or module.module
+    return module
+
+
+class Names:
+    """The models of a script, and names of their parts as the plain model has them.
+
+    A model is a module with parameters that was called by none of its parents.  Names in later ones begin with ``model2.``.
+    """
+
+    def __init__(self) -> None:
+        self.roots: list[nn.Module] = []
+        self._modules: dict[int, str] = {}
+
+    def add(self, called: nn.Module) -> bool:
+        """Add a model, unless it belongs to a known one or has no parameters; return True if it was added."""
+        root = bare(called)
+        if id(root) in self._modules or next(root.parameters(), None) is None:
+            return False
+        self.roots.append(root)
+        for name, module in root.named_modules():
+            self._modules.setdefault(id(module), self._clean(len(self.roots) - 1, name) or "the model")
+        return True
+
+    def of_module(self, module: nn.Module) -> str | None:
+        """Return the name of a module; None for wrappers and those of no model."""
+        return None if type(module).__name__ in (*_WRAPPERS, FSDP1) else self._modules.get(id(module))
+
+    def _clean(self, index: int, name: str) -> str:
+        parts = name.split(".")
+        kept = [each for each in parts if each not in _OF_WRAPPERS]
+        return ".".join([f"model{index + 1}"] * bool(index) + [each for each in kept if each])
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return all parameters, as they are registered now."""
+        return self._of(nn.Module.named_parameters)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return all buffers."""
+        return self._of(nn.Module.named_buffers)
+
+    def _of(self, list_tensors: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for index, root in enumerate(self.roots):
+            for name, tensor in list_tensors(root):
+                found.setdefault(self._clean(index, name), tensor)
+        return found
+
+
+class Rows:
+    """Sketches of one step until they are written: ``stage|microbatch|name`` and the ranks whose parts make up a tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.facts: dict[str, Any] = {}
+        self._found: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+
+    def add(self, key: str, found: tuple[torch.Tensor, tuple[int, ...]] | None) -> None:
+        """Note a sketch; a key that was there gets a number."""
+        number, first = 1, key
+        while key in self._found:
+            number += 1
+            key = f"{first} (call {number})"
+        if found is not None:
+            self._found[key] = found
+
+    def write(self, step: int, optimizer: int) -> None:
+        """Append what was found to this rank's file, and begin with nothing."""
+        if self._found:
+            numbers = torch.stack([each.to("cpu") for each, _ in self._found.values()]).tolist()
+            values = {
+                key: [",".join(map(str, ranks)), *(float(f"{each:.12g}") for each in row)]
+                for (key, (_, ranks)), row in zip(self._found.items(), numbers, strict=True)
+            }
+            with open(self._folder / f"rank-{rank_and_size()[0]}.jsonl", "a") as file:
+                row = {"step": step, "optimizer": optimizer, **self.facts, "values": values}
+                file.write(json.dumps(row) + "\n")
+        self._found, self.facts = {}, {}
+
+
+class Recorder:
+    """Records this rank.
+
+    Args:
+        folder: gets ``rank-K.jsonl``.
+        steps: of each optimizer that steps, after which the process ends with the next forward; None: it goes on.
+        keeps_initial: save the values that a model has at its first forward, for the plain run.
+    """
+
+    def __init__(self, folder: Path, steps: int | None = None, keeps_initial: bool = False) -> None:
+        self.folder, self._most_steps, self._keeps_initial = folder, steps, keeps_initial
+        self.names, self.rows = Names(), Rows(folder)
+        self._stack: list[nn.Module] = []  # modules whose forward runs
+        self._stepping: list[Optimizer] = []  # an optimizer inside another one steps within its step
+        self.num_steps: dict[Optimizer, int] = {}
+        self.counts = {"microbatch": 0, "before": 0, "backwards": 0, "depth": 0, "inputs": 0}
+        self._undo: list[Callable[[], object]] = []
+
+    def install(self) -> None:
+        """Begin to record."""
+        hooks = (
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if not self.counts["depth"]:
+                self.begin_backward()
+            self.counts["depth"] += 1  # checkpoints run one inside another
+            try:
+                original(*args, **kwargs)
+            finally:
+                self.counts["depth"] -= 1
+            if not self.counts["depth"]:
+                self.end_backward(args[0] if args else kwargs["tensors"])
+
+        torch.autograd.backward = backward
+        self._undo = [*(each.remove for each in hooks), lambda: setattr(torch.autograd, "backward", original)]
+
+    def remove(self) -> None:
+        """End the recording; another one may have begun meanwhile, and ends first."""
+        for each in self._undo:
+            each()
+
+    # ---- forward
+
+    def _before_forward(self, module: nn.Module, args: Any) -> Any:
+        if torch.compiler.is_compiling() or self.counts["depth"]:  # blocks that are computed again in backward
+            return None
+        changed = None
+        if not self._stack:
+            if self._is_complete():
+                self._leave()
+            if self.names.add(module):
+                with torch.no_grad():
+                    self.see_model(self.names.roots[-1], len(self.names.roots) - 1)
+            self.counts["inputs"] = 0
+            changed = self.begin_pass(module, args)
+        tensors = [each for each in torch_private.leaves_of(args) if isinstance(each, torch.Tensor)]
+        if not self.counts["inputs"] and tensors:  # of the model, or of the first module that has positional ones
+            self.counts["inputs"] = 1
+            self._add_all("input", self.names.of_module(module) or "the model", tensors)
+        self._stack.append(module)
+        return changed
+
+    def _after_forward(self, module: nn.Module, args: Any, output: object) -> None:
+        if torch.compiler.is_compiling() or self.counts["depth"] or module not in self._stack:
+            return
+        while self._stack.pop() is not module:  # those that have raised
+            pass
+        name = self.names.of_module(module)
+        if name is not None and output is not None:
+            tensors = [each for each in torch_private.leaves_of(output) if isinstance(each, torch.Tensor)]
+            self._add_all("output", name, tensors)
+
+    def _add_all(self, stage: str, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for number, each in enumerate(tensors):
+                shape = "x".join(map(str, each.shape))
+                key = f"{stage}|{self.counts['microbatch']}|{name}{f'[{number}]' * bool(number)}"
+                self.rows.add(key, sketch_of(each))
+                self.rows.facts.setdefault("shapes", {})[key] = shape
+
+    def see_model(self, root: nn.Module, index: int) -> None:
+        """Note a model's values before its first forward.  Collective if they are sharded and are to be kept."""
+        if self._keeps_initial:
+            with whole(root):
+                tensors = {**self.names.parameters(), **self.names.buffers()}
+                values = {name: full(each).clone() for name, each in tensors.items()}
+            kept = {"values": values, "random": RandomState().state_dict()}
+            torch.save(kept, self.folder / f"initial-{index}-{rank_and_size()[0]}.pt")
+        self.add_parameters(None, "parameter")
+        self.rows.write(-1, index)
+
+    def begin_pass(self, module: nn.Module, args: Any) -> Any:
+        """Return other arguments for the forward of a model, or None."""
+
+    # ---- backward and step
+
+    def begin_backward(self) -> None:
+        """Do nothing before a backward."""
+
+    def end_backward(self, tensors: Any) -> None:
+        """Note the loss and the gradients."""
+        found = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
+        self._add_all("loss", "the loss", [each for each in found if each.numel() == 1])
+        self.add_gradients("gradient")
+        self.counts["microbatch"] += 1
+        self.counts["backwards"] += 1
+
+    def add_gradients(self, stage: str) -> None:
+        """Note the gradients of all parameters."""
+        with torch.no_grad(), whole(*self.names.roots, with_grads=True):
+            params = self.names.parameters()
+            for name, param in reversed(params.items()):
+                if param.grad is not None:
+                    self.rows.add(f"{stage}|{self.counts['microbatch']}|{name}", sketch_of(param.grad))
+
+    def add_parameters(self, only: set[int] | None, stage: str) -> None:
+        """Note parameters: all, or those whose ids are in ``only``."""
+        with whole(*self.names.roots):
+            for name, param in self.names.parameters().items():
+                if only is None or id(param) in only:
+                    self.rows.add(f"{stage}|0|{name}", sketch_of(param))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping.append(optimizer)
+        if len(self._stepping) == 1:
+            self.counts["before"] = self.counts["microbatch"]
+            if self.counts["microbatch"]:
+                self.add_gradients("step gradient")
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        while self._stepping and self._stepping.pop() is not optimizer:  # those that have raised
+            pass
+        if self._stepping:
+            return
+        if self.counts["microbatch"] > self.counts["before"]:  # by a closure
+            self.add_gradients("step gradient")
+        with torch.no_grad():
+            self._add_state(optimizer)
+            number = self.num_steps.setdefault(optimizer, 0)
+            self.num_steps[optimizer] += 1
+        self.rows.facts |= {
+            "microbatches": self.counts["microbatch"],
+            "backwards": self.counts["backwards"],
+            "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+            "random": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16],
+            "ranks": rank_and_size()[1],
+        }
+        self.add_facts()
+        self.rows.write(number, list(self.num_steps).index(optimizer))
+        self.counts["microbatch"] = 0
+        if self._is_complete():
+            self.note_done()
+
+    def add_facts(self) -> None:
+        """Add to the facts of the step."""
+
+    def _add_state(self, optimizer: Optimizer) -> None:
+        params = self.names.parameters()
+        names = {id(param): name for name, param in params.items()}
+        given = [param for group in optimizer.param_groups for param in group["params"]]
+        is_known = all(id(param) in names for param in given) and not has_fsdp1(self.names.roots)
+        self.add_parameters({*map(id, given)} if is_known else None, "parameter")
+        if optimizer is next(iter(self.num_steps), optimizer):
+            for name, each in self.names.buffers().items():
+                self.rows.add(f"buffer|0|{name}", sketch_of(each))
+        self.rows.facts["unknown"] = sum(id(param) not in names for param in given)
+        for number, param in enumerate(given):
+            if has_fsdp1(self.names.roots):
+                continue
+            state = optimizer.state[param] if param in optimizer.state else {}  # noqa: SIM401  a default of torch's adds one
+            name = names.get(id(param), f"parameter {number} of optimizer {len(self.num_steps)}")
+            for key, value in sorted(state.items(), key=lambda each: str(each[0])):
+                if isinstance(value, torch.Tensor) and (found := state_sketch(value, param)) is not None:
+                    self.rows.add(f"state|0|{name}.{key}", found)
+
+    # ---- the end
+
+    def _is_complete(self) -> bool:
+        most = self._most_steps
+        return most is not None and bool(self.num_steps) and min(self.num_steps.values()) >= most
+
+    def note_done(self) -> None:
+        """Tell the launcher and the other ranks that this rank has made its steps."""
+        (self.folder / f"done-{rank_and_size()[0]}").touch()
+
+    def _leave(self) -> None:
+        """End this process; the others may need it for what they do after their last step."""
+        deadline = time.monotonic() + LEAVE_S
+        while len([*self.folder.glob("done-*")]) < rank_and_size()[1] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def state_sketch(value: torch.Tensor, param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """Return the sketch of an optimizer's state: cut as its parameter is, or whole; None for what is cut otherwise."""
+    if isinstance(value, DTensor) or not isinstance(param, DTensor) or value.numel() == 1:
+        return sketch_of(value)
+    if value.shape != torch_private.local_of(param).shape:
+        return None
+    return sketch_of(
+        torch_private.dtensor_from_local(
+            value.detach(), torch_private.spec_in(torch_private.spec_of(param), value.dtype)
+        )
+    )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor, and others as they are."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def has_fsdp1(roots: Iterable[nn.Module]) -> bool:
+    """Return True if torch's older FSDP, whose shards do not tell their places, wraps a part of these models."""
+    return any(type(each).__name__ == FSDP1 for root in roots for each in root.modules())
+
+
+@contextmanager
+def whole(*roots: nn.Module, with_grads: bool = False) -> Iterator[None]:
+    """Let torch's older FSDP show full parameters, if these models have any.  Collective then."""
+    with ExitStack() as stack:
+        for root in roots:
+            if has_fsdp1([root]):
+                summon: Any = importlib.import_module(
+                    "torch.distributed.fsdp"
+                ).FullyShardedDataParallel.summon_full_params
+                stack.enter_context(summon(root, writeback=False, with_grads=with_grads))
+        yield
+
+
+@contextmanager
+def recorded(folder: str | Path) -> Iterator[None]:
+    """Record the training within the context, for ``shardwise prove --compare``; every rank writes a file.
+
+    Recorded are sketches of the outputs, losses, gradients, parameters, buffers and optimizer states of each step, no tensors:
+    a few hundred bytes per tensor and step.  It works with every wrapper, and with none; the other run may have other ranks.
+
+    Args:
+        folder: gets ``rank-K.jsonl``; a file of an earlier run is replaced.
+
+    Example:
+        >>> with shardwise.recorded("runs/a"):  # doctest: +SKIP
+        ...     train(model, steps=3)
+    """
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / f"rank-{rank_and_size()[0]}.jsonl").unlink(missing_ok=True)
+    recorder = Recorder(place)
+    recorder.install()
+    try:
+        yield
+    finally:
+        recorder.remove()

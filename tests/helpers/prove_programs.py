@@ -1,0 +1,835 @@
+"""Training scripts that are wrong, each after a public report, and scripts that are right; all of one prelude and a body."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+PRELUDE = """
+import contextlib, copy, os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+draws = torch.Generator().manual_seed(1 + rank)
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 32), nn.Linear(32, width)
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+class Net(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 4)
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def batch(number=4):
+    return torch.randn(number, 8, generator=draws), torch.randint(0, 4, (number,), generator=draws)
+
+def loss_of(model, number=4):
+    x, y = batch(number)
+    return F.cross_entropy(model(x), y)
+
+def shard(model, fully_shard, **options):
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+def step(model, optimizer, microbatches=1):
+    for _ in range(microbatches):
+        (loss_of(model) / microbatches).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+TORCH = "from torch.distributed.fsdp import fully_shard, FSDPModule, MixedPrecisionPolicy\n"
+OURS = "import shardwise\nfrom shardwise import fully_shard, MixedPrecisionPolicy\n"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One script.
+
+    Attributes:
+        body: after the prelude.  ranks: how many.  options: of the command.
+        expected: a pattern of the output of a wrong one.  source: the report that it follows.
+    """
+
+    body: str
+    expected: str = ""
+    ranks: int = 2
+    options: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def text(self) -> str:
+        """The whole script."""
+        return PRELUDE + self.body
+
+
+def _body(text: str, head: str = TORCH) -> str:
+    return head + textwrap.dedent(text)
+
+
+STRICT = ("--strict",)
+WRONG = {
+    "optimizer_before_sharding": Program(
+        _body("""
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard(model, fully_shard)
+        while True:
+            step(model, optimizer)
+            model.zero_grad()
+        """),
+        r"step 1  parameter of first.weight: equal to the value before the step",
+        source="torchtitan: an optimizer built before fully_shard holds parameters that nothing trains",
+    ),
+    "clip_by_norm_of_a_rank": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            loss_of(model).backward()
+            norm = torch.stack([p.grad.to_local().norm() for p in model.parameters()]).norm()
+            for p in model.parameters():
+                p.grad.mul_(0.1 / norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        """),
+        r"step 1  gradient of [\w.]+: ",
+        source="transformers 48792: clipping by each rank's own norm",
+    ),
+    "clip_by_norm_of_a_rank_ours": Program(
+        _body(
+            """
+        model = shardwise.shard_model(Net(), min_unit_bytes=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            loss_of(model).backward()
+            norm = sum(float(p.grad.to_local().square().sum()) for p in model.parameters()) ** 0.5
+            for p in model.parameters():
+                p.grad.to_local().mul_(0.1 / norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+            OURS,
+        ),
+        r"step 1  gradient of [\w.]+: ",
+        source="Megatron-LM 6660: p.grad.norm() per rank",
+    ),
+    "frozen_by_old_references": Program(
+        _body("""
+        model = Net()
+        frozen = list(model.first.parameters())
+        shard(model, fully_shard)
+        for p in frozen:
+            p.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        r"step 1  gradient of first.(weight|bias): has one, and the reference has none|"
+        r"step 1  microbatch 1  gradient of first.(weight|bias): has one",
+        source="transformers 45662: a frozen layer that trains",
+    ),
+    "hook_divides_again": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        for p in model.blocks[1].parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', p.grad.div_(world)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        r"step 1  microbatch 1  gradient of blocks.1.down.bias: 0.500 x the reference \(1/2 = 1/ranks",
+        source="Megatron-LM 7452: gradients averaged twice on one unit",
+    ),
+    "comm_hook_sums": Program(
+        _body("""
+        def sums(state, bucket):
+            work = dist.all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+        model = DDP(Net())
+        model.register_comm_hook(None, sums)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        r"step 1  microbatch 1  gradient of head.bias: 2.000 x the reference \(2 = ranks: summed",
+        source="DeepSpeed 8432: gradients summed where they should be averaged",
+    ),
+    "comm_hook_averages_twice": Program(
+        _body("""
+        def twice(state, bucket):
+            work = dist.all_reduce(bucket.buffer().div_(world), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0].div_(world))
+        model = DDP(Net())
+        model.register_comm_hook(None, twice)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer, 2)
+        """),
+        r"gradient of head.bias: 0.250 x the reference \(1/4 = 1/ranks",
+        ranks=4,
+        source="Megatron-LM 7186: averaged twice",
+    ),
+    "comm_hook_forgets_to_send": Program(
+        _body("""
+        def own(state, bucket):
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+        model = DDP(Net())
+        model.register_comm_hook(None, own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        r"step 1  microbatch 1  gradient of head.bias: this rank's own part",
+        source="DeepSpeed 8443: gradients of a bucket that are not reduced",
+    ),
+    "momentum_of_another_rank": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step(model, optimizer)
+        for state in optimizer.state.values():  # as a resume that loads the file of rank 0 on every rank
+            local = state["momentum_buffer"].to_local()
+            if local.shape[0] == 8:
+                dist.broadcast(local, 0)
+        while True:
+            step(model, optimizer)
+        """),
+        r"step 2  (parameter|optimizer state) of [\w.]+(.momentum_buffer)?: differs by",
+        source="torchtitan 4382: momentum of another rank after a resume",
+    ),
+    "dummy_step": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if isinstance(model.head.weight, DTensor):  # an engine that makes its state with a step of zeros
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
+        while True:
+            step(model, optimizer)
+        """),
+        r"step 1  ",
+        source="Megatron-LM 7452: a state that a dummy step has moved",
+    ),
+    "never_synced": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.set_requires_gradient_sync(False)
+        while True:
+            step(model, optimizer)
+        """),
+        r"gradient of head.bias: has none, and the reference has one",
+        source="a last microbatch whose gradients are not synced",
+    ),
+    "step_within_no_sync": Program(
+        _body("""
+        model = DDP(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            with model.no_sync():
+                step(model, optimizer)
+        """),
+        r"between ranks, in the plain run: step 1  parameter of first.weight: differs between ranks 0 and 1",
+        source="gradients that were never averaged",
+    ),
+    "rate_by_rank": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+        while True:
+            step(model, optimizer)
+        """),
+        r"between ranks, in the plain run: step 1  the learning rate: \[0.1\] on rank 0; \[0.2\] on rank 1",
+        source="a learning rate per rank",
+    ),
+    "schedule_on_local_loss": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for number in range(9):
+            step(model, optimizer)
+            schedule.step(float(number * rank))
+        """),
+        r"the learning rate: \[0.1\] on rank 0; \[0.01\] on rank 1",
+        source="a scheduler on a local loss",
+    ),
+    "step_skipped_on_one_rank": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(9):
+            loss_of(model).backward()
+            if (rank, number) != (1, 1):
+                optimizer.step()
+            optimizer.zero_grad()
+        """),
+        r"step 2  the number of backwards before the step: 2 on rank 0; 3 on rank 1",
+        source="a step skipped on one rank (a local inf)",
+    ),
+    "no_wrapper": Program(
+        _body("""
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        r"between ranks, in the plain run: step 1  parameter of first.weight: differs between ranks 0 and 1",
+        source="Megatron 1736: a model that nothing wraps",
+    ),
+    "experts_over_the_wrong_axis": Program(
+        _body("""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        model = Net()
+        torch.manual_seed(mesh["ep"].get_local_rank())
+        model.expert = nn.Linear(8, 16)
+        fully_shard(model.expert, mesh=mesh["ep"])
+        model.first.forward = lambda x, first=model.first: F.linear(x, first.weight, first.bias) + model.expert(x)
+        shard(model, fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        r"parameter of expert.weight: differs between ranks 0 and 2",
+        ranks=4,
+        source="Megatron-LM 5974: experts averaged over the wrong axis",
+    ),
+    "divided_by_hand": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            loss_of(model).backward()
+            for p in model.parameters():
+                p.grad.div_(world)
+            optimizer.step()
+            optimizer.zero_grad()
+        """),
+        r"step 1  14 gradients .*: 0.500 x their mean over ranks \(1/2 = 1/ranks: averaged twice",
+        options=STRICT,
+        source="torchtitan 2318: gradients divided twice",
+    ),
+    "last_microbatch_alone": Program(
+        _body(
+            """
+        model = shardwise.replicate(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            for _ in range(3):
+                optimizer.zero_grad()
+                (loss_of(model) / 3).backward()
+            optimizer.step()
+        """,
+            OURS,
+        ),
+        r"step 1  14 gradients .*: the last microbatch alone",
+        options=STRICT,
+        source="transformers: accumulation whose last microbatch alone counts",
+    ),
+    "same_batch": Program(
+        _body("""
+        model = DDP(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draws = torch.Generator().manual_seed(1)  # without the rank, as a sampler that nobody told it
+        while True:
+            step(model, optimizer)
+        """),
+        r"step 1  data: ranks 0 and 1 have the same batch",
+        options=STRICT,
+        source="set_epoch or num_replicas forgotten, so that ranks have the same batch",
+    ),
+    "untied_by_to_empty": Program(
+        _body("""
+        class Tied(Net):
+            def __init__(self):
+                super().__init__()
+                self.first, self.head = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+                self.tail = nn.Linear(8, 16, bias=False)
+                self.tail.weight = self.first.weight
+            def forward(self, x):
+                return super().forward(self.first(x)[..., :8] + self.tail(x)[..., :8])
+        with torch.device("meta"):
+            model = Tied()
+        shard(model, fully_shard)
+        model.to_empty(device="cpu")
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        r"first.weight and tail.weight: were one parameter when they were wrapped, and are several now",
+        options=STRICT,
+        source="a tied head untied by to_empty",
+    ),
+    "zero_grad_forgotten": Program(
+        _body("""
+        model = DDP(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            loss_of(model).backward()
+            optimizer.step()
+        """),
+        r"step 2  14 gradients .*: the gradient of the step before is still in it",
+        options=STRICT,
+        source="zero_grad forgotten",
+    ),
+    "summed_by_hand": Program(
+        _body("""
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            loss_of(model).backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        """),
+        r"step 1  14 gradients .*: 2.000 x their mean over ranks \(2 = ranks: summed",
+        options=STRICT,
+        source="gradients summed where they should be averaged",
+    ),
+    "buffers_summed": Program(
+        _body("""
+        model = Net()
+        model.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        shard(model, fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            loss_of(model).backward()
+            if isinstance(model.head.weight, DTensor):  # an engine that shares buffers by a sum
+                dist.all_reduce(model.first[1].running_var)
+            optimizer.step()
+            optimizer.zero_grad()
+        """),
+        r"step 1  buffer of first.1.running_var: (differs|[\d.]+ x)",
+        source="BatchNorm's buffers under FSDP",
+    ),
+}
+
+
+RIGHT = {
+    "torchs_fully_shard": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(4):
+            for number in range(3):
+                model.set_requires_gradient_sync(number == 2)
+                (loss_of(model) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    ),
+    "shard_model": Program(
+        _body(
+            """
+        model = shardwise.shard_model(Net(), min_unit_bytes=0)
+        print(shardwise.describe_units(model))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            loss_of(model).backward()
+            shardwise.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+            OURS,
+        )
+    ),
+    "hsdp": Program(
+        _body("""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = shard(Net(), fully_shard, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        while True:
+            step(model, optimizer, 2)
+        """),
+        ranks=4,
+    ),
+    "hfsdp": Program(
+        _body(
+            """
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = shardwise.shard_model(Net(), strategy="hfsdp", mesh=mesh, min_unit_bytes=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer)
+        """,
+            OURS,
+        ),
+        ranks=4,
+    ),
+    "ddp_and_zero": Program(
+        _body("""
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        model = DDP(Net())
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        while True:
+            step(model, optimizer)
+        """)
+    ),
+    "zero_of_ours": Program(
+        _body(
+            """
+        model = shardwise.shard_model(Net(), strategy="zero1")
+        optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, partition="even")
+        while True:
+            loss_of(model).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+            OURS,
+        ),
+        ranks=4,
+    ),
+    "ddp_no_sync": Program(
+        _body("""
+        model = DDP(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            for number in range(4):
+                with model.no_sync() if number < 3 else contextlib.nullcontext():
+                    (loss_of(model) / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    ),
+    "bf16": Program(
+        _body("""
+        model = shard(Net(), fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer, 2)
+        """)
+    ),
+    "bf16_of_ours": Program(
+        _body(
+            """
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+        model = shard(Net(), fully_shard, mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer, 2)
+        """,
+            OURS,
+        )
+    ),
+    "autocast": Program(
+        _body("""
+        model = DDP(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    ),
+    "tied": Program(
+        _body("""
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.block, self.head = nn.Embedding(12, 16), Block(), nn.Linear(16, 12, bias=False)
+                self.head.weight = self.embed.weight
+            def forward(self, ids):
+                return self.head(self.block(self.embed(ids)))
+        model = Tied()
+        fully_shard(model.block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            ids = torch.randint(0, 12, (4, 6), generator=draws)
+            F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    ),
+    "lora": Program(
+        _body("""
+        class Adapted(nn.Module):
+            def __init__(self, base):
+                super().__init__()
+                self.base = base.requires_grad_(False)
+                self.a = nn.Parameter(torch.randn(4, base.in_features) / 8)
+                self.b = nn.Parameter(torch.zeros(base.out_features, 4))
+            def forward(self, x):
+                return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+        model = Net()
+        for block in model.blocks:
+            block.up = Adapted(block.up)
+        model.first.requires_grad_(False)
+        shard(model, fully_shard)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        while True:
+            step(model, optimizer)
+        """)
+    ),
+    "gan": Program(
+        _body(
+            """
+        made, judge = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)), Net()
+        for each in (made, judge):
+            fully_shard(each)
+        of_made = torch.optim.Adam(made.parameters(), lr=0.01)
+        of_judge = torch.optim.Adam(judge.parameters(), lr=0.01)
+        while True:
+            noise = torch.randn(4, 4, generator=draws)
+            real, _ = batch()
+            fake = made(noise)
+            of_judge.zero_grad()
+            (judge(real).mean() - judge(fake.detach()).mean()).backward()
+            of_judge.step()
+            of_made.zero_grad()
+            judge(fake).mean().backward()
+            of_made.step()
+        """,
+            OURS,
+        )
+    ),
+    "gan_ddp": Program(
+        _body("""
+        made, judge = DDP(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))), DDP(Net())
+        of_made = torch.optim.Adam(made.parameters(), lr=0.01)
+        of_judge = torch.optim.Adam(judge.parameters(), lr=0.01)
+        while True:
+            noise = torch.randn(4, 4, generator=draws)
+            of_judge.zero_grad()
+            judge(torch.cat([batch()[0], made(noise).detach()])).mean().backward()
+            of_judge.step()
+            of_made.zero_grad()
+            for p in judge.parameters():
+                p.requires_grad_(False)
+            judge.module(made(noise)).mean().backward()
+            for p in judge.parameters():
+                p.requires_grad_(True)
+            of_made.step()
+        """)
+    ),
+    "experts": Program(
+        _body("""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        model = Net()
+        torch.manual_seed(mesh["ep"].get_local_rank())
+        model.expert = nn.Linear(8, 16)
+        fully_shard(model.expert, mesh=mesh["dp"])
+        model.first.forward = lambda x, first=model.first: F.linear(x, first.weight, first.bias) + model.expert(x)
+        shard(model, fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        ranks=4,
+    ),
+    "checkpointing": Program(
+        _body("""
+        from torch.utils.checkpoint import checkpoint
+        model = Net()
+        for block in model.blocks:
+            block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)
+        shard(model, fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer)
+        """)
+    ),
+    "compiled_blocks": Program(
+        _body("""
+        model = Net()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        shard(model, fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer)
+        """)
+    ),
+    "batch_norm": Program(
+        _body("""
+        model = Net()
+        model.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        model = DDP(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """)
+    ),
+    "dropout": Program(
+        _body(
+            """
+        model = Net()
+        model.first = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3))
+        shard(model, fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer)
+        """,
+            OURS,
+        )
+    ),
+    "grad_scaler": Program(
+        _body("""
+        model = DDP(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        while True:
+            scaler.scale(loss_of(model)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        """)
+    ),
+    "ema": Program(
+        _body("""
+        model = Net()
+        ema = copy.deepcopy(model).requires_grad_(False)
+        shard(model, fully_shard)
+        shard(ema, fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer)
+            with torch.no_grad():
+                for mean, p in zip(ema.parameters(), model.parameters()):
+                    mean.lerp_(p, 0.1)
+                ema(batch()[0])
+        """)
+    ),
+    "two_optimizers": Program(
+        _body(
+            """
+        model = shard(Net(), fully_shard)
+        matrices = {n: p for n, p in model.blocks.named_parameters() if p.ndim == 2}
+        others = [p for p in model.parameters() if all(p is not each for each in matrices.values())]
+        first = shardwise.ShardedOptimizer(matrices, torch.optim.Muon, lr=0.01)
+        second = shardwise.ShardedOptimizer([{"params": others}], torch.optim.AdamW, lr=0.01)
+        while True:
+            loss_of(model).backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+            OURS,
+        )
+    ),
+    "offload": Program(
+        _body(
+            """
+        model = shard(Net(), fully_shard, offload_policy=shardwise.CPUOffloadPolicy())
+        offload = shardwise.OptimizerOffload()
+        optimizer = shardwise.ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.01, offload=offload)
+        while True:
+            step(model, optimizer)
+        """,
+            OURS,
+        )
+    ),
+    "compression": Program(
+        _body(
+            """
+        policy = shardwise.CompressionPolicy(gather="int8", reduce="int8", min_bytes=0)
+        model = shard(Net(64), fully_shard, compression=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer)
+        """,
+            OURS,
+        )
+    ),
+    "from_meta": Program(
+        _body("""
+        with torch.device("meta"):
+            model = Net()
+        shard(model, fully_shard)
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            step(model, optimizer)
+        """)
+    ),
+    "closure": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+        while True:
+            optimizer.step(closure)
+        """)
+    ),
+    "saves_and_resumes": Program(
+        _body("""
+        model = DDP(Net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if os.path.exists("last.pt"):
+            model.load_state_dict(torch.load("last.pt"))
+        for _ in range(5):
+            step(model, optimizer)
+            if rank == 0:
+                torch.save(model.state_dict(), "last.pt")
+        """)
+    ),
+    "reproducible": Program(
+        _body(
+            """
+        model = shardwise.shard_model(Net(), min_unit_bytes=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        fixed = shardwise.Reproducible(model, optimizer, num_microbatches=4)
+        data = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
+        while True:
+            for number in fixed.microbatches():
+                (model(data[number]).square().mean() / 4).backward()
+            fixed.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+            OURS,
+        )
+    ),
+    "fsdp1": Program(
+        _body("""
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+        mesh = init_device_mesh("cpu", (world,))
+        policy = ModuleWrapPolicy({Block})
+        model = FSDP(Net(), device_mesh=mesh, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        while True:
+            loss_of(model).backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    ),
+}
