@@ -63,8 +63,8 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.plan.grouping import UnitRow, UnitTable
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import Hardware, Wire
+from shardwise.prove.digests import RunDigests
 from shardwise.prove.record import recorded
-from shardwise.reproducible.compare import RunDigests
 from shardwise.reproducible.reproducible import Reproducible
 from shardwise.transaction.transaction import transaction
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shardwise.prove.plain import PlainRecorder, Unprovable, replace_wrappers
-from shardwise.prove.record import Recorder, Terms, rank_and_size
+from shardwise.prove.record import RunRecorder, Terms, rank_and_size
 
 
 def main() -> None:
@@ -21,9 +21,7 @@ def main() -> None:
         os.chdir(terms.place)
     if terms.initial:
         replace_wrappers()
-        recorder: Recorder = PlainRecorder(folder, terms.steps, Path(terms.initial), terms.moves)
-    else:
-        recorder = Recorder(folder, terms.steps, keeps_initial=True)
+    recorder = PlainRecorder(terms) if terms.initial else RunRecorder(terms)
     recorder.install()
     sys.argv = words
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ class Recording:
         parts: dict[tuple[tuple[int, int], Key, str], ByRank] = {}
         ranks = sorted(int(path.stem.partition("-")[2]) for path in folder.glob("rank-*.jsonl"))
         for rank in ranks:
-            for line in _lines(folder, f"rank-{rank}.jsonl"):
+            for line in lines_of(folder, f"rank-{rank}.jsonl"):
                 place = line["step"], line["optimizer"]
                 row = rows.setdefault(place, Row(line["step"]))
                 row.facts[rank] = line
@@ -115,13 +115,14 @@ class Recording:
         return found
 
 
-def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+def lines_of(folder: Path, name: str, what: str = "values") -> Generator[dict[str, Any], None, None]:
+    """Yield the lines of a file of a recording, a step each.  Raises: UnsafeFileError for a line without ``what``."""
     with open_input(folder, name) as file:
         for line in file:
             if line.endswith(b"\n"):
                 found = parse_object(line.decode(errors="replace"), str(folder / name))
-                if type(found.get("step")) is not int or not isinstance(found.get("values"), dict):
-                    raise UnsafeFileError(f"{folder / name}: a line has no step or no values. Remove it")
+                if type(found.get("step")) is not int or not isinstance(found.get(what), dict):
+                    raise UnsafeFileError(f"{folder / name}: a line has no step or no {what}. Remove it")
                 yield found
 
 
@@ -385,9 +386,16 @@ def _shape(row: Row, key: Key) -> str:
 
 
 def _times(found: Sums, expected: Sums, noise: float) -> float:
+    if len(found) > NUM_SUMS + 1:  # of recordings to be compared exactly
+        return 0.0 if _digest(found) == _digest(expected) else math.inf
     if is_finite(found) and is_finite(expected):
-        return distance(found, expected) / noise if noise else math.inf * (not np.array_equal(found, expected) or 0)
+        return distance(found, expected) / noise if noise else math.inf
     return 0.0 if is_finite(found) == is_finite(expected) else math.inf
+
+
+def _digest(sums: Sums) -> int:
+    high, low = sums[NUM_SUMS + 1 :]
+    return ((int(high) << 32) + int(low)) % (1 << 64)
 
 
 def _facts_that_differ(mine: Row, row: Row, kind: str) -> Iterator[Finding]:

@@ -27,8 +27,7 @@ from shardwise.fsdp.api import default_mesh
 from shardwise.fsdp.mesh import MeshAxes, names_of
 from shardwise.optim.sharded_optimizer import checked_params, split_by_group, unpacked_groups
 from shardwise.plan.grouping import UnitTable
-from shardwise.prove.record import Recorder, rank_and_size
-from shardwise.prove.sketch import sketch
+from shardwise.prove.record import RunRecorder, Terms, rank_and_size
 from shardwise.random_state import RandomState
 from shardwise.reproducible.reproducible import Reproducible
 from shardwise.reproducible.tree import BatchPlace
@@ -50,9 +49,8 @@ class Wrap:
         self.modules, self.mesh, self.options = modules, mesh, options
         self.syncs, self.syncs_next = True, True  # now; after the forward that a DDP-like wrapper has seen
         self.divide_by: float | None = None
-        policy = options.get("mp_policy") or options.get("mixed_precision")
+        self._policy = policy = options.get("mp_policy") or options.get("mixed_precision")
         compression = options.get("compression")
-        self.dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
         self.eps = max(_eps(self.dtype), _LOSSY.get(getattr(compression, "gather", None) or "", 0.0))
         reduced = getattr(policy, "reduce_dtype", None) or self.dtype
         self.reduce_eps = max(_eps(reduced), _LOSSY.get(getattr(compression, "reduce", None) or "", 0.0))
@@ -61,7 +59,11 @@ class Wrap:
         for module in modules:
             module.register_forward_pre_hook(self._before, with_kwargs=True)
             module.register_forward_hook(self._after)
-        self._policy = policy
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype in which the modules compute; None: that of their parameters."""
+        return getattr(self._policy, "param_dtype", None)
 
     def groups(self, param: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
         """Return the process groups along the axes over which the gradient of ``param`` is averaged."""
@@ -210,9 +212,9 @@ class Reducer:
                 buckets.setdefault((wrap.groups(param), wrap.divide_by), []).append((wrap, param))
         for (groups, divide_by), members in buckets.items():
             found = [self._unsynced.pop(id(param), None) for _, param in members]
-            wide = {"dtype": torch.float64, "device": members[0][1].device}
-            are_there = torch.tensor([float(each is not None) for each in found], **wide)
-            parts = [torch.zeros(param.numel(), **wide) for _, param in members]
+            device, wide = members[0][1].device, torch.float64
+            are_there = torch.tensor([float(each is not None) for each in found], dtype=wide, device=device)
+            parts = [torch.zeros(param.numel(), dtype=wide, device=device) for _, param in members]
             for part, own in zip(parts, found, strict=True):
                 if own is not None:
                     part.copy_(own.to_dense().reshape(-1))
@@ -522,14 +524,14 @@ def _mesh_of(tensor: torch.Tensor) -> DeviceMesh:
     return init_device_mesh(torch_private.accelerator_type(), (rank_and_size()[1],))
 
 
-class PlainRecorder(Recorder):
+class PlainRecorder(RunRecorder):
     """Records the plain run, which begins with what the tested run has kept, and what each backward adds to gradients."""
 
-    def __init__(self, folder: Path, steps: int, initial: Path, moves: bool) -> None:
-        super().__init__(folder, steps)
-        self._initial, self._reducer = initial, Reducer()
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(terms)
+        self._reducer = Reducer()
         self._hooked: set[int] = set()
-        if moves:
+        if terms.moves:
             THE_PLAIN.moves = torch.Generator("cpu").manual_seed(0)
 
     def see_model(self, root: nn.Module, index: int) -> None:
@@ -537,7 +539,7 @@ class PlainRecorder(Recorder):
         package = type(root).__module__.partition(".")[0]
         if package in UNKNOWN:
             raise Unprovable(f"{package}'s {type(root).__name__} cannot be replaced by the plain thing")
-        path = self._initial / f"initial-{index}-{rank_and_size()[0]}.pt"
+        path = Path(self.terms.initial) / f"initial-{index}-{rank_and_size()[0]}.pt"
         if not path.exists():
             raise Unprovable(f"the script as it is calls {index} model(s) only, and the plain run another one")
         self.add_parameters(None, "initial")
@@ -564,7 +566,7 @@ class PlainRecorder(Recorder):
         def note(gradient: torch.Tensor) -> None:
             with torch.no_grad():
                 self._reducer.add(param, gradient)
-                self.rows.add(f"own|{self.counts['microbatch']}|{name}", (sketch(gradient), ()))
+                self.rows.add(f"own|{self.counts['microbatch']}|{name}", gradient)
 
         return note
 

@@ -1,7 +1,7 @@
 """A recording of a training run: sketches of what each step computes, a file of lines per rank.
 
 Torch's global hooks watch modules and optimizers.  No hook tells where a backward begins and ends, so a function that calls
-``torch.autograd.backward`` replaces it until :meth:`Recorder.remove`.
+``torch.autograd.backward`` replaces it until :meth:`RunRecorder.remove`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,19 @@ class Terms:
     """What a rank is told.
 
     Attributes:
-        folder: of its recording.  steps: after which it ends.
+        folder: of its recording, which gets ``rank-K.jsonl``.
+        steps: of each optimizer that steps, after which the process ends with the next forward; None: it goes on.
+        exact: record digests, too.
+        keeps_initial: save the values that a model has at its first forward, for the plain run.
         place: the working folder; "": that of the launcher.
         initial: the folder of the tested run's recording; "": this is the tested run.
         moves: weights, inputs and sums are moved.
     """
 
     folder: str
-    steps: int
+    steps: int | None = None
+    exact: bool = False
+    keeps_initial: bool = False
     place: str = ""
     initial: str = ""
     moves: bool = False
@@ -113,13 +118,14 @@ class Names:
 class Rows:
     """Sketches of one step until they are written: ``stage|microbatch|name`` and the ranks whose parts make up a tensor."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, exact: bool) -> None:
+        self._folder, self._exact = folder, exact
         self.facts: dict[str, Any] = {}
         self._found: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
 
-    def add(self, key: str, found: tuple[torch.Tensor, tuple[int, ...]] | None) -> None:
-        """Note a sketch; a key that was there gets a number."""
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        """Note the sketch of a tensor; a key that was there gets a number."""
+        found = sketch_of(tensor, self._exact)
         number, first = 1, key
         while key in self._found:
             number += 1
@@ -141,18 +147,16 @@ class Rows:
         self._found, self.facts = {}, {}
 
 
-class Recorder:
+class RunRecorder:
     """Records this rank.
 
     Args:
-        folder: gets ``rank-K.jsonl``.
-        steps: of each optimizer that steps, after which the process ends with the next forward; None: it goes on.
-        keeps_initial: save the values that a model has at its first forward, for the plain run.
+        terms: what is recorded, and for how long.
     """
 
-    def __init__(self, folder: Path, steps: int | None = None, keeps_initial: bool = False) -> None:
-        self.folder, self._most_steps, self._keeps_initial = folder, steps, keeps_initial
-        self.names, self.rows = Names(), Rows(folder)
+    def __init__(self, terms: Terms) -> None:
+        self.terms, self.folder = terms, Path(terms.folder)
+        self.names, self.rows = Names(), Rows(self.folder, terms.exact)
         self._stack: list[nn.Module] = []  # modules whose forward runs
         self._stepping: list[Optimizer] = []  # an optimizer inside another one steps within its step
         self.num_steps: dict[Optimizer, int] = {}
@@ -224,12 +228,12 @@ class Recorder:
             for number, each in enumerate(tensors):
                 shape = "x".join(map(str, each.shape))
                 key = f"{stage}|{self.counts['microbatch']}|{name}{f'[{number}]' * bool(number)}"
-                self.rows.add(key, sketch_of(each))
+                self.rows.add(key, each)
                 self.rows.facts.setdefault("shapes", {})[key] = shape
 
     def see_model(self, root: nn.Module, index: int) -> None:
         """Note a model's values before its first forward.  Collective if they are sharded and are to be kept."""
-        if self._keeps_initial:
+        if self.terms.keeps_initial:
             with whole(root):
                 tensors = {**self.names.parameters(), **self.names.buffers()}
                 values = {name: full(each).clone() for name, each in tensors.items()}
@@ -260,14 +264,14 @@ class Recorder:
             params = self.names.parameters()
             for name, param in reversed(params.items()):
                 if param.grad is not None:
-                    self.rows.add(f"{stage}|{self.counts['microbatch']}|{name}", sketch_of(param.grad))
+                    self.rows.add(f"{stage}|{self.counts['microbatch']}|{name}", param.grad)
 
     def add_parameters(self, only: set[int] | None, stage: str) -> None:
         """Note parameters: all, or those whose ids are in ``only``."""
         with whole(*self.names.roots):
             for name, param in self.names.parameters().items():
                 if only is None or id(param) in only:
-                    self.rows.add(f"{stage}|0|{name}", sketch_of(param))
+                    self.rows.add(f"{stage}|0|{name}", param)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping.append(optimizer)
@@ -311,7 +315,7 @@ class Recorder:
         self.add_parameters({*map(id, given)} if is_known else None, "parameter")
         if optimizer is next(iter(self.num_steps), optimizer):
             for name, each in self.names.buffers().items():
-                self.rows.add(f"buffer|0|{name}", sketch_of(each))
+                self.rows.add(f"buffer|0|{name}", each)
         self.rows.facts["unknown"] = sum(id(param) not in names for param in given)
         for number, param in enumerate(given):
             if has_fsdp1(self.names.roots):
@@ -319,13 +323,13 @@ class Recorder:
             state = optimizer.state[param] if param in optimizer.state else {}  # noqa: SIM401  a default of torch's adds one
             name = names.get(id(param), f"parameter {number} of optimizer {len(self.num_steps)}")
             for key, value in sorted(state.items(), key=lambda each: str(each[0])):
-                if isinstance(value, torch.Tensor) and (found := state_sketch(value, param)) is not None:
+                if isinstance(value, torch.Tensor) and (found := state_like(value, param)) is not None:
                     self.rows.add(f"state|0|{name}.{key}", found)
 
     # ---- the end
 
     def _is_complete(self) -> bool:
-        most = self._most_steps
+        most = self.terms.steps
         return most is not None and bool(self.num_steps) and min(self.num_steps.values()) >= most
 
     def note_done(self) -> None:
@@ -342,17 +346,14 @@ class Recorder:
         os._exit(0)
 
 
-def state_sketch(value: torch.Tensor, param: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return the sketch of an optimizer's state: cut as its parameter is, or whole; None for what is cut otherwise."""
+def state_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
+    """Return an optimizer's state as a tensor that is cut as its parameter is, or whole; None for what is cut otherwise."""
     if isinstance(value, DTensor) or not isinstance(param, DTensor) or value.numel() == 1:
-        return sketch_of(value)
+        return value
     if value.shape != torch_private.local_of(param).shape:
         return None
-    return sketch_of(
-        torch_private.dtensor_from_local(
-            value.detach(), torch_private.spec_in(torch_private.spec_of(param), value.dtype)
-        )
-    )
+    spec = torch_private.spec_in(torch_private.spec_of(param), value.dtype)
+    return torch_private.dtensor_from_local(value.detach(), spec)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -379,7 +380,7 @@ def whole(*roots: nn.Module, with_grads: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def recorded(folder: str | Path) -> Iterator[None]:
+def recorded(folder: str | Path, *, exact: bool = False) -> Iterator[None]:
     """Record the training within the context, for ``shardwise prove --compare``; every rank writes a file.
 
     Recorded are sketches of the outputs, losses, gradients, parameters, buffers and optimizer states of each step, no tensors:
@@ -387,6 +388,7 @@ def recorded(folder: str | Path) -> Iterator[None]:
 
     Args:
         folder: gets ``rank-K.jsonl``; a file of an earlier run is replaced.
+        exact: record a digest of every bit, too, for ``--exact``.
 
     Example:
         >>> with shardwise.recorded("runs/a"):  # doctest: +SKIP
@@ -395,7 +397,7 @@ def recorded(folder: str | Path) -> Iterator[None]:
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / f"rank-{rank_and_size()[0]}.jsonl").unlink(missing_ok=True)
-    recorder = Recorder(place)
+    recorder = RunRecorder(Terms(str(place), exact=exact))
     recorder.install()
     try:
         yield

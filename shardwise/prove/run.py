@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -171,17 +171,17 @@ def prove(kind: str, words: Sequence[str], nproc: int, options: ProveOptions, qu
         quiet: do not show what the first run prints.
     """
     with noted_signals() as received, TemporaryDirectory(prefix=PREFIX) as scratch:
-        home = Path(scratch) if options.keep is None else options.keep
-        folders = {role: (home / role).absolute() for role in ROLES}
+        kept = Path(scratch) if options.keep is None else options.keep
+        folders = {role: (kept / role).absolute() for role in ROLES}
         files = {role: Path(scratch, f"files-{role}") for role in ROLES if role != "tested"}
         for each in files.values():
             copy_files(Path.cwd(), each)  # before the first run writes checkpoints that the others would find
         for number, (role, folder) in enumerate(folders.items()):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            terms = Terms(str(folder), options.steps)
+            terms = Terms(str(folder), options.steps, options.exact, keeps_initial=not number)
             if number:
-                terms = Terms(str(folder), options.steps, str(files[role]), str(folders["tested"]), role == "moved")
+                terms = replace(terms, place=str(files[role]), initial=str(folders["tested"]), moves=role == "moved")
             log = Path(scratch, f"{role}.log") if quiet or number else None
             run = _Run(folder, nproc, options.limit_s, received)
             reason = run.start(terms, (kind, *words), Path(scratch), log)

@@ -1,7 +1,8 @@
 """Sketches: a dozen signed sums of a tensor's elements, which add up over its shards however it is cut.
 
 The sign of an element is a hash of its place in the full tensor.  So the sum of the sketches of all shards is the sketch of the
-full tensor, and the difference of two sketches is the sketch of the difference, whose norm it estimates.
+full tensor, and the difference of two sketches is the sketch of the difference, whose norm it estimates.  A digest depends on
+every bit, and adds up in the same way.
 Source: Alon, Matias and Szegedy, The space complexity of approximating the frequency moments, 1996.
 """
 
@@ -9,18 +10,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import torch_private
 
+
+class Box(NamedTuple):
+    """A part of a tensor: the shape of the full one, and where the part begins and how large it is in each dimension."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 NUM_SUMS = 12
 WIDTH = NUM_SUMS + 1  # the last number is the sum of squares, which needs no estimate
 _MIN_COLUMNS = 64  # trailing dimensions are merged up to this: a product with few columns would be slow
-_CHUNK = 1 << 18
+_CHUNK = 1 << 20
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # odd, of splitmix64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Signs by what they are of, as float32; they grow as longer tensors come.
 _tables: dict[tuple[int, torch.device], torch.Tensor] = {}
 
@@ -45,48 +56,55 @@ def _signs(first: int, number: int, salt: int, device: torch.device) -> torch.Te
     return table[first:stop]
 
 
-def _signs_of_box(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], salt: int, device: torch.device):
-    """Return the signs of a box of a tensor of ``shape``, a row for each of its elements in order."""
-    if not shape or list(shape[1:]) == list(sizes[1:]):  # rows that lie one after the other
-        inner = math.prod(shape[1:])
-        return _signs(offsets[0] * inner if shape else 0, math.prod(sizes), salt, device)
-    places = torch.zeros((), dtype=torch.int64, device=device)
-    for size, offset, number in zip(shape, offsets, sizes, strict=True):
-        places = places[..., None] * size + torch.arange(offset, offset + number, device=device)
-    return _signs_at(places.reshape(-1), salt)
+def _places(box: Box, device: torch.device, first: int = 0, stop: int | None = None) -> torch.Tensor:
+    """Return the places in the full tensor of elements ``first`` to ``stop`` of a box."""
+    rest = torch.arange(first, math.prod(box.sizes) if stop is None else stop, device=device)
+    places, stride = torch.zeros_like(rest), 1
+    for size, offset, number in zip(*map(reversed, box), strict=True):
+        places += (rest % number + offset) * stride
+        rest, stride = rest // number, stride * size
+    return places
+
+
+def _signs_of_box(box: Box, salt: int, device: torch.device) -> torch.Tensor:
+    """Return the signs of the elements of a box, in order."""
+    if box.shape[1:] == box.sizes[1:]:  # rows that lie one after the other
+        first = box.offsets[0] * math.prod(box.shape[1:]) if box.shape else 0
+        return _signs(first, math.prod(box.sizes), salt, device)
+    return _signs_at(_places(box, device), salt)
 
 
 @functools.lru_cache(4096)
-def _signs_of_parts(
-    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _signs_of_parts(box: Box, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the signs of the columns (trailing dimensions) and of the rows (the others) of a box, as float32."""
-    cut = len(shape)
-    while cut and math.prod(shape[cut:]) < _MIN_COLUMNS:
+    cut = len(box.shape)
+    while cut and math.prod(box.shape[cut:]) < _MIN_COLUMNS:
         cut -= 1
-    columns = _signs_of_box(shape[cut:], offsets[cut:], sizes[cut:], 1, device)
-    return columns, _signs_of_box(shape[:cut], offsets[:cut], sizes[:cut], 2, device)
+    rows, columns = (Box(*(each[part] for each in box)) for part in (slice(cut), slice(cut, None)))
+    return _signs_of_box(columns, 1, device), _signs_of_box(rows, 2, device)
 
 
-def sketch(
-    local: torch.Tensor, shape: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """Return the float64 sums of ``local``, the box at ``offsets`` of a tensor of ``shape`` (default: all of it).
+def _real(local: torch.Tensor, box: Box | None) -> tuple[torch.Tensor, Box]:
+    """Return the dense real numbers of a tensor, and their place."""
+    values = local.detach().to_dense() if local.layout is not torch.strided else local.detach()
+    box = Box(tuple(values.shape), (0,) * values.ndim, tuple(values.shape)) if box is None else box
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+        box = Box((*box.shape, 2), (*box.offsets, 0), (*box.sizes, 2))
+    return values, box
+
+
+def sketch(local: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+    """Return the float64 sums of ``local``, whose place is ``box`` (default: it is the full tensor).
 
     Costs 12 multiplications and additions an element.  Call it without gradients.
     """
-    values = local.detach()
-    if values.layout is not torch.strided:
-        values = values.to_dense()
-    shape = tuple(values.shape if shape is None else shape)
-    offsets = (0,) * len(shape) if offsets is None else offsets
-    if values.is_complex():
-        values, shape, offsets = torch.view_as_real(values.resolve_conj()), (*shape, 2), (*offsets, 0)
+    values, box = _real(local, box)
     if not values.numel():
         return torch.zeros(WIDTH, dtype=torch.float64, device=values.device)
     is_small = values.dtype.is_floating_point and values.dtype.itemsize <= 4
     values = values.to(torch.float32 if is_small else torch.float64)
-    columns, rows = _signs_of_parts(shape, offsets, tuple(values.shape), values.device)
+    columns, rows = _signs_of_parts(box, values.device)
     matrix = values.reshape(len(rows), len(columns))
     flat = matrix.reshape(-1)
     sums = matrix @ columns.to(values.dtype)
@@ -94,27 +112,52 @@ def sketch(
     return torch.cat((sums, torch.dot(flat, flat).double()[None]))
 
 
-def sketch_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+def digest(local: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+    """Return an int64 that depends on every bit of a tensor and its place; sums of those of all parts are that of the whole.
+
+    Integers wrap around, so that their sums do not depend on the order.
+    """
+    values, box = _real(local, box)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    if not values.numel():
+        return total
+    numbers = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
+    for first in range(0, numbers.numel(), _CHUNK):
+        chunk = numbers[first : first + _CHUNK]
+        mixed = chunk.to(torch.int64) + _places(box, values.device, first, first + chunk.numel()) * _MULTIPLIERS[0]
+        mixed = (mixed ^ (mixed >> 31)) * _MULTIPLIERS[0]
+        total += (mixed ^ (mixed >> 29)).sum()
+    return total
+
+
+def exactly(found: torch.Tensor, local: torch.Tensor, box: Box | None) -> torch.Tensor:
+    """Return a sketch and, after it, the halves of the digest of the same part, which float64 holds exactly."""
+    number = digest(local, box)
+    return torch.cat((found, torch.stack((number >> 32, number & 0xFFFFFFFF)).double()))
+
+
+def sketch_of(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, tuple[int, ...]] | None:
     """Return the sketch of this rank's part of ``tensor``, and the ranks whose parts make it whole (none: it is whole).
 
-    None for what has no values: on meta, or partial sums.
+    None for what has no values: on meta, or partial sums.  ``exact``: followed by the digest.
     """
-    if tensor.is_meta:
+    local, box, owners = tensor, None, list[int]()
+    if isinstance(tensor, DTensor):
+        local, mesh, coordinate = (
+            torch_private.local_of(tensor),
+            tensor.device_mesh,
+            tensor.device_mesh.get_coordinate(),
+        )
+        is_cut = [not isinstance(each, Replicate) for each in tensor.placements]
+        if coordinate is None or any(each.is_partial() for each in tensor.placements):
+            return None
+        if any(is_cut):
+            along = tuple(slice(None) if cut else at for cut, at in zip(is_cut, coordinate, strict=True))
+            owners = mesh.mesh[along].reshape(-1).tolist()
+            chunks = torch_private.chunks_of(tensor) if local.numel() else []
+            for offsets, sizes in chunks[:1]:
+                box = Box(tuple(tensor.shape), offsets, sizes)
+    if local.is_meta:
         return None
-    if not isinstance(tensor, DTensor):
-        return sketch(tensor), ()
-    if any(each.is_partial() for each in tensor.placements):
-        return None
-    local, mesh = torch_private.local_of(tensor), tensor.device_mesh
-    is_cut = [not isinstance(each, Replicate) for each in tensor.placements]
-    if not any(is_cut):
-        return sketch(local), ()
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    ranks = mesh.mesh[tuple(slice(None) if cut else at for cut, at in zip(is_cut, coordinate, strict=True))]
-    found = torch.zeros(WIDTH, dtype=torch.float64, device=local.device)
-    if local.numel():
-        ((offsets, sizes),) = torch_private.chunks_of(tensor)
-        found = sketch(local.reshape(sizes), tuple(tensor.shape), offsets)
-    return found, tuple(ranks.reshape(-1).tolist())
+    found = sketch(local, box)
+    return exactly(found, local, box) if exact else found, tuple(owners)

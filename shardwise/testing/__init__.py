@@ -2,5 +2,6 @@
 
 from shardwise.testing import faults
 from shardwise.testing.pool import RankFailure, WorkerPool
+from shardwise.testing.proofs import prove
 
-__all__ = ["RankFailure", "WorkerPool", "faults"]
+__all__ = ["RankFailure", "WorkerPool", "faults", "prove"]

@@ -131,6 +131,49 @@ WRONG = {
         r"step 1  gradient of [\w.]+: ",
         source="Megatron-LM 6660: p.grad.norm() per rank",
     ),
+    "unsynced_given_up": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            model.set_requires_gradient_sync(False)
+            loss_of(model).backward()  # a bad microbatch, which is given up
+            optimizer.zero_grad()
+            model.set_requires_gradient_sync(True)
+            step(model, optimizer)
+        """),
+        r"step 1  microbatch 2  gradient of [\w.]+: ",
+        source="accelerate 3760: FSDP2 keeps gradients that zero_grad() should have cleared",
+    ),
+    "aliased_memory": Program(
+        _body("""
+        model = Net()
+        model.head, model.tail = nn.Linear(16, 8), nn.Linear(8, 16)
+        model.tail.weight = nn.Parameter(model.first.weight.data)
+        model.head.forward = lambda x, run=model.head.forward: model.tail(run(x))
+        shard(model, fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """),
+        r"step 1  parameter of (first|tail).weight: ",
+        source="weights tied by their memory: FSDP2 trains two",
+    ),
+    "norm_item": Program(
+        _body("""
+        model = shard(Net(), fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            loss_of(model).backward()
+            norm = sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5
+            for p in model.parameters():
+                p.grad.mul_(0.1 / norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        """),
+        r"step 1  gradient of [\w.]+: [\d.]+ x the reference",
+        source="pytorch 166638: item() of a DTensor's norm is that of this rank's part",
+    ),
     "frozen_by_old_references": Program(
         _body("""
         model = Net()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.reproducible.compare import digest_of_part
+from shardwise.prove.sketch import Box, digest
 from shardwise.reproducible.sums import add_alike, add_up
 from shardwise.reproducible.tree import Node
 
@@ -28,6 +28,7 @@ def test_digests_of_parts_add_up_to_that_of_the_whole() -> None:
     for dim in range(3):
         parts, start = list[torch.Tensor](), 0
         for part in whole.split((1, whole.shape[dim] - 1), dim):
-            parts.append(digest_of_part(part, dim, start, whole.shape[dim]))
+            offsets = tuple(start * (each == dim) for each in range(3))
+            parts.append(digest(part, Box(tuple(whole.shape), offsets, tuple(part.shape))))
             start += part.shape[dim]
-        assert sum(parts) == digest_of_part(whole) != digest_of_part(whole.flip(dim))
+        assert sum(parts) == digest(whole) != digest(whole.flip(dim))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,17 +15,17 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.collectives.owned import sum_bytes, sum_of
-from shardwise.errors import ShardwiseError, StateError, UnsafeFileError
+from shardwise.errors import ShardwiseError, StateError
 from shardwise.fsdp.attachment import attachment_of
+from shardwise.prove.compare import lines_of
+from shardwise.prove.sketch import Box, digest
 from shardwise.reproducible.norm import cut_of
 from shardwise.reproducible.reproducible import Reproducible
-from shardwise.safe_files import open_append, open_input, parse_object, replace_file
+from shardwise.safe_files import open_append, replace_file
 
 FILE = "digests.jsonl"
 _MOST_TEXT = 2000  # bytes of an error that the first rank tells the others
-_CHUNK_NUMEL = 1 << 20
 _ODD = -7046029254386353131  # 2**64 / golden ratio, as a signed number: spreads consecutive integers over all bits
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RunDigests:
@@ -53,7 +52,7 @@ class RunDigests:
         self._params = dict(fixed.model.named_parameters())
         self._outputs: dict[str, torch.Tensor] = {}
         self._found: dict[str, torch.Tensor] = {}
-        self._others = None if against is None else _lines(Path(against))
+        self._others = None if against is None else lines_of(Path(against), FILE, "digests")
         self._other: dict[str, Any] = {"step": -1}  # the last line that was read
         self._hooks: list[Any] = []
 
@@ -93,7 +92,7 @@ class RunDigests:
         if number is None or self._outputs[name][number]:  # blocks that are computed again in backward
             return
         tensors = [each for each in torch_private.leaves_of(output) if isinstance(each, torch.Tensor)]
-        self._outputs[name][number] = sum(digest_of_part(torch_private.local_of(each.detach())) for each in tensors)
+        self._outputs[name][number] = sum(digest(torch_private.local_of(each.detach())) for each in tensors)
         self._outputs[name] = self._outputs.pop(name)  # after the last microbatch the order is that of the outputs
 
     def end_microbatch(self, number: int) -> None:
@@ -121,7 +120,9 @@ class RunDigests:
         """
         cut, place = cut_of(values), self._fixed.place
         shard, copies = (place.shard, place.num_replicas) if cut.num_shards > 1 else (0, place.num_ranks)
-        part = digest_of_part(torch_private.local_of(values).detach(), cut.dim, cut.rows(shard).start, cut.size)
+        local, first = torch_private.local_of(values).detach(), cut.rows(shard).start
+        offsets = tuple(first * (dim == cut.dim) for dim in range(values.ndim))
+        part = digest(local, Box(tuple(values.shape), offsets, tuple(local.shape)))
         return part * _ODD if place.replica or shard != place.shard else part - part * _ODD * (copies - 1)
 
     def _settle(self, found: Mapping[str, torch.Tensor], step: int) -> None:
@@ -156,7 +157,11 @@ class RunDigests:
         self._folder.mkdir(parents=True, exist_ok=True)
         kept: list[str] = []
         with contextlib.suppress(FileNotFoundError):
-            kept = [json.dumps(each) + "\n" for each in _lines(self._folder) if each["step"] < self._fixed.step]
+            kept = [
+                json.dumps(each) + "\n"
+                for each in lines_of(self._folder, FILE, "digests")
+                if each["step"] < self._fixed.step
+            ]
         replace_file(self._folder, FILE, "".join(kept))
         return ""
 
@@ -180,45 +185,7 @@ class RunDigests:
             if others[name] != value:
                 return (
                     f"step {step}: the first difference from the run in {self._against} is {name}. Compared are parameters, "
-                    "then outputs, then gradients of each step. Save both runs before this step, and see `shardwise checkpoint "
-                    "diff`"
+                    "then outputs, then gradients of each step. Save both runs before this step, and see `shardwise "
+                    "checkpoint diff`"
                 )
         return ""
-
-
-def _lines(folder: Path) -> Generator[dict[str, Any], None, None]:
-    with open_input(folder, FILE) as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                found = parse_object(line.decode(errors="replace"), str(folder / FILE))
-                if type(found.get("step")) is not int or not isinstance(found.get("digests"), dict):
-                    raise UnsafeFileError(f"{folder / FILE}: a line has no step or no digests. Remove it")
-                yield found
-
-
-def digest_of_part(local: torch.Tensor, dim: int = 0, start: int = 0, size: int | None = None) -> torch.Tensor:
-    """Return an int64 that depends on every bit of a tensor and its place; sums of those of all parts are that of the whole.
-
-    Integers wrap around, so that their sums do not depend on the order.
-
-    Args:
-        local: the rows from ``start`` on, along ``dim``, of a tensor that has ``size`` of them (default: all).
-    """
-    values = local if local.ndim else local.reshape(1)
-    rows, outer = values.shape[dim], math.prod(values.shape[:dim])
-    values = torch.view_as_real(values) if values.is_complex() else values
-    numbers = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    if not numbers.numel():
-        return total
-    section = numbers.numel() // outer  # elements of one index of the dimensions before ``dim``
-    inner = section // rows
-    missing = ((rows if size is None else size) - rows) * inner
-    for first in range(0, numbers.numel(), _CHUNK_NUMEL):
-        chunk = numbers[first : first + _CHUNK_NUMEL]
-        local_places = torch.arange(first, first + chunk.numel(), device=values.device)
-        places = local_places + (local_places // section) * missing + start * inner
-        mixed = chunk.to(torch.int64) + places * _ODD
-        mixed = (mixed ^ (mixed >> 31)) * _ODD
-        total += (mixed ^ (mixed >> 29)).sum()
-    return total

@@ -1,0 +1,149 @@
+"""What two recordings differ in is said in words that a comparison of sketches backs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.prove.compare import (
+    Key,
+    Recording,
+    Rounding,
+    Row,
+    compare,
+    compare_ranks,
+    notes_of,
+)
+from shardwise.prove.run import ProveOptions, Verdict, judge
+from shardwise.prove.sketch import sketch
+
+W = 2
+Tensors = Mapping[tuple[str, int], torch.Tensor]
+GIVEN = {(what, rank): torch.randn(6, 70) for what in ("g0", "g1", "p", "q", "other") for rank in range(W)}
+GIVEN |= {("p", 1): GIVEN["p", 0], ("q", 1): GIVEN["q", 0]}
+
+
+def sums(tensor: torch.Tensor) -> Any:
+    return sketch(tensor).numpy()
+
+
+def run(gradient: Any = None, after: torch.Tensor | None = None, **facts: Any) -> Recording:
+    """Return a recording of one step of ``w`` with two microbatches; ``gradient(rank)``: that of the step."""
+    means = [(GIVEN[f"g{each}", 0] + GIVEN[f"g{each}", 1]) / W for each in range(2)]
+    right = means[0] + means[1]
+    begin = Row(-1, {Key("parameter", 0, "w"): {rank: sums(GIVEN["p", rank]) for rank in range(W)}})
+    begin.facts = {rank: {} for rank in range(W)}
+    told = {"ranks": W, "microbatches": 2, "lr": [0.1], "backwards": 2} | facts
+    row = Row(0, {}, {rank: dict(told) for rank in range(W)})
+    for number in range(2):
+        row.values[Key("own", number, "w")] = {rank: sums(GIVEN[f"g{number}", rank]) for rank in range(W)}
+    given = {rank: right if gradient is None else gradient(rank, right) for rank in range(W)}
+    row.values[Key("step gradient", 2, "w")] = {rank: sums(each) for rank, each in given.items()}
+    last = GIVEN["p", 0] - right if after is None else after
+    row.values[Key("parameter", 0, "w")] = {rank: sums(last) for rank in range(W)}
+    return Recording((0, 1), {(-1, 0): begin, (0, 0): row})
+
+
+def verdict_on(tested: Recording, plain: Recording | None = None, **options: Any) -> Verdict:
+    return judge(tested, Rounding(plain or run(), None, 8.0), ProveOptions(**options))
+
+
+def test_equal_recordings_are_right() -> None:
+    assert verdict_on(run()).code == 0
+    assert verdict_on(run()).lines() == ["right: 1 of 1 gradients equal; 1 of 1 parameters equal"]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "words"),
+    [
+        (lambda rank, right: right / 2, "0.500 x the reference (1/2 = 1/ranks: averaged twice?; or"),
+        (lambda rank, right: right * 2, "2.000 x the reference (2 = ranks: summed where it should be averaged?"),
+        (lambda rank, right: right * 0, "0.000 x the reference (zero)"),
+        (lambda rank, right: right * -1, "-1.000 x the reference (the sign is wrong)"),
+        (lambda rank, right: right * 1.37, "1.370 x the reference"),
+        (lambda rank, right: GIVEN["g0", rank] + GIVEN["g1", rank], "this rank's own part"),
+        (lambda rank, right: (GIVEN["g1", 0] + GIVEN["g1", 1]) / 2, "the last microbatch alone"),
+        (lambda rank, right: (GIVEN["g0", 0] + GIVEN["g0", 1]) / 2, "the first microbatch alone"),
+        (lambda rank, right: right / 0, "is not finite, and the reference is"),
+        (lambda rank, right: right + 1e-3 * GIVEN["other", 0], "differs by 0.00"),
+    ],
+)
+def test_a_wrong_gradient_is_named_by_what_it_is(gradient: Any, words: str) -> None:
+    found = verdict_on(run(gradient))
+    assert found.code == 1
+    assert found.lines()[0].startswith(f"step 1  gradient of w: {words}")
+    # what both runs do is no fault of the wrapper
+    assert verdict_on(run(gradient), run(gradient)).findings[:1] == [] or "differs between" in found.lines()[0]
+
+
+def test_a_parameter_that_no_step_changes_is_named() -> None:
+    (first,) = verdict_on(run(after=GIVEN["p", 0])).findings
+    assert str(first) == "step 1  parameter of w: equal to the value before the step"
+
+
+def test_a_difference_is_measured_in_multiples_of_rounding() -> None:
+    moved = run(lambda rank, right: right + 1e-3 * GIVEN["other", 0])
+    tested = run(lambda rank, right: right + 2e-3 * GIVEN["other", 1])
+    assert not compare(tested, Rounding(run(), moved, 8.0), None)[0]
+    assert compare(tested, Rounding(run(), moved, 1.0), None)[0]
+    assert math.isfinite(compare(tested, Rounding(run(), moved, 8.0), None)[1]["step gradient"]["w"])
+
+
+@pytest.mark.parametrize(
+    ("gradient", "words", "is_refused"),
+    [
+        (lambda rank, right: right / 2, "0.500 x their mean over ranks (1/2 = 1/ranks", True),
+        (lambda rank, right: GIVEN["g0", rank] + GIVEN["g1", rank], "this rank's own part", True),
+        (lambda rank, right: (GIVEN["g1", 0] + GIVEN["g1", 1]) / 2, "the last microbatch alone", True),
+        (lambda rank, right: right * 0.37, "scaled by 0.37 to a norm of", False),
+        (lambda rank, right: GIVEN["other", 0], "are no multiple of what backward has computed", False),
+    ],
+)
+def test_what_became_of_gradients_is_told(gradient: Any, words: str, is_refused: bool) -> None:
+    ((note, found),) = notes_of(run(gradient))
+    assert (note.text.startswith(words), found) == (True, is_refused)
+    assert not [*notes_of(run())]
+    assert verdict_on(run(gradient), run(gradient)).code == 0
+    assert verdict_on(run(gradient), run(gradient), strict=True).code == is_refused
+
+
+def test_ranks_that_differ_are_named() -> None:
+    apart, rates, short = run(), run(), run()
+    apart.rows[0, 0].values[Key("parameter", 0, "w")][1] = sums(GIVEN["other", 0])
+    rates.rows[0, 0].facts[1]["lr"] = [0.2]
+    del short.rows[0, 0].facts[1]
+    texts = ["; ".join(map(str, compare_ranks(each))) for each in (apart, rates, short, run())]
+    assert texts == [
+        "step 1  parameter of w: differs between ranks 0 and 1, which began with the same parameters",
+        "step 1  the learning rate: [0.1] on rank 0; [0.2] on rank 1",
+        "step 1  the number of steps: 1 on rank 0; 0 on rank 1",
+        "",
+    ]
+
+
+def test_ranks_that_began_with_other_parameters_may_differ() -> None:
+    experts = run()
+    for row in experts.rows.values():
+        row.values[Key("parameter", 0, "w")][1] = sums(GIVEN["other", 0])
+    assert not [*compare_ranks(experts)]
+
+
+def test_other_data_cannot_be_proven() -> None:
+    runs = [run(), run()]
+    for each, data in zip(runs, ("p", "other"), strict=True):
+        values = each.rows[0, 0].values
+        each.rows[0, 0].values = {Key("input", 0, "the model"): {0: sums(GIVEN[data, 0])}, **values}
+    found = verdict_on(*runs)
+    assert (found.code, "The data differ between the two runs" in found.reason) == (2, True)
+
+
+def test_a_recording_without_steps_cannot_be_proven() -> None:
+    empty = Recording((0, 1), {})
+    assert verdict_on(empty).reason == "no optimizer made a step"
+    other = Recording((0, 1), {(0, 0): Row(0, {Key("parameter", 0, "v"): {0: np.ones(13)}}, {0: {}})})
+    assert verdict_on(other).reason == "no parameter has the same name in both runs"
