@@ -6,17 +6,17 @@ import json
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.prove.plain import PlainRecorder, Unprovable, replace_wrappers
-from shardwise.prove.record import RunRecorder, Terms, rank_and_size
+from shardwise.prove.record import RunRecorder, Terms
 
 
 def main() -> None:
     """Record the script, and say in the folder that it has ended."""
     text, kind, *words = sys.argv[1:]
-    terms = Terms(**json.loads(text))
-    folder = Path(terms.folder)
+    terms = replace(Terms(**json.loads(text)), rank=int(os.environ["RANK"]))
     if terms.place:
         os.chdir(terms.place)
     if terms.initial:
@@ -30,8 +30,11 @@ def main() -> None:
         else:
             sys.path[0] = str(Path(words[0]).resolve().parent)
             runpy.run_path(os.path.abspath(words[0]), run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            raise
     except Unprovable as error:
-        (folder / f"unprovable-{rank_and_size()[0]}").write_text(str(error))
+        terms.path("unprovable").write_text(str(error))
         raise
     recorder.note_done()
 

@@ -9,7 +9,7 @@ import fnmatch
 import json
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,12 @@ EPS = 2.0**-23
 _UNMEASURED = 16 * EPS  # of two runs whose rounding was not measured, relative to a tensor's norm
 _SAME = 1e-3  # of a tensor's norm: what a sentence about it may be off by
 _MOST_NAMES = 4
+_ORDER = {
+    "step gradient": 1,
+    "parameter": 2,
+    "buffer": 3,
+    "state": 4,
+}  # of a step; the others are in the order of the run
 PER_RANK = ("input", "output", "loss")  # of data that each rank has for itself
 _STAGES = {"step gradient": "gradient", "state": "optimizer state", "initial": "initial value"}
 
@@ -164,6 +170,10 @@ class Finding:
     ranks: tuple[int, ...] = ()
     name: str = ""
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON, which has no inf."""
+        return {**asdict(self), "times": self.times if math.isfinite(self.times) else None}
+
     def __str__(self) -> str:
         where = f" (on rank {format_ranks(self.ranks)[5:].strip()})" if len(self.ranks) == 1 else ""
         return f"{f'step {self.step}  ' if self.step else ''}{self.what}: {self.text}{where}"
@@ -190,20 +200,32 @@ class Rounding:
         row = self.reference.rows[place]
         other = None if self.moved is None else self.moved.rows.get(place)
         found: dict[Key, float] = {}
+        sizes: dict[Key, float] = {}
         usual: dict[str, list[float]] = {}
         for key, by_rank in row.values.items():
             theirs = {} if other is None else other.values.get(key, {})
-            sizes = [norm(sums) for sums in by_rank.values() if is_finite(sums)]
             moved = [distance(sums, theirs[rank]) for rank, sums in by_rank.items() if rank in theirs]
             found[key] = max((each for each in moved if math.isfinite(each)), default=0.0)
-            if sizes and max(sizes):
-                usual.setdefault(key.stage, []).append(found[key] / max(sizes))
-        floors = {stage: float(np.median(each)) for stage, each in usual.items()}
+            sizes[key] = max((norm(sums) for sums in by_rank.values() if is_finite(sums)), default=0.0)
+            if sizes[key]:
+                usual.setdefault(key.stage, []).append(found[key] / sizes[key])
         least = EPS if self.moved is not None else _UNMEASURED
-        for key, by_rank in row.values.items():
-            size = max((norm(sums) for sums in by_rank.values() if is_finite(sums)), default=0.0)
-            found[key] = max(found[key], size * max(floors.get(key.stage, 0.0), least), 1e-30)
-        return found
+        for key, size in sizes.items():
+            found[key] = max(found[key], size * max(float(np.median(usual.get(key.stage, [0.0]))), least), 1e-30)
+        return self._with_flips(place, found)
+
+    def _with_flips(self, place: tuple[int, int], found: dict[Key, float]) -> dict[Key, float]:
+        """Return ``found``, of parameters no less than the largest part of an update that rounding changes.
+
+        Optimizers that divide by the size of a gradient turn elements near zero: of few elements, by chance.
+        """
+        updates: dict[Key, float] = {}
+        for key, by_rank in self.reference.rows[place].values.items():
+            before = self.reference.before(place, key.name) if key.stage == "parameter" else {}
+            moved = [distance(sums, before[rank]) for rank, sums in by_rank.items() if rank in before]
+            updates |= {key: max(moved)} if moved else {}
+        most = max((found[key] / size for key, size in updates.items() if size > found[key]), default=0.0)
+        return found | {key: max(found[key], most * size) for key, size in updates.items()}
 
 
 # ---- What differs, in words that a comparison of sketches backs.
@@ -323,7 +345,7 @@ def compare(
             return [Finding("wrapper", row.step + 1, "the step", "was not made by the script as it is")], times
         pair, noise = Pair(tested, reference, place), rounding.of_row(place)
         here: list[tuple[Key, Finding]] = []
-        for key in [*row.values, *(key for key in mine.values if key not in row.values)]:
+        for key in sorted({**mine.values, **row.values}, key=lambda each: _ORDER.get(each.stage, 0)):
             if only is not None and not fnmatch.fnmatchcase(key.name, only):
                 continue
             if key.stage in ("own", "initial") or (key.stage in PER_RANK and not is_alike):

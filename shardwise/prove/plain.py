@@ -10,7 +10,6 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,11 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, Replicate, init_device_mesh
 from torch.optim.optimizer import Optimizer
 
-import shardwise
 from shardwise import torch_private
 from shardwise.errors import StateError
 from shardwise.fsdp.api import default_mesh
 from shardwise.fsdp.mesh import MeshAxes, names_of
+from shardwise.fsdp.module import FSDPModule
 from shardwise.optim.sharded_optimizer import checked_params, split_by_group, unpacked_groups
 from shardwise.plan.grouping import UnitTable
 from shardwise.prove.record import RunRecorder, Terms, rank_and_size
@@ -97,13 +96,14 @@ class Plain:
 
     Attributes:
         wraps: in the order of the calls: of inner modules first.
-        moves: random numbers of a run whose weights, inputs and sums are moved by half a unit in the last place.
+        moves: random numbers of a run whose weights, inputs and sums are moved by half a unit in the last place: those of
+            this rank, and those of all ranks.
     """
 
     def __init__(self) -> None:
         self.wraps: list[Wrap] = []
         self.ties: dict[int, tuple[nn.Module, frozenset[frozenset[str]]]] = {}
-        self.moves: torch.Generator | None = None
+        self.moves: tuple[torch.Generator, ...] = ()
         self._casts: list[tuple[dict[str, Any], str]] = []
         self._cast_wraps: set[Wrap] = set()
 
@@ -147,19 +147,19 @@ class Plain:
 
     # ---- numbers that are moved
 
-    def moved(self, tensor: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return ``tensor``, moved by half of ``eps`` at random in a moved run."""
+    def moved(self, tensor: torch.Tensor, eps: float, is_shared: bool = False) -> torch.Tensor:
+        """Return ``tensor``, moved by half of ``eps`` at random in a moved run; alike on all ranks if ``is_shared``."""
         eps = max(eps, _eps(tensor.dtype))
-        if self.moves is None or not eps or not tensor.is_floating_point():
+        if not self.moves or not eps or not tensor.is_floating_point():
             return tensor
-        signs = torch.randint(0, 2, tensor.shape, generator=self.moves, device="cpu").to(tensor.device) * 2 - 1
-        return (tensor + tensor * (signs * (eps / 2))).to(tensor.dtype)
+        signs = torch.randint(0, 2, tensor.shape, generator=self.moves[is_shared], device="cpu").to(tensor.device)
+        return (tensor + tensor * ((signs * 2 - 1) * (eps / 2))).to(tensor.dtype)
 
     # ---- precision
 
     def cast(self, wrap: Wrap) -> None:
         """Let the modules of ``wrap`` compute with parameters of its dtype, until the end of the backward."""
-        if wrap in self._cast_wraps or (wrap.dtype is None and not (self.moves is not None and wrap.eps)):
+        if wrap in self._cast_wraps or (wrap.dtype is None and not (self.moves and wrap.eps)):
             return
         self._cast_wraps.add(wrap)
         own = {id(param) for found, param in self.params() if found is wrap}
@@ -215,9 +215,9 @@ class Reducer:
             device, wide = members[0][1].device, torch.float64
             are_there = torch.tensor([float(each is not None) for each in found], dtype=wide, device=device)
             parts = [torch.zeros(param.numel(), dtype=wide, device=device) for _, param in members]
-            for part, own in zip(parts, found, strict=True):
+            for (wrap, _), part, own in zip(members, parts, found, strict=True):
                 if own is not None:
-                    part.copy_(own.to_dense().reshape(-1))
+                    part.copy_(THE_PLAIN.moved(own.to_dense().reshape(-1), wrap.reduce_eps))
             flat = torch.cat([are_there, *parts])
             for group in groups:
                 dist.all_reduce(flat, group=group)
@@ -225,7 +225,7 @@ class Reducer:
             flat /= divide_by or math.prod(group.size() for group in groups)
             for (wrap, param), mean, is_there in zip(members, sums, are_there.tolist(), strict=True):
                 if is_there:
-                    mean = THE_PLAIN.moved(mean.view(param.shape).to(param.dtype), wrap.reduce_eps)
+                    mean = THE_PLAIN.moved(mean.view(param.shape).to(param.dtype), wrap.reduce_eps, is_shared=True)
                     earlier = self._synced.get(id(param))
                     mean = mean if earlier is None else earlier + mean
                     param.grad = mean if param.grad is None else param.grad.copy_(mean)
@@ -291,7 +291,7 @@ class PlainModule:
             self.require_backward_grad_sync = before
 
 
-_METHODS = {*dir(shardwise.FSDPModule)} - {*dir(nn.Module)} - {*vars(PlainModule)}
+_METHODS = {*dir(FSDPModule), *dir(nn.parallel.DistributedDataParallel)} - {*dir(nn.Module)} - {*vars(PlainModule)}
 
 
 def shard(module: Any, *args: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
@@ -472,36 +472,34 @@ class Unprovable(StateError):
 # ---- Put all of it in place.
 
 
+def _unchanged(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module
+
+
+_OF_FSDP = {"fully_shard": shard, "FSDPModule": PlainModule, "register_fsdp_forward_method": _nothing}
+_OF_FSDP |= {"share_comm_ctx": _nothing}
+REPLACED: dict[str, dict[str, Any]] = {
+    "shardwise": _OF_FSDP
+    | {"replicate": shard, "shard_model": shard, "ReplicateModule": PlainModule, "use_in": _nothing, "policy": policy}
+    | {"ZeroRedundancyOptimizer": partitioned_optimizer, "ShardedOptimizer": sharded_optimizer}
+    | {"Reproducible": SummedMicrobatches, "describe_units": lambda model: UnitTable(())},
+    "torch.distributed.fsdp": _OF_FSDP | {"FullyShardedDataParallel": PlainShards},
+    "torch.distributed._composable.replicate": {"replicate": shard},
+    "torch.distributed._composable.replicate_with_fsdp": {"replicate": shard},
+    "torch.distributed.optim": {"ZeroRedundancyOptimizer": partitioned_optimizer},
+    "torch.distributed.tensor.parallel": {"parallelize_module": _unchanged},
+    "torch.distributed.tensor": {"distribute_module": _unchanged, "distribute_tensor": distribute},
+    "torch.nn.parallel": {"DistributedDataParallel": PlainReplicas},
+}
+
+
 def replace_wrappers() -> None:
     """Replace the wrappers in every module that has them, and let plain tensors answer what DTensors are asked."""
-    fsdp = importlib.import_module("torch.distributed.fsdp")
-    parallel = importlib.import_module("torch.distributed.tensor.parallel")
-    optim = importlib.import_module("torch.distributed.optim")
-    tensor = importlib.import_module("torch.distributed.tensor")
-    composable = importlib.import_module("torch.distributed._composable.replicate")
-    newer = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
-
-    def unchanged(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return module
-
-    pairs: list[tuple[Any, Any]] = [
-        *((each, shard) for each in (fsdp.fully_shard, composable.replicate, newer.replicate)),
-        *((each, shard) for each in (shardwise.fully_shard, shardwise.replicate, shardwise.shard_model)),
-        *((each, PlainModule) for each in (fsdp.FSDPModule, shardwise.FSDPModule, shardwise.ReplicateModule)),
-        (fsdp.FullyShardedDataParallel, PlainShards),
-        (nn.parallel.DistributedDataParallel, PlainReplicas),
-        *((each, partitioned_optimizer) for each in (optim.ZeroRedundancyOptimizer, shardwise.ZeroRedundancyOptimizer)),
-        (shardwise.ShardedOptimizer, sharded_optimizer),
-        (parallel.parallelize_module, unchanged),
-        (tensor.distribute_module, unchanged),
-        (tensor.distribute_tensor, distribute),
-        (shardwise.policy, policy),
-        (shardwise.Reproducible, SummedMicrobatches),
-        (shardwise.describe_units, lambda model: UnitTable(())),
-        *((each, _nothing) for each in (fsdp.register_fsdp_forward_method, shardwise.register_fsdp_forward_method)),
-        *((each, _nothing) for each in (fsdp.share_comm_ctx, shardwise.share_comm_ctx, shardwise.use_in)),
-    ]
-    by_id = {id(old): new for old, new in pairs}
+    by_id = {
+        id(getattr(importlib.import_module(place), name)): new
+        for place, names in REPLACED.items()
+        for name, new in names.items()
+    }
     for place in [each for each in sys.modules.values() if isinstance(each, ModuleType) and each.__name__ != __name__]:
         for name, value in [*vars(place).items()]:
             if id(value) in by_id:
@@ -532,21 +530,21 @@ class PlainRecorder(RunRecorder):
         self._reducer = Reducer()
         self._hooked: set[int] = set()
         if terms.moves:
-            THE_PLAIN.moves = torch.Generator("cpu").manual_seed(0)
+            THE_PLAIN.moves = tuple(torch.Generator("cpu").manual_seed(each) for each in (1 + (terms.rank or 0), 0))
 
     def see_model(self, root: nn.Module, index: int) -> None:
         """Give a model the values that it had in the tested run."""
         package = type(root).__module__.partition(".")[0]
         if package in UNKNOWN:
             raise Unprovable(f"{package}'s {type(root).__name__} cannot be replaced by the plain thing")
-        path = Path(self.terms.initial) / f"initial-{index}-{rank_and_size()[0]}.pt"
+        path = self.terms.path(f"initial-{index}", "pt", self.terms.initial)
         if not path.exists():
             raise Unprovable(f"the script as it is calls {index} model(s) only, and the plain run another one")
         self.add_parameters(None, "initial")
         kept = torch.load(path, weights_only=False)
-        for name, each in {**self.names.parameters(), **self.names.buffers()}.items():
+        for name, each in {**self.names.parameters(index), **self.names.buffers(index)}.items():
             if name in kept["values"] and kept["values"][name].shape == each.shape:
-                each.detach().copy_(THE_PLAIN.moved(kept["values"][name], 0.0))
+                each.detach().copy_(THE_PLAIN.moved(kept["values"][name], 0.0, is_shared=True))
         RandomState().load_state_dict(kept["random"])
         self.rows.facts["untied"] = THE_PLAIN.lost_ties()
         super().see_model(root, index)
@@ -558,7 +556,7 @@ class PlainRecorder(RunRecorder):
             if param.requires_grad and id(param) not in self._hooked:
                 self._hooked.add(id(param))
                 param.register_hook(self._hook(name, param))
-        if THE_PLAIN.moves is not None:
+        if THE_PLAIN.moves:
             return torch_private.map_tensors(lambda each: THE_PLAIN.moved(each, 0.0), args)
         return None
 

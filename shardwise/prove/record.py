@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Terms:
     Attributes:
         folder: of its recording, which gets ``rank-K.jsonl``.
         steps: of each optimizer that steps, after which the process ends with the next forward; None: it goes on.
+        rank: of this process; None: that of the process group.
         exact: record digests, too.
         keeps_initial: save the values that a model has at its first forward, for the plain run.
         place: the working folder; "": that of the launcher.
@@ -51,11 +53,17 @@ class Terms:
 
     folder: str
     steps: int | None = None
+    rank: int | None = None
     exact: bool = False
     keeps_initial: bool = False
     place: str = ""
     initial: str = ""
     moves: bool = False
+
+    def path(self, what: str, kind: str = "", folder: str = "") -> Path:
+        """Return the path of a file of this rank."""
+        rank = rank_and_size()[0] if self.rank is None else self.rank
+        return Path(folder or self.folder, f"{what}-{rank}{f'.{kind}' * bool(kind)}")
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -99,33 +107,44 @@ class Names:
         kept = [each for each in parts if each not in _OF_WRAPPERS]
         return ".".join([f"model{index + 1}"] * bool(index) + [each for each in kept if each])
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Return all parameters, as they are registered now."""
-        return self._of(nn.Module.named_parameters)
+    def parameters(self, index: int | None = None) -> dict[str, torch.Tensor]:
+        """Return all parameters, as they are registered now; or those of one model."""
+        return self._of(nn.Module.named_parameters, index)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return all buffers."""
-        return self._of(nn.Module.named_buffers)
+    def buffers(self, index: int | None = None) -> dict[str, torch.Tensor]:
+        """Return all buffers, or those of one model."""
+        return self._of(nn.Module.named_buffers, index)
 
-    def _of(self, list_tensors: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    def _of(
+        self, list_tensors: Callable[[nn.Module], Iterator[tuple[str, torch.Tensor]]], only: int | None
+    ) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for index, root in enumerate(self.roots):
-            for name, tensor in list_tensors(root):
+            for name, tensor in list_tensors(root) if only in (None, index) else ():
                 found.setdefault(self._clean(index, name), tensor)
         return found
+
+
+Found = tuple[torch.Tensor, tuple[int, ...]]
 
 
 class Rows:
     """Sketches of one step until they are written: ``stage|microbatch|name`` and the ranks whose parts make up a tensor."""
 
-    def __init__(self, folder: Path, exact: bool) -> None:
-        self._folder, self._exact = folder, exact
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
         self.facts: dict[str, Any] = {}
-        self._found: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self._found: dict[str, Found] = {}
+        self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int, Found | None]] = {}  # the last tensor of each name
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Note the sketch of a tensor; a key that was there gets a number."""
-        found = sketch_of(tensor, self._exact)
+        local, (version,) = torch_private.local_of(tensor), torch_private.versions_of([tensor])
+        name = key.rpartition("|")[2]
+        seen, at, found = self._seen.get(name, (None, 0, None))
+        if seen is None or seen() is not local or at != version:  # unless its gradient is what it was after backward
+            found = sketch_of(tensor, self._terms.exact)
+            self._seen[name] = weakref.ref(local), version, found
         number, first = 1, key
         while key in self._found:
             number += 1
@@ -141,10 +160,10 @@ class Rows:
                 key: [",".join(map(str, ranks)), *(float(f"{each:.12g}") for each in row)]
                 for (key, (_, ranks)), row in zip(self._found.items(), numbers, strict=True)
             }
-            with open(self._folder / f"rank-{rank_and_size()[0]}.jsonl", "a") as file:
+            with open(self._terms.path("rank", "jsonl"), "a") as file:
                 row = {"step": step, "optimizer": optimizer, **self.facts, "values": values}
                 file.write(json.dumps(row) + "\n")
-        self._found, self.facts = {}, {}
+        self._found, self.facts, self._seen = {}, {}, {}
 
 
 class RunRecorder:
@@ -155,8 +174,8 @@ class RunRecorder:
     """
 
     def __init__(self, terms: Terms) -> None:
-        self.terms, self.folder = terms, Path(terms.folder)
-        self.names, self.rows = Names(), Rows(self.folder, terms.exact)
+        self.terms = terms
+        self.names, self.rows = Names(), Rows(terms)
         self._stack: list[nn.Module] = []  # modules whose forward runs
         self._stepping: list[Optimizer] = []  # an optimizer inside another one steps within its step
         self.num_steps: dict[Optimizer, int] = {}
@@ -195,7 +214,7 @@ class RunRecorder:
     # ---- forward
 
     def _before_forward(self, module: nn.Module, args: Any) -> Any:
-        if torch.compiler.is_compiling() or self.counts["depth"]:  # blocks that are computed again in backward
+        if self._is_outside():
             return None
         changed = None
         if not self._stack:
@@ -213,8 +232,12 @@ class RunRecorder:
         self._stack.append(module)
         return changed
 
+    def _is_outside(self) -> bool:
+        """Return True inside compiled code, in blocks that are computed again in backward, and where tools watch operations."""
+        return torch.compiler.is_compiling() or self.counts["depth"] > 0 or torch_private.has_dispatch_mode()
+
     def _after_forward(self, module: nn.Module, args: Any, output: object) -> None:
-        if torch.compiler.is_compiling() or self.counts["depth"] or module not in self._stack:
+        if self._is_outside() or module not in self._stack:
             return
         while self._stack.pop() is not module:  # those that have raised
             pass
@@ -235,10 +258,10 @@ class RunRecorder:
         """Note a model's values before its first forward.  Collective if they are sharded and are to be kept."""
         if self.terms.keeps_initial:
             with whole(root):
-                tensors = {**self.names.parameters(), **self.names.buffers()}
+                tensors = {**self.names.parameters(index), **self.names.buffers(index)}
                 values = {name: full(each).clone() for name, each in tensors.items()}
             kept = {"values": values, "random": RandomState().state_dict()}
-            torch.save(kept, self.folder / f"initial-{index}-{rank_and_size()[0]}.pt")
+            torch.save(kept, self.terms.path(f"initial-{index}", "pt"))
         self.add_parameters(None, "parameter")
         self.rows.write(-1, index)
 
@@ -274,6 +297,8 @@ class RunRecorder:
                     self.rows.add(f"{stage}|0|{name}", param)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch_private.has_dispatch_mode() or not self.names.roots:  # an optimizer that is tried on small tensors
+            return
         self._stepping.append(optimizer)
         if len(self._stepping) == 1:
             self.counts["before"] = self.counts["microbatch"]
@@ -281,9 +306,10 @@ class RunRecorder:
                 self.add_gradients("step gradient")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        while self._stepping and self._stepping.pop() is not optimizer:  # those that have raised
+        is_known = optimizer in self._stepping
+        while is_known and self._stepping.pop() is not optimizer:  # those that have raised
             pass
-        if self._stepping:
+        if not is_known or self._stepping:
             return
         if self.counts["microbatch"] > self.counts["before"]:  # by a closure
             self.add_gradients("step gradient")
@@ -311,15 +337,14 @@ class RunRecorder:
         params = self.names.parameters()
         names = {id(param): name for name, param in params.items()}
         given = [param for group in optimizer.param_groups for param in group["params"]]
-        is_known = all(id(param) in names for param in given) and not has_fsdp1(self.names.roots)
+        is_cut_otherwise = has_fsdp1(self.names.roots)
+        is_known = all(id(param) in names for param in given) and not is_cut_otherwise
         self.add_parameters({*map(id, given)} if is_known else None, "parameter")
         if optimizer is next(iter(self.num_steps), optimizer):
             for name, each in self.names.buffers().items():
                 self.rows.add(f"buffer|0|{name}", each)
         self.rows.facts["unknown"] = sum(id(param) not in names for param in given)
-        for number, param in enumerate(given):
-            if has_fsdp1(self.names.roots):
-                continue
+        for number, param in enumerate([] if is_cut_otherwise else given):
             state = optimizer.state[param] if param in optimizer.state else {}  # noqa: SIM401  a default of torch's adds one
             name = names.get(id(param), f"parameter {number} of optimizer {len(self.num_steps)}")
             for key, value in sorted(state.items(), key=lambda each: str(each[0])):
@@ -334,12 +359,12 @@ class RunRecorder:
 
     def note_done(self) -> None:
         """Tell the launcher and the other ranks that this rank has made its steps."""
-        (self.folder / f"done-{rank_and_size()[0]}").touch()
+        self.terms.path("done").touch()
 
     def _leave(self) -> None:
         """End this process; the others may need it for what they do after their last step."""
         deadline = time.monotonic() + LEAVE_S
-        while len([*self.folder.glob("done-*")]) < rank_and_size()[1] and time.monotonic() < deadline:
+        while len([*Path(self.terms.folder).glob("done-*")]) < rank_and_size()[1] and time.monotonic() < deadline:
             time.sleep(0.02)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -396,8 +421,9 @@ def recorded(folder: str | Path, *, exact: bool = False) -> Iterator[None]:
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    (place / f"rank-{rank_and_size()[0]}.jsonl").unlink(missing_ok=True)
-    recorder = RunRecorder(Terms(str(place), exact=exact))
+    terms = Terms(str(place), exact=exact)
+    terms.path("rank", "jsonl").unlink(missing_ok=True)
+    recorder = RunRecorder(terms)
     recorder.install()
     try:
         yield

@@ -116,8 +116,8 @@ class Verdict:
         return {
             "code": self.code,
             "reason": self.reason,
-            "findings": [asdict(each) for each in self.findings],
-            "notes": [asdict(each) for each in self.notes],
+            "findings": [each.as_dict() for each in self.findings],
+            "notes": [each.as_dict() for each in self.notes],
             "equal": {
                 stage: [sum(map(math.isfinite, found.values())), len(found)] for stage, found in self.times.items()
             },
@@ -152,9 +152,16 @@ def judge(tested: Recording, rounding: Rounding, options: ProveOptions) -> Verdi
             "time. Seed it, and prove again"
         )
         return verdict
+    if not verdict.times:
+        verdict.code, verdict.reason = CANNOT, f"nothing is called {options.only}"
+        return verdict
     verdict.findings = [*differences, *compare_ranks(plain)]
+    told: set[tuple[str, str]] = set()
     for note, is_refused in notes_of(plain):
-        (verdict.findings if is_refused and options.strict else verdict.notes).append(note)
+        kind = note.what, note.text.partition("by")[0]
+        if kind not in told:  # steps do the same
+            told.add(kind)
+            (verdict.findings if is_refused and options.strict else verdict.notes).append(note)
     verdict.units = next(
         (facts["units"] for row in plain.steps for facts in row.facts.values() if "units" in facts), []
     )
@@ -232,11 +239,7 @@ class _Run:
     def _why(self, outcome: ProgramOutcome) -> str:
         if self._is_done():
             is_recorded = len([*self.folder.glob("rank-*.jsonl")]) == self.nproc
-            return (
-                ""
-                if is_recorded
-                else "no optimizer made a step on every rank: the script has none, or its ranks do not communicate,"
-            )
+            return "" if is_recorded else "no model was called on every rank by the script"
         for path in sorted(self.folder.glob("unprovable-*")):
             return f"{path.read_text()}: run"
         if self.is_late:
@@ -249,7 +252,8 @@ class _Run:
 def _partial(folder: Path, reason: str, log: Path | None) -> Verdict:
     """Return the verdict on a run that has not ended: ranks may have made other steps."""
     run = Recording.read(folder)
-    found = [each for each in compare_ranks(run) if run.steps]
+    # A rank that fails makes fewer steps than others.
+    found = [each for each in compare_ranks(run) if run.steps and each.what != "the number of steps"]
     if found:
         return Verdict(DIFFERS, findings=found, notes=[Finding("ranks", 0, "the run", reason)])
     if log is not None and log.exists():

@@ -136,28 +136,37 @@ def exactly(found: torch.Tensor, local: torch.Tensor, box: Box | None) -> torch.
     return torch.cat((found, torch.stack((number >> 32, number & 0xFFFFFFFF)).double()))
 
 
+# Of DTensors, by shape, placements and mesh: their parts on this rank, and the ranks that have the others.
+_parts: dict[object, tuple[Box | None, tuple[int, ...]]] = {}
+
+
+def _part_of(tensor: DTensor) -> tuple[Box | None, tuple[int, ...]]:
+    key = tensor.shape, tensor.placements, tensor.device_mesh
+    found = _parts.get(key)
+    if found is None:
+        box, owners, coordinate = None, list[int](), tensor.device_mesh.get_coordinate() or ()
+        is_cut = [not isinstance(each, Replicate) for each in tensor.placements]
+        if any(is_cut):
+            along = tuple(slice(None) if cut else at for cut, at in zip(is_cut, coordinate, strict=True))
+            owners = tensor.device_mesh.mesh[along].reshape(-1).tolist()
+            for offsets, sizes in torch_private.chunks_of(tensor)[:1]:
+                box = Box(tuple(tensor.shape), offsets, sizes)
+        found = _parts[key] = box, tuple(owners)
+    return found
+
+
 def sketch_of(tensor: torch.Tensor, exact: bool = False) -> tuple[torch.Tensor, tuple[int, ...]] | None:
     """Return the sketch of this rank's part of ``tensor``, and the ranks whose parts make it whole (none: it is whole).
 
     None for what has no values: on meta, or partial sums.  ``exact``: followed by the digest.
     """
-    local, box, owners = tensor, None, list[int]()
+    local, box, owners = tensor, None, ()
     if isinstance(tensor, DTensor):
-        local, mesh, coordinate = (
-            torch_private.local_of(tensor),
-            tensor.device_mesh,
-            tensor.device_mesh.get_coordinate(),
-        )
-        is_cut = [not isinstance(each, Replicate) for each in tensor.placements]
-        if coordinate is None or any(each.is_partial() for each in tensor.placements):
+        if any(each.is_partial() for each in tensor.placements):
             return None
-        if any(is_cut):
-            along = tuple(slice(None) if cut else at for cut, at in zip(is_cut, coordinate, strict=True))
-            owners = mesh.mesh[along].reshape(-1).tolist()
-            chunks = torch_private.chunks_of(tensor) if local.numel() else []
-            for offsets, sizes in chunks[:1]:
-                box = Box(tuple(tensor.shape), offsets, sizes)
+        local = torch_private.local_of(tensor)
+        box, owners = _part_of(tensor)
     if local.is_meta:
         return None
     found = sketch(local, box)
-    return exactly(found, local, box) if exact else found, tuple(owners)
+    return exactly(found, local, box) if exact else found, owners

@@ -59,7 +59,7 @@ def test_a_right_program_passes(name: str, tmp_path: Path) -> None:
     ("body", "reason"),
     [
         ("raise ValueError('no such column')", r"the script fails \(rank \d failed with exit code 1\) as it is"),
-        ("Net()(batch()[0])", "no optimizer made a step on every rank"),
+        ("Net()(batch()[0])", "no optimizer made a step"),
         pytest.param(
             "dist.barrier() if rank else __import__('time').sleep(99)",
             "has not made its steps within 9 s",
@@ -119,7 +119,12 @@ def test_sketches_of_shards_and_replicas_are_that_of_the_whole() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     full = torch.randn(7, 90)
-    for placements in ((Replicate(), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Replicate(), Replicate())):
+    for placements in (
+        (Replicate(), Shard(0)),
+        (Replicate(), Shard(1)),
+        (Shard(0), Shard(1)),
+        (Replicate(), Replicate()),
+    ):
         tensor = distribute_tensor(full, mesh, placements)
         assert isinstance(tensor, DTensor)
         found = sketch_of(tensor)

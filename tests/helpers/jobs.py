@@ -28,6 +28,8 @@ PRELOAD = (
     "pytest",
     "shardwise.cli.main",
     "shardwise.cli.train",
+    "shardwise.prove.bootstrap",
+    "torch.distributed.optim",
     "shardwise.recipes.train",
     "shardwise.recipes.report",
     "helpers.models",
