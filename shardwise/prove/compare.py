@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -269,19 +269,17 @@ def _mean(by_rank: ByRank, ranks: Iterable[int] | None = None) -> Sums:
     return np.mean(found, 0)
 
 
-def parts_of_gradient(row: Row, name: str, rank: int) -> dict[str, Sums]:
-    """Return what a wrong gradient may be, from what backwards have added: by the words for it."""
-    own = row.own(name)
+def parts_of_gradient(row: Row, name: str, rank: int, stop: int | None = None) -> dict[str, Sums]:
+    """Return what a wrong gradient may be after ``stop`` microbatches, from what backwards have added: by the words for it."""
+    own, group = row.own(name)[:stop], group_of(row, name)
     if not own or any(rank not in each for each in own):
         return {}
-    group = group_of(row, name)
     found = {"this rank's own part": np.sum([each[rank] for each in own], 0)} if len(group) > 1 else {}
     if len(own) > 1:
-        found |= {
-            "the last microbatch alone": _mean(own[-1], group),
-            "the first microbatch alone": _mean(own[0], group),
-        }
-        found["this rank's own part of the last microbatch"] = own[-1][rank]
+        means = [_mean(each, group) for each in own]
+        found |= {"the last microbatch alone": means[-1], "the first microbatch alone": means[0]}
+        found |= {"this rank's own part of the last microbatch": own[-1][rank]}
+        found |= {"the sum of all microbatches, also of those that were cleared": np.sum(means, 0)}
     return found
 
 
@@ -314,11 +312,13 @@ class Pair:
             if before is not None and distance(found, before) <= EPS * norm(found):
                 return "equal to the value before the step", None
         if key.stage in ("gradient", "step gradient"):
-            for words, part in parts_of_gradient(row, key.name, rank).items():
-                if distance(found, part) <= _SAME * norm(part) and norm(part):
+            stop = key.microbatch + 1 if key.stage == "gradient" else None
+            for words, part in parts_of_gradient(row, key.name, rank, stop).items():
+                off = distance(found, part)
+                if norm(part) and off <= min(_SAME * norm(part), distance(found, expected) / 10):
                     return words, factor_of(found, expected)
         k = factor_of(found, expected)
-        if k is not None:
+        if k is not None and abs(k - 1) > _SAME:
             return f"{k:.3f} x the reference{words_for_factor(k, row, key.name)}", k
         if key.stage not in PER_RANK or key.stage == "output":
             for other, theirs in row.values[key].items():
@@ -476,6 +476,7 @@ def _apart(by_rank: ByRank, start: Mapping[int, Sums]) -> tuple[int, int] | None
 def notes_of(plain: Recording) -> Iterator[tuple[Finding, bool]]:
     """Yield what became of what backwards have computed, and what ranks were given, and whether ``--strict`` refuses it."""
     previous: dict[str, ByRank] = {}
+    last: Row | None = None
     for row in plain.steps:
         found: dict[str, list[tuple[str, float | None]]] = {}
         for name in row.of("parameter"):
@@ -493,7 +494,8 @@ def notes_of(plain: Recording) -> Iterator[tuple[Finding, bool]]:
             shown = ", ".join(name for name, _ in names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
             what = f"gradient of {shown}" if len(names) < 2 else f"{len(names)} gradients ({shown})"
             yield Finding("script", row.step + 1, what, text, names[0][1], name=names[0][0]), text != _UNEXPLAINED
-        yield from _given(row)
+        yield from _given(row, last)
+        last = row
     for row in plain.rows.values():
         for text in next(iter(row.facts.values())).get("untied", ()):
             yield Finding("script", 0, text, "were one parameter when they were wrapped, and are several now"), True
@@ -532,18 +534,19 @@ def _clipping(row: Row, found: dict[str, list[tuple[str, float | None]]]) -> Ite
         yield Finding("script", row.step + 1, "all gradients", text, factors[0]), False
 
 
-def _given(row: Row) -> Iterator[tuple[Finding, bool]]:
-    inputs = {key: found for key, found in row.values.items() if key.stage == "input"}
-    for one in row.facts:
-        for other in (rank for rank in row.facts if rank > one):
-            shared = [found for found in inputs.values() if one in found and other in found]
-            if shared and all(np.array_equal(found[one], found[other]) for found in shared):
-                is_mean = any(one in unit["ranks"] and other in unit["ranks"] for unit in _units(row)) or not _units(
-                    row
-                )
-                text = f"ranks {one} and {other} have the same batch"
-                yield Finding("script", row.step + 1, "data", text, ranks=(one, other)), is_mean
-
-
-def _units(row: Row) -> Sequence[dict[str, Any]]:
-    return next(iter(row.facts.values())).get("units", ())
+def _given(row: Row, last: Row | None) -> Iterator[tuple[Finding, bool]]:
+    """Say which ranks were given the same data, and the same random numbers."""
+    inputs = [found for key, found in row.values.items() if key.stage == "input"]
+    units = next(iter(row.facts.values())).get("units", ())
+    pairs = [(one, other) for one in row.facts for other in row.facts if one < other]
+    for one, other in pairs:
+        shared = [found for found in inputs if one in found and other in found]
+        if shared and all(np.array_equal(found[one], found[other]) for found in shared):
+            are_averaged = not units or any({one, other} <= {*unit["ranks"]} for unit in units)
+            text = f"ranks {one} and {other} have the same batch"
+            yield Finding("script", row.step + 1, "data", text, ranks=(one, other)), are_averaged
+    for one, other in pairs if last is not None else ():
+        state, before = row.facts[one].get("random"), last.facts.get(one, {}).get("random")
+        if state == row.facts[other].get("random") != before:
+            text = f"ranks {one} and {other} draw the same (dropout, noise)"
+            yield Finding("script", row.step + 1, "random numbers", text, ranks=(one, other)), False
