@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardwise import torch_private
 from shardwise.errors import StateError
-from shardwise.fsdp.api import default_mesh
+from shardwise.fsdp.api import OLDER_ARGUMENTS, default_mesh
 from shardwise.fsdp.mesh import MeshAxes, names_of
 from shardwise.fsdp.module import FSDPModule
 from shardwise.optim.sharded_optimizer import checked_params, split_by_group, unpacked_groups
@@ -46,13 +46,10 @@ class Wrap:
 
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
         self.modules, self.mesh, self.options = modules, mesh, options
-        self.syncs, self.syncs_next = True, True  # now; after the forward that a DDP-like wrapper has seen
+        self.syncs, self.syncs_next = True, True  # now; from the next forward on
+        self.syncs_buffers = bool(options.get("shares_buffers"))
         self.divide_by: float | None = None
-        self._policy = policy = options.get("mp_policy") or options.get("mixed_precision")
-        compression = options.get("compression")
-        self.eps = max(_eps(self.dtype), _LOSSY.get(getattr(compression, "gather", None) or "", 0.0))
-        reduced = getattr(policy, "reduce_dtype", None) or self.dtype
-        self.reduce_eps = max(_eps(reduced), _LOSSY.get(getattr(compression, "reduce", None) or "", 0.0))
+        self._policy = options.get("mp_policy") or options.get("mixed_precision")
         ignored = [each for module in options.get("ignored_modules") or () for each in module.parameters()]
         self.ignored = {*map(id, options.get("ignored_params") or ()), *map(id, ignored)}
         for module in modules:
@@ -64,6 +61,11 @@ class Wrap:
         """The dtype in which the modules compute; None: that of their parameters."""
         return getattr(self._policy, "param_dtype", None)
 
+    def eps(self, what: str = "gather") -> float:
+        """Return the relative error of parameters ("gather") or of sums ("reduce") that the policies of the call allow."""
+        dtype = self.dtype if what == "gather" else getattr(self._policy, "reduce_dtype", None) or self.dtype
+        return max(_eps(dtype), _LOSSY.get(getattr(self.options.get("compression"), what, None) or "", 0.0))
+
     def groups(self, param: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
         """Return the process groups along the axes over which the gradient of ``param`` is averaged."""
         place = self.options.get("shard_placement_fn")
@@ -73,6 +75,11 @@ class Wrap:
         return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.syncs = self.syncs_next
+        if self.options.get("shares_buffers"):
+            for each in module.buffers() if self.syncs_buffers else ():
+                dist.broadcast(each, group=self.groups(each)[0], group_src=0)
+            self.syncs_buffers = torch.is_grad_enabled() and self.syncs  # as DDP decides
         THE_PLAIN.cast(self)
         if self.dtype is None or not getattr(self._policy, "cast_forward_inputs", True):
             return None
@@ -107,13 +114,16 @@ class Plain:
         self._casts: list[tuple[dict[str, Any], str]] = []
         self._cast_wraps: set[Wrap] = set()
 
-    def wrap(self, module: Any, mesh: DeviceMesh | None = None, **options: Any) -> None:
+    def wrap(self, module: Any, **options: Any) -> Wrap:
         """Note a call that wraps ``module``, or several; join the process group as the call would."""
-        dims = options.get("dp_mesh_dims")
+        mesh, dims, group = (options.get(name) for name in ("mesh", "dp_mesh_dims", "process_group"))
+        mesh = options.get("device_mesh") if mesh is None else mesh
         if not dist.is_initialized():
             default_mesh()
         if dims is not None and mesh is not None:
             mesh = mesh[(*names_of(dims.replicate), *names_of(dims.shard))]
+        if isinstance(group, dist.ProcessGroup):
+            mesh = DeviceMesh.from_group(group, torch_private.accelerator_type())
         modules = [module] if isinstance(module, nn.Module) else [*module]
         for each in modules:
             named = each.named_parameters(remove_duplicate=False)
@@ -122,6 +132,7 @@ class Plain:
                 by_id.setdefault(id(param), set()).add(name)
             self.ties[id(each)] = each, frozenset(frozenset(names) for names in by_id.values() if len(names) > 1)
         self.wraps.append(Wrap(modules, mesh, options))
+        return self.wraps[-1]
 
     def lost_ties(self) -> list[str]:
         """Return names of parameters that were one when a module was wrapped, and are several now."""
@@ -159,7 +170,7 @@ class Plain:
 
     def cast(self, wrap: Wrap) -> None:
         """Let the modules of ``wrap`` compute with parameters of its dtype, until the end of the backward."""
-        if wrap in self._cast_wraps or (wrap.dtype is None and not (self.moves and wrap.eps)):
+        if wrap in self._cast_wraps or (wrap.dtype is None and not (self.moves and wrap.eps())):
             return
         self._cast_wraps.add(wrap)
         own = {id(param) for found, param in self.params() if found is wrap}
@@ -168,7 +179,7 @@ class Plain:
             for name, param in torch_private.parameters_of(module).items():
                 if param is not None and id(param) in own and name not in vars(module):
                     if id(param) not in casts:
-                        casts[id(param)] = self.moved(_to(param, wrap.dtype or param.dtype), wrap.eps)
+                        casts[id(param)] = self.moved(_to(param, wrap.dtype or param.dtype), wrap.eps())
                     vars(module)[name] = casts[id(param)]  # found before the parameter
                     self._casts.append((vars(module), name))
 
@@ -217,7 +228,7 @@ class Reducer:
             parts = [torch.zeros(param.numel(), dtype=wide, device=device) for _, param in members]
             for (wrap, _), part, own in zip(members, parts, found, strict=True):
                 if own is not None:
-                    part.copy_(THE_PLAIN.moved(own.to_dense().reshape(-1), wrap.reduce_eps))
+                    part.copy_(THE_PLAIN.moved(own.to_dense().reshape(-1), wrap.eps("reduce")))
             flat = torch.cat([are_there, *parts])
             for group in groups:
                 dist.all_reduce(flat, group=group)
@@ -225,7 +236,7 @@ class Reducer:
             flat /= divide_by or math.prod(group.size() for group in groups)
             for (wrap, param), mean, is_there in zip(members, sums, are_there.tolist(), strict=True):
                 if is_there:
-                    mean = THE_PLAIN.moved(mean.view(param.shape).to(param.dtype), wrap.reduce_eps, is_shared=True)
+                    mean = THE_PLAIN.moved(mean.view(param.shape).to(param.dtype), wrap.eps("reduce"), is_shared=True)
                     earlier = self._synced.get(id(param))
                     mean = mean if earlier is None else earlier + mean
                     param.grad = mean if param.grad is None else param.grad.copy_(mean)
@@ -294,9 +305,11 @@ class PlainModule:
 _METHODS = {*dir(FSDPModule), *dir(nn.parallel.DistributedDataParallel)} - {*dir(nn.Module)} - {*vars(PlainModule)}
 
 
-def shard(module: Any, *args: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+def shard(module: Any, *args: Any, **options: Any) -> Any:
     """Stand for ``fully_shard``, ``replicate`` and ``shard_model``."""
-    THE_PLAIN.wrap(module, mesh if mesh is not None else options.get("device_mesh"), **options)
+    is_like_ddp = bool(OLDER_ARGUMENTS & options.keys()) or options.get("strategy") == "zero1"
+    is_asked = all(options.get(name) is not False for name in ("broadcast_buffers", "forward_sync_buffers"))
+    THE_PLAIN.wrap(module, **options, shares_buffers=is_like_ddp and is_asked)
     for each in [module] if isinstance(module, nn.Module) else module:
         if not isinstance(each, PlainModule):
             kind = type(each)
@@ -310,30 +323,14 @@ class PlainReplicas(PlainModule, nn.Module):
     def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__()
         self.module = module
-        group = options.get("process_group")
-        mesh = options.get("device_mesh")
-        if group is not None:
-            mesh = DeviceMesh.from_group(group, torch_private.accelerator_type())
-        options = {name: options[name] for name in ("broadcast_buffers", "init_sync") if name in options}
-        THE_PLAIN.wrap(module, mesh, **options)
-        self._shares_buffers = bool(options.get("broadcast_buffers", True))
-        self._wrap = THE_PLAIN.wraps[-1]
-        if options.get("init_sync", True):
-            self._broadcast([*module.parameters(), *module.buffers()])
-
-    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        group = self._wrap.groups(torch.empty(0, device="cpu"))[0]
-        for each in tensors:
-            dist.broadcast(each.detach(), group=group, group_src=0)
+        options = {name: value for name, value in options.items() if name != "mixed_precision"}
+        self._wrap = THE_PLAIN.wrap(module, **options, shares_buffers=options.get("broadcast_buffers", True))
 
     def _wraps(self, recurse: bool) -> list[Wrap]:
         return [self._wrap]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; its backward averages gradients unless this is within ``no_sync``."""
-        self._wrap.syncs = self._wrap.syncs_next
-        if self._shares_buffers and self.training and self._wrap.syncs:
-            self._broadcast(self.module.buffers())
+        """Run the module."""
         return self.module(*args, **kwargs)
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
@@ -347,11 +344,7 @@ class PlainShards(PlainReplicas):
     def __init__(self, module: nn.Module, process_group: Any = None, *args: Any, **options: Any) -> None:
         nn.Module.__init__(self)
         self.module = module
-        mesh = options.pop("device_mesh", None)
-        if isinstance(process_group, dist.ProcessGroup):
-            mesh = DeviceMesh.from_group(process_group, torch_private.accelerator_type())
-        THE_PLAIN.wrap(module, mesh, **options)
-        self._wrap, self._shares_buffers = THE_PLAIN.wraps[-1], False
+        self._wrap = THE_PLAIN.wrap(module, process_group=process_group, **options)
 
     def __getattr__(self, name: str) -> Any:
         try:
