@@ -572,9 +572,7 @@ class PlainRecorder(RunRecorder):
         super().end_backward(tensors)
 
     def add_facts(self) -> None:
-        """Note over which ranks gradients are averaged, on the first step."""
-        if self.rows.facts.get("step"):
-            return
+        """Note over which ranks gradients are averaged."""
         names = {id(param): name for name, param in self.names.parameters().items()}
         units: dict[Wrap, list[str]] = {}
         for wrap, param in THE_PLAIN.params():

@@ -397,10 +397,8 @@ def whole(*roots: nn.Module, with_grads: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         for root in roots:
             if has_fsdp1([root]):
-                summon: Any = importlib.import_module(
-                    "torch.distributed.fsdp"
-                ).FullyShardedDataParallel.summon_full_params
-                stack.enter_context(summon(root, writeback=False, with_grads=with_grads))
+                fsdp: Any = getattr(importlib.import_module("torch.distributed.fsdp"), FSDP1)
+                stack.enter_context(fsdp.summon_full_params(root, writeback=False, with_grads=with_grads))
         yield
 
 

@@ -28,7 +28,7 @@ PRELOAD = (
     "pytest",
     "shardwise.cli.main",
     "shardwise.cli.train",
-    "shardwise.prove.bootstrap",
+    "shardwise.prove.plain",
     "torch.distributed.optim",
     "shardwise.recipes.train",
     "shardwise.recipes.report",
