@@ -29,6 +29,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from shardwise import torch_private
 from shardwise.prove.sketch import sketch_of
 from shardwise.random_state import RandomState
+from shardwise.safe_files import open_append
 
 LEAVE_S = 30.0  # what a rank that has made its steps waits for the others
 FSDP1 = "FullyShardedDataParallel"
@@ -160,7 +161,8 @@ class Rows:
                 key: [",".join(map(str, ranks)), *(float(f"{each:.12g}") for each in row)]
                 for (key, (_, ranks)), row in zip(self._found.items(), numbers, strict=True)
             }
-            with open(self._terms.path("rank", "jsonl"), "a") as file:
+            path = self._terms.path("rank", "jsonl")
+            with open_append(path.parent, path.name) as file:
                 row = {"step": step, "optimizer": optimizer, **self.facts, "values": values}
                 file.write(json.dumps(row) + "\n")
         self._found, self.facts, self._seen = {}, {}, {}

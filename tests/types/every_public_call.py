@@ -82,6 +82,7 @@ from shardwise import (
     plan,
     policy,
     record,
+    recorded,
     register_fsdp_forward_method,
     replicate,
     set_default_transport,
@@ -96,7 +97,7 @@ from shardwise import (
 from shardwise.checkpoint import Loaded, PerRank, RandomState, finish, load, save
 from shardwise.checkpoint.convert import export_model
 from shardwise.checkpoint.dcp import TorchDcpReader
-from shardwise.testing import WorkerPool, faults
+from shardwise.testing import WorkerPool, faults, prove
 
 
 class Net(nn.Module):
@@ -249,8 +250,9 @@ def is_reproducible(model: FSDPModule, optimizer: torch.optim.Optimizer, data: T
     for number in fixed.microbatches():
         losses.append(model(data[number]).sum())
     fixed.load_state_dict(fixed.state_dict())
-    with RunDigests(fixed, "run", against="other") as digests:
+    with RunDigests(fixed, "run", against="other") as digests, recorded("run", exact=True):
         print(digests)
+    print(prove("train.py", ranks=2, args=["--small"]).notes)
     print(fixed.step, fixed.clip_grad_norm_(1.0, norm_type=2.0, error_if_nonfinite=False))
     return fixed.sum(losses)
 
