@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -458,12 +458,14 @@ def compare_ranks(run: Recording) -> Iterator[Finding]:
         yield Finding("ranks", min(counts.values()) + 1, "the number of steps", text)
 
 
-def _apart(by_rank: ByRank, start: Mapping[int, Sums]) -> tuple[int, int] | None:
-    """Return two ranks that had the same at the start and differ now."""
+def _apart(by_rank: ByRank, start: Mapping[int, Sums] | None) -> tuple[int, int] | None:
+    """Return two ranks that had the same at the start and differ now; ``start`` None: it does not matter."""
     ranks = sorted(by_rank)
     for number, one in enumerate(ranks):
         for other in ranks[number + 1 :]:
-            is_same = one in start and other in start and distance(start[one], start[other]) <= EPS * norm(start[one])
+            is_same = start is None
+            if start is not None and one in start and other in start:
+                is_same = distance(start[one], start[other]) <= EPS * norm(start[one])
             far = distance(by_rank[one], by_rank[other])
             if is_same and not far <= 64 * EPS * norm(by_rank[one]):
                 return one, other
@@ -475,20 +477,23 @@ def _apart(by_rank: ByRank, start: Mapping[int, Sums]) -> tuple[int, int] | None
 
 def notes_of(plain: Recording) -> Iterator[tuple[Finding, bool]]:
     """Yield what became of what backwards have computed, and what ranks were given, and whether ``--strict`` refuses it."""
-    previous: dict[str, ByRank] = {}
+    earlier: dict[
+        str, list[ByRank]
+    ] = {}  # what zero_grad() should have cleared: of other losses, and with the last step
     last: Row | None = None
     for row in plain.steps:
         found: dict[str, list[tuple[str, float | None]]] = {}
-        for name in row.of("parameter"):
-            gradients = row.of("step gradient").get(name)
-            own = row.own(name)
-            if not gradients or not own:
-                continue
-            words = {_fate(row, name, rank, sums, previous) for rank, sums in gradients.items()}
-            for text, factor in words:
-                if text:
+        stepped = row.of("parameter")
+        for name in {key.name.partition(" (call ")[0]: None for key in row.values if key.stage == "own"}:
+            gradients, mean = row.of("step gradient").get(name, {}), mean_of(row, name)
+            if name in stepped:
+                for text, factor in {_fate(row, name, each, earlier.get(name, ())) for each in gradients.items()}:
                     found.setdefault(text, []).append((name, factor))
-            previous[name] = gradients
+                earlier[name] = [dict.fromkeys(gradients, mean * 0), gradients]
+            else:
+                kept = earlier.get(name, [dict.fromkeys(row.facts, mean * 0)])
+                earlier[name] = [{rank: sums + mean for rank, sums in each.items()} for each in kept]
+        found.pop("", None)
         yield from _clipping(row, found)
         for text, names in found.items():
             shown = ", ".join(name for name, _ in names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)
@@ -496,6 +501,11 @@ def notes_of(plain: Recording) -> Iterator[tuple[Finding, bool]]:
             yield Finding("script", row.step + 1, what, text, names[0][1], name=names[0][0]), text != _UNEXPLAINED
         yield from _given(row, last)
         last = row
+        for name, by_rank in row.of("buffer").items():
+            apart = _apart(by_rank, None)
+            if apart and not next(iter(row.facts.values())).get("shares_buffers"):
+                text = f"differs between ranks {apart[0]} and {apart[1]}, and a checkpoint has one of them"
+                yield Finding("script", row.step + 1, f"buffer of {name}", text, ranks=apart, name=name), True
     for row in plain.rows.values():
         for text in next(iter(row.facts.values())).get("untied", ()):
             yield Finding("script", 0, text, "were one parameter when they were wrapped, and are several now"), True
@@ -504,18 +514,23 @@ def notes_of(plain: Recording) -> Iterator[tuple[Finding, bool]]:
 _UNEXPLAINED = "are no multiple of what backward has computed"
 
 
-def _fate(row: Row, name: str, rank: int, sums: Sums, previous: Mapping[str, ByRank]) -> tuple[str, float | None]:
+def mean_of(row: Row, name: str) -> Sums:
+    """Return the mean over ranks of what the backwards of a step have added to the gradient of ``name``."""
+    return np.sum([_mean(each, group_of(row, name)) for each in row.own(name)], 0)
+
+
+def _fate(row: Row, name: str, at: tuple[int, Sums], earlier: Sequence[ByRank]) -> tuple[str, float | None]:
     """Return what became of the gradients of ``name`` until the step; an empty text if it is their mean over ranks."""
-    own = row.own(name)
-    group = group_of(row, name)
-    mean = np.sum([_mean(each, group) for each in own], 0)
-    if not norm(sums) or not is_finite(sums) or distance(sums, mean) <= _SAME * norm(mean):
+    (rank, sums), mean = at, mean_of(row, name)
+    rounding = 64 * EPS * max((norm(each) for part in row.own(name) for each in part.values()), default=0.0)
+    if not norm(sums) or not is_finite(sums) or distance(sums, mean) <= max(_SAME * norm(mean), rounding):
         return "", None
     for text, part in parts_of_gradient(row, name, rank).items():
         if distance(sums, part) <= _SAME * norm(part):
             return text, None
-    if rank in previous.get(name, {}) and distance(sums, mean + previous[name][rank]) <= _SAME * norm(sums):
-        return "the gradient of the step before is still in it (zero_grad() was not called)", None
+    for kept in earlier:
+        if rank in kept and distance(sums, mean + kept[rank]) <= _SAME * norm(sums):
+            return "gradients of earlier backwards are still in it (zero_grad() was not called after them)", None
     k = factor_of(sums, mean)
     if k is None:
         return _UNEXPLAINED, None

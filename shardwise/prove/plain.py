@@ -578,6 +578,7 @@ class PlainRecorder(RunRecorder):
         for wrap, param in THE_PLAIN.params():
             if id(param) in names:
                 units.setdefault(wrap, []).append(names[id(param)])
+        self.rows.facts["shares_buffers"] = any(wrap.options.get("shares_buffers") for wrap in THE_PLAIN.wraps)
         self.rows.facts["units"] = [
             {
                 "unit": self.names.of_module(wrap.modules[0]) or "the model",

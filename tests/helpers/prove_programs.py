@@ -435,7 +435,7 @@ WRONG = {
             loss_of(model).backward()
             optimizer.step()
         """),
-        r"step 2  16 gradients .*: the gradient of the step before is still in it",
+        r"step 2  16 gradients .*: gradients of earlier backwards are still in it",
         options=STRICT,
         source="zero_grad forgotten",
     ),
@@ -453,6 +453,41 @@ WRONG = {
         r"step 1  16 gradients .*: 2.000 x their mean over ranks \(2 = ranks: summed",
         options=STRICT,
         source="gradients summed where they should be averaged",
+    ),
+    "gan_leaks": Program(
+        _body("""
+        made, judge = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)), Net()
+        for each in (made, judge):
+            fully_shard(each)
+        of_made = torch.optim.Adam(made.parameters(), lr=0.01)
+        of_judge = torch.optim.Adam(judge.parameters(), lr=0.01)
+        while True:
+            judge(torch.cat([batch()[0], made(torch.randn(4, 4, generator=draws)).detach()])).mean().backward()
+            of_judge.step()
+            of_judge.zero_grad()  # before the other loss, which leaves gradients here
+            judge(made(torch.randn(4, 4, generator=draws))).mean().backward()
+            of_made.step()
+            of_made.zero_grad()
+        """),
+        r"step 2  16 gradients \(model2.*: gradients of earlier backwards are still in it",
+        options=STRICT,
+        source="a GAN loop under FSDP2 whose judge learns from both losses",
+    ),
+    "buffers_of_ranks": Program(
+        _body(
+            """
+        model = Net()
+        model.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        shard(model, fully_shard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            step(model, optimizer)
+        """,
+            OURS,
+        ),
+        r"step 1  buffer of first.1.running_mean: differs between ranks 0 and 1",
+        options=STRICT,
+        source="fairseq2 1081: BatchNorm's buffers of one rank in a checkpoint",
     ),
     "buffers_summed": Program(
         _body("""

@@ -112,6 +112,23 @@ def test_what_became_of_gradients_is_told(gradient: Any, words: str, is_refused:
     assert verdict_on(run(gradient), run(gradient), strict=True).code == is_refused
 
 
+def test_gradients_that_zero_grad_has_not_cleared_are_told() -> None:
+    twice = run()
+    row = run(lambda rank, right: right * 2).rows[0, 0]
+    row.step = 1
+    twice.rows[1, 0] = row
+    assert [note.text for note, _ in notes_of(twice)] == [
+        "gradients of earlier backwards are still in it (zero_grad() was not called after them)"
+    ]
+
+
+def test_buffers_that_differ_between_ranks_are_told() -> None:
+    found = run()
+    found.rows[0, 0].values[Key("buffer", 0, "mean")] = {rank: sums(GIVEN["other", rank]) for rank in range(W)}
+    ((note, is_refused),) = notes_of(found)
+    assert (str(note).startswith("step 1  buffer of mean: differs between ranks 0 and 1"), is_refused) == (True, True)
+
+
 def test_ranks_that_differ_are_named() -> None:
     apart, rates, short = run(), run(), run()
     apart.rows[0, 0].values[Key("parameter", 0, "w")][1] = sums(GIVEN["other", 0])
