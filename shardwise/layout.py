@@ -313,9 +313,10 @@ def build_bucket(shards: Sequence[ChunkShard], alignment: int = 1, full_alignmen
     full_offsets: list[int] = []
     section_numel = full_numel = 0
     for shard in shards:
-        offsets.append(section_numel)
-        full_offsets.append(full_numel)
-        section_numel = align(section_numel + shard.section_numel, alignment)
-        full_numel = align(full_numel + shard.numel, full_alignment)
+        offsets.append(align(section_numel, alignment))
+        full_offsets.append(align(full_numel, full_alignment))
+        section_numel, full_numel = offsets[-1] + shard.section_numel, full_offsets[-1] + shard.numel
+    if shards and shards[0].num_shards > 1:  # another section follows
+        section_numel = align(section_numel, alignment)
     bucket = Bucket(tuple(shards), tuple(offsets), section_numel, tuple(full_offsets), full_numel)
     return replace(bucket, full_numel=section_numel * shards[0].num_shards) if bucket.is_one_tensor else bucket

@@ -66,9 +66,12 @@ class Device:
             allocated on.
         can_pin: the host has page-locked memory for it.
         has_values: its tensors have values; those of the fake device and of "meta" have only shapes.
+        alignment: bytes to a multiple of which torch aligns what it allocates; libraries choose kernels, and with them bits,
+            by the alignment of their operands.
     """
 
     has_streams = can_pin = False
+    alignment = 64
     has_values = True
 
     def __init__(self, device: torch.device) -> None:
@@ -99,6 +102,7 @@ class Accelerator(Device):
     """The accelerator of this process, as torch.accelerator finds it."""
 
     has_streams = can_pin = True
+    alignment = 512
 
     def new_stream(self, name: str, priority: int) -> Stream:
         del name

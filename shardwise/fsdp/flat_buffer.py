@@ -168,10 +168,12 @@ class ParamStorage:
         """True if shards are in page-locked memory."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory and self.on.can_pin
 
-    def alignment(self, dtype: torch.dtype) -> int:
-        """Return the alignment of tensors in a section, in elements of ``dtype``."""
-        # Vector loads of an accelerator's kernels need 16 bytes; on CPU padding has no use.
-        return max(16 // dtype.itemsize, 1) if self.on.has_streams else 1
+    def alignment(self, dtype: torch.dtype, are_full: bool = False) -> int:
+        """Return the alignment of tensors in a section, or of full tensors if ``are_full``, in elements of ``dtype``."""
+        # Full tensors are aligned as torch aligns its own.  Sections are sent, so they have no more padding than necessary:
+        # vector loads of an accelerator's kernels need 16 bytes.
+        num_bytes = self.on.alignment if are_full else 16 * self.on.has_streams
+        return max(num_bytes // dtype.itemsize, 1)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, object | None]:
         """Return ``numel`` zeros for shards, and their location for other processes of this host, None if it is private."""
@@ -191,8 +193,9 @@ class ParamStorage:
         It travels, unless it has no elements or its shards can serve as full parameters.
         """
         dtype, device = params[0].dtype, params[0].local.device
-        layout = build_bucket([param.shard for param in params], self.alignment(dtype), self.alignment(full_dtype))
         is_copied = is_collective or dtype != full_dtype or self.is_offloaded or device != self.device
+        alignments = self.alignment(dtype, not is_copied), self.alignment(full_dtype, are_full=True)
+        layout = build_bucket([param.shard for param in params], *alignments)
         return FlatBucket(params, layout, full_dtype, self, is_copied and layout.full_numel > 0)
 
 

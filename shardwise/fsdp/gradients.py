@@ -64,7 +64,8 @@ def _make_layout(
     # On the host all-reduces over replicas carry a checksum element, in dtypes that represent it exactly.
     is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
     num_spare = int(is_exact and on_host and not (len(params) == 1 and _is_large(group, params[0], dtype)))
-    layout = ReduceLayout(params, group.storage.alignment(dtype), group.axes.shard_rank, num_spare, kept_bytes)
+    alignment = group.storage.alignment(dtype, are_full=group.comm.reduce is group.comm.replicas is None)
+    layout = ReduceLayout(params, alignment, group.axes.shard_rank, num_spare, kept_bytes)
     group.reduce_layouts[key] = layout
     return layout
 
@@ -299,6 +300,8 @@ class Reduction:
         if launch.unused:
             kept = [number for number, param in enumerate(params) if param not in launch.unused]
             params, gradients = [params[number] for number in kept], [gradients[number] for number in kept]
+        if self._stored is None and self._comm.reduce is None:  # full ones; an all-reduce has padded none of them
+            gradients = [_aligned(each, self.group.storage.on.alignment) for each in gradients]
         for gradient in gradients if launch.factor != 1.0 else ():
             torch_private.local_of(gradient).mul_(launch.factor)
         failed = change_by_hooks(params, gradients) if is_hooked else None
@@ -373,6 +376,10 @@ class Reduction:
         if link is not None and link.takes_scatter(self, self._scale):
             return link.scatter_staging(self.layout, itemsize)
         return self.section_numel * self.group.axes.num_shards * itemsize
+
+
+def _aligned(gradient: torch.Tensor, alignment: int) -> torch.Tensor:
+    return gradient.clone() if torch_private.local_of(gradient).data_ptr() % alignment else gradient
 
 
 def launch_reductions(launch: Launch, group: ParamGroup, gradients: Gradients) -> list[Reduction]:

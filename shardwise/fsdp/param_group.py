@@ -73,7 +73,7 @@ def cut_bucket(bucket: FlatBucket, full: torch.Tensor, axes: MeshAxes, storage: 
     """
     cuts = [ChunkShard(shard.shape, shard.dim, axes.num_shards) for shard in bucket.layout.shards]
     dtype = bucket.full_dtype
-    layout = build_bucket(cuts, storage.alignment(dtype), storage.alignment(dtype))
+    layout = build_bucket(cuts, storage.alignment(dtype), storage.alignment(dtype, are_full=True))
     sub = SubBucket(layout, dtype, torch.empty(layout.section_numel, dtype=dtype, device=full.device))
     shapes = [cut.shard_shape(axes.shard_rank) for cut in cuts]
     windows = suballocate_all(sub.local, [*zip(layout.offsets, shapes, strict=True)])
@@ -388,11 +388,9 @@ class ParamGroup:
             param.registrations = [each for each in param.registrations if each is not at]
             unit.tie(owner, [at])
         if not param.registrations:
-            self.seen, self.params = None, [each for each in self.params if each is not param]
-            self.by_size = [each for each in self.by_size if each is not param]
-            self.members = set(self.params)
-            if not self.params:
-                unit.groups = [each for each in unit.groups if each is not self]
+            self.seen, self.members = None, self.members - {param}
+            self.params, self.by_size = ([p for p in each if p is not param] for each in (self.params, self.by_size))
+            unit.groups = [each for each in unit.groups if each.params]
         return bool(param.registrations)
 
     def _is_in_place(self, param: ShardedParam) -> bool:

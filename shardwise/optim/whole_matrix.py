@@ -333,7 +333,9 @@ class WholeMatrixStep:
         arrived = exchange(sends, expected, ranks, self._device)
         flags_of = torch.stack([items[0].cpu() for items in arrived])
         status = _FINE
-        wholes = {id(m): torch.empty((2, *m.shape), dtype=m.dtype, device=self._device) for m in meeting.mine}
+        # The rule computes with a matrix and its gradient, each in an allocation of its own: bits depend on alignment.
+        on = self._device
+        wholes = {id(m): [torch.empty(m.shape, dtype=m.dtype, device=on) for _ in range(2)] for m in meeting.mine}
         for rank, items in enumerate(arrived):
             windows = iter(items[1:])
             for matrix, box in all_boxes(meeting.mine, rank):

@@ -118,10 +118,11 @@ def _unit(
     ranks, is_bf16, is_shared = setting.num_shards, setting.precision == "bf16", setting.transport == SHARED
     is_cut = ranks > 1
 
-    def layout(members: Sequence[ParamFacts], itemsize: int, full_itemsize: int = 0) -> Bucket:
-        # full parameters have an alignment only where they are gathered
-        aligned = [1 if on_cpu or not size else max(16 // size, 1) for size in (itemsize, full_itemsize)]
-        return _layout(tuple(param.shape for param in members), ranks, *aligned)
+    def layout(members: Sequence[ParamFacts], itemsize: int, full_itemsize: int = 1, is_sent: bool = True) -> Bucket:
+        # Bytes, as in fsdp/flat_buffer.py.  Shards that are the full parameters are aligned as these.
+        full, section = (64, 1) if on_cpu else (512, 16)
+        alignments = max((section if is_sent else full) // itemsize, 1), full // full_itemsize
+        return _layout(tuple(param.shape for param in members), ranks, *alignments)
 
     def full_itemsize_of(param: ParamFacts) -> int:
         return 2 if is_bf16 and param.is_floating else param.itemsize
@@ -133,20 +134,21 @@ def _unit(
     kept = _by([(param.dtype, full_itemsize_of(param)) for param in params], params)
     for (_, full_itemsize), members in kept:
         itemsize = members[0].itemsize
-        bucket = layout(members, itemsize, full_itemsize)
+        is_copied = is_cut or itemsize != full_itemsize or setting.offload
+        bucket = layout(members, itemsize, full_itemsize, is_copied)
         mine = bucket.section_numel * full_itemsize
         shard += bucket.section_numel * itemsize
         section = align(section + mine, _BYTE_ALIGNMENT)
         cast += mine if itemsize != full_itemsize else 0
         packed = mine * ranks
-        if is_cut or itemsize != full_itemsize or setting.offload:
+        if is_copied:
             full += bucket.full_numel * full_itemsize
         is_full = is_cut and bucket.is_one_tensor and len(kept) == 1
     if len(kept) > 1:
         packed, cast = section * ranks, section
     section_bytes = staged = outbox = 0
     for itemsize, members in _by([4 if is_bf16 else param.itemsize for param in trainable], trainable):
-        bucket = layout(members, itemsize)
+        bucket = layout(members, itemsize, is_sent=setting.ranks > 1)
         section_bytes += bucket.section_numel * itemsize
         staged += 0 if ranks == 1 or is_shared else ranks * bucket.section_numel * itemsize
         # this rank's own section is not in the outbox if parts are copied one by one
