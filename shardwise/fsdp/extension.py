@@ -209,9 +209,14 @@ class _MixedEnds:
             outputs = self._owner.hold_outputs(entry, shapes, self._pool)
             for tensor, output in zip(tensors, outputs, strict=True):
                 num_bytes = tensor.numel() * tensor.element_size()
-                raw = output.view(-1).view(torch.uint8).view(sections.shape[0], num_bytes)
+                # Where the shard itself is sent, shards come together along its dim; they follow each other otherwise.
+                is_shard = tuple(tensor.shape) == entry.param.shard_shape
+                outer = max(entry.param.shard.outer, 1) if is_shard else 1
+                raw = output.view(-1).view(torch.uint8).view(outer, sections.shape[0], num_bytes // outer)
                 with torch_private.same_version(output):  # autograd must not count a refill as a write
-                    raw.copy_(sections[:, start : start + num_bytes])
+                    raw.transpose(0, 1).copy_(
+                        sections[:, start : start + num_bytes].unflatten(1, (outer, num_bytes // outer))
+                    )
                 start += align(num_bytes, _ALIGNMENT)
             self._owner.complete(entry, outputs, metadata)
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from helpers.compare import average_gradients
 from helpers.folders import folder_of_all
 from helpers.ranks import on_ranks
 from helpers.trains_alike import batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from shardwise import ConfigError, checkpoint, fully_shard, replicate
 
@@ -181,3 +183,23 @@ def test_attributes_of_users_follow_without_what_the_class_keeps_there() -> None
     model.register_forward_hook(lambda module, *_: seen.append(module.weight.mark))
     model(torch.ones(2, 6))
     assert seen == ["mine"]
+
+
+@pytest.mark.parametrize("api", [fully_shard, torch_fsdp.fully_shard])
+@on_ranks(2)
+def test_what_was_gathered_of_a_parameter_cut_along_dim_1_is_put_together_as_by_torchs_class(api: Any) -> None:
+    model = nn.Linear(4, 2, bias=False).requires_grad_(False)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(8.0).view(2, 4))
+        api(model, shard_placement_fn=lambda _: Shard(1))
+        local: Any = model.weight.to_local()
+    outputs_of: list[tuple[torch.Size, list[float]]] = []
+
+    def after(outputs: Any, metadata: Any, dtype: Any, *, out: torch.Tensor | None = None) -> Any:
+        outputs_of.append((outputs[0].shape, outputs[0].flatten().tolist()))
+        full = outputs[0].view(2, 4)
+        return (full, (full,)) if out is None else None
+
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = lambda mesh: ((local.contiguous(),), None), after
+    assert torch.equal(model(torch.eye(4)).T, torch.arange(8.0).view(2, 4))
+    assert outputs_of == [(torch.Size([4, 2]), [float(each) for each in range(8)])]
