@@ -22,7 +22,6 @@ from shardwise.consistency.process_groups import group_of
 from shardwise.errors import ConfigError, StateError, UsageError, did_you_mean
 from shardwise.fsdp.attachment import Attachment, attachment_of, roots_to_come
 from shardwise.fsdp.build import copy_module
-from shardwise.fsdp.clip import clip_grad_norm_, shards_of
 from shardwise.fsdp.compression_report import CompressionState, UnitCompression, report_of
 from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
@@ -252,7 +251,6 @@ def mix_in(module: nn.Module, mixin: type, attachment: Attachment) -> None:
     # torch's replicate skips modules that have the first name, its fully_shard and FSDP1 those that have the second.
     for name in ("fully_shard", "replicate"):
         torch_private.enter_composable_api(module, name)
-    torch_private.clip_mixed_by(clip_grad_norm_, shards_of)  # accepts shards together with ignored parameters
     torch_private.put_state_that_tools_ask_for(module, StateForTools(attachment))
 
 
@@ -281,12 +279,18 @@ class FSDPModule(_Base):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as ``nn.Module`` does, also between forward and backward, when some units are unsharded."""
+        tables = {
+            id(torch_private.parameters_of(each)) for each in cast(nn.Module, self).modules()
+        }  # a unit may have others
         for unit in (each.unit for each in _attachments_in(cast(nn.Module, self), recurse=True)):
             for param in unit.params if unit.has_copies else ():
+                if param.sharded.grad is None or tables.isdisjoint([id(at.parameters) for at in param.registrations]):
+                    continue
                 if set_to_none:
                     param.sharded.grad = None
-                elif param.sharded.grad is not None:
-                    param.sharded.grad.detach().zero_()  # in DDP's style a view of a bucket
+                else:
+                    with torch.no_grad():  # not detach(): what waits for a backward with sync is dropped by zero_ alone
+                        param.sharded.grad.zero_()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:

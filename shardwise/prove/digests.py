@@ -97,7 +97,7 @@ class RunDigests:
 
     def end_microbatch(self, number: int) -> None:
         """Take the digest of the random state, which shows draws that not every number of ranks makes here."""
-        self._drawn[number] = digest_of_part(torch.get_rng_state())
+        self._drawn[number] = digest(torch.get_rng_state())
 
     def end(self) -> None:
         """Take the digests of the gradients; write and compare the step."""

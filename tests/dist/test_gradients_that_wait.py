@@ -331,3 +331,34 @@ def test_sums_over_shards_are_reduced_by_a_backward_that_does_not_use_their_para
     for each in (model, plain):
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     assert_same(model, plain, REORDERED)
+
+
+@on_ranks(2)
+def test_zero_grad_of_unsharded_modules_clears_their_own_gradients_and_those_that_wait() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    fully_shard([model[0], model[1]], reshard_after_forward=False)
+    fully_shard(model)
+    for each in (model, plain):
+        each(torch.ones(1, 4)).sum().backward()
+        loss = each(torch.ones(1, 4)).sum()  # the unit is unsharded until its backward
+        each[0].zero_grad()
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+    model.zero_grad()
+    for unsharded in (False, True):
+        model[0].set_requires_gradient_sync(False)
+        model(torch.ones(1, 4)).sum().backward()
+        if unsharded:
+            model[0].unshard()
+        model.zero_grad(set_to_none=False)
+        model[0].reshard()
+        model[0].set_requires_gradient_sync(True)
+        model(torch.ones(1, 4)).sum().backward()
+        plain.zero_grad()
+        plain(torch.ones(1, 4)).sum().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+        model.zero_grad()
