@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import operator
 import sys
 import weakref
@@ -578,8 +579,9 @@ def draw_as_one_process() -> None:
 
 
 def clip_mixed_by(clip: Callable[..., torch.Tensor], before: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-    """Use ``clip`` in ``torch.nn.utils.clip_grad_norm_`` for a mix of DTensor and plain gradients, where torch's raises.
+    """Use ``clip`` in ``torch.nn.utils.clip_grad_norm_`` where torch's own raises, or leaves other ranks waiting.
 
+    That is for DTensors on several meshes or beside plain gradients, and for the maximum norm, of which empty shards have none.
     ``before(parameters)`` returns the parameters that have the gradients.
 
     The function is public, but is replaced in its modules, once.
@@ -591,10 +593,10 @@ def clip_mixed_by(clip: Callable[..., torch.Tensor], before: Callable[[Sequence[
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
         params = before([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
-        if len({isinstance(param.grad, DTensor) for param in params if param.grad is not None}) < 2:
-            return original(params, max_norm, *args, **kwargs)
-        kwargs.pop("foreach", None)
-        return clip(params, max_norm, *args[:2], **kwargs)
+        gradients = [param.grad for param in params if param.grad is not None]
+        meshes = {each.device_mesh if isinstance(each, DTensor) else None for each in gradients}
+        is_max = math.isinf(kwargs.get("norm_type", args[0] if args else 2.0)) and meshes != {None}
+        return (clip if is_max or len(meshes) > 1 else original)(params, max_norm, *args, **kwargs)
 
     clip_grad_norm_.shardwise_clip = clip  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_

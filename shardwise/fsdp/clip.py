@@ -37,6 +37,8 @@ def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
                 "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
             )
 
+_COPIES_DIFFER = 1e-5  # relative, of squares of powers of norms: copies differ by rounding alone
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -121,19 +123,23 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``, and return the norm before.
 
-    It takes DTensors on any meshes and plain parameters (which must have equal gradients on all ranks).  If the meshes
-    together span all ranks, or there is one 1-D mesh, the only communication is one all-reduce of one number.
+    It takes DTensors on any meshes and plain parameters.  Ranks outside of a gradient's mesh, and all ranks of a plain one,
+    have copies of it.  If the meshes together span all ranks, or there is one 1-D mesh, the communication is one all-reduce of
+    three numbers, and one for each smaller mesh.
 
     Args:
         parameters: parameters whose ``.grad`` counts; those without a gradient are skipped.
         max_norm: the largest total norm after clipping.
         norm_type: p of the p-norm, positive; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise StateError, the gradients unchanged, if the norm is nan or infinite.
+        foreach: torch's argument, without effect: tensors are always scaled together.
 
     Returns: the total norm, a 0-dim tensor, float32 or wider, equal on all ranks.
+    Raises: ConfigError on every rank if a gradient has other values outside of its mesh, as experts of other ranks have.
 
     Source: ``torch.nn.utils.clip_grad_norm_``, whose arguments and coefficient it has.
 
@@ -180,9 +186,40 @@ def _power_over_ranks(parts: Sequence[Part], limit: Limit, device: torch.device)
     total = limit.power([], device)
     for share, tensors in by_share.items():
         total = limit.plus(total, limit.power(tensors, device) * share)
+    if not groups:
+        return total
+    # What are copies is the same on all ranks, as its extremes show, or its squares: n * sum(q^2) is sum(q)^2 for n equal q.
+    copied = _copied(parts, limit, num_ranks, device)
+    sums = torch.stack([total, copied, -copied if limit.is_max else copied**2])
     for group in groups:
-        total = sum_of(total, group, limit.is_max)
+        sums = sum_of(sums, group, limit.is_max)
+    total, most, other = sums.unbind()
+    spread = most + other if limit.is_max else num_ranks * other - most**2
+    most_spread = _COPIES_DIFFER**0.5 * most if limit.is_max else _COPIES_DIFFER * most**2
+    has_copies = any(part.place is None or part.place.size() < num_ranks for part in parts)  # the host waits only then
+    if has_copies and bool(spread > most_spread):  # NaN is not
+        raise ConfigError(
+            "gradients that ranks are to have copies of, plain ones or those on a smaller mesh, differ between ranks. Average "
+            "them first; parameters of which each rank has others (experts) need a mesh that contains all of these ranks "
+            "(DTensors sharded over the experts, then fully_shard), or are clipped separately"
+        )
     return total
+
+
+def _copied(parts: Sequence[Part], limit: Limit, num_ranks: int, device: torch.device) -> torch.Tensor:
+    """Return the power of the norm of all that further ranks, of ``num_ranks``, are to have copies of."""
+    total = limit.power([part.local for part in parts if part.place is None], device)
+    for place in dict.fromkeys(part.place for part in parts):
+        if place is not None and place.size() < num_ranks:
+            power = limit.power([part.local for part in parts if part.place == place], device)
+            for group in _groups_of(place):
+                power = sum_of(power, group, limit.is_max)
+            total = limit.plus(total, power)
+    return total
+
+
+def _groups_of(place: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    return [each for each in (place.get_all_groups() if isinstance(place, DeviceMesh) else [place]) if each.size() > 1]
 
 
 def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGroup]:
@@ -202,5 +239,8 @@ def _groups(places: list[DeviceMesh | dist.ProcessGroup]) -> list[dist.ProcessGr
         raise ConfigError(
             f"gradients lie on meshes {shapes}, of which none contains the others; clip those of each mesh separately"
         )
-    groups = largest.get_all_groups() if isinstance(largest, DeviceMesh) else [largest]
-    return [group for group in groups if group.size() > 1]
+    return _groups_of(largest)
+
+
+# When shardwise is imported, since user code may then import torch's function by name.
+torch_private.clip_mixed_by(clip_grad_norm_, shards_of)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.compare import full
 from helpers.ranks import on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import FSDPModule, ShardwiseError, fully_shard
+import shardwise
+from shardwise import ConfigError, FSDPModule, ShardwiseError, fully_shard
 
 
 def net() -> nn.Sequential:
@@ -108,6 +112,42 @@ def test_two_models_over_one_trunk_are_sharded_by_their_parts() -> None:
     for found, expected in zip((actor, critic), plain, strict=True):
         for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(full(mine), theirs)
+
+
+@on_ranks(2)
+def test_the_maximum_norm_of_shards_of_which_some_are_empty_is_that_of_one_process() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = copy.deepcopy(plain)
+    fully_shard(model)
+    for each in (model, plain):
+        each(torch.linspace(-1, 1, 12).view(3, 4)).square().sum().backward()
+    for clip in (torch.nn.utils.clip_grad_norm_, shardwise.clip_grad_norm_):
+        norms = [clip(each.parameters(), 1e9, float("inf"), foreach=True) for each in (model, plain)]
+        torch.testing.assert_close(*norms)
+        assert f"{norms[0]:.4f}" == f"{norms[0].item():.4f}"
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_ranks(2)
+def test_experts_of_each_rank_and_unequal_plain_gradients_are_not_clipped_as_copies(norm_type: float) -> None:
+    experts = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shards"))
+    for kind in ("experts", "copies", "plain"):
+        torch.manual_seed(0)
+        first = nn.Linear(4, 4)
+        torch.manual_seed(0 if kind == "copies" else dist.get_rank())
+        model = nn.Sequential(first, nn.Linear(4, 4))
+        if kind == "plain":
+            fully_shard(model, ignored_params={*model[1].parameters()})
+        else:
+            fully_shard(model[1], mesh=experts["shards"])
+            fully_shard(model)
+        model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum().backward()
+        if kind == "copies":
+            shardwise.clip_grad_norm_(model.parameters(), 1.0, norm_type)
+            continue
+        with pytest.raises(ConfigError, match="gradients that ranks are to have copies of, .* differ between ranks"):
+            shardwise.clip_grad_norm_(model.parameters(), 1.0, norm_type)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])

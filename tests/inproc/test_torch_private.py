@@ -907,7 +907,12 @@ def test_clipping_of_mixed_gradients_is_done_by_another(one_rank: object, monkey
     assert (mixed, seen) == ([], [1, 1, 1])
     torch.nn.utils.clip_grad_norm_(iter([plain, shard]), 1.0, 2.0, False, None)
     torch.nn.utils.clip_grad_norm_([plain, shard], 1.0, norm_type=1.0, foreach=False)
-    assert mixed == [(2, (1.0, 2.0, False), {}), (2, (1.0,), {"norm_type": 1.0})]
+    torch.nn.utils.clip_grad_norm_([shard], 1.0, float("inf"))
+    assert mixed == [
+        (2, (1.0, 2.0, False, None), {}),
+        (2, (1.0,), {"norm_type": 1.0, "foreach": False}),
+        (1, (1.0, float("inf")), {}),
+    ]
 
 
 def test_an_object_in_no_join_tells_none(one_rank: object) -> None:
