@@ -18,7 +18,7 @@ from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_t
 from shardwise.fsdp.init_parameters import bytes_of, unwritten_in
 from shardwise.fsdp.param import ShardedParam
 
-_VALUES = dict.values
+_VALUES, _TARGET = dict.values, weakref.ref.__call__
 _NUM_FIRST = 8  # elements that are compared to detect equal seeds; few, since uneven shards may be small
 _MOST_SHOWN = 8  # names that an error lists
 
@@ -74,7 +74,10 @@ def _start_of(param: ShardedParam) -> int | None:
 
 
 class TreeWatch:
-    """Watches the module tree of one root: each rank would train its own copy of a parameter that was added to the tree."""
+    """Watches the module tree of one root: each rank would train its own copy of a parameter that was added to the tree.
+
+    It has no module: those of the root's unit own the engine through their hooks, which owns this.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = weakref.ref(root)
@@ -82,22 +85,26 @@ class TreeWatch:
 
     def check(self) -> None:
         """Raise StateError that names parameters without a unit; it takes microseconds if nothing has changed."""
-        if self._size() != self._num_params or [*chain.from_iterable(map(_VALUES, self._children))] != self._modules:
+        # While all modules are alive, no other one has the id of one of them.
+        if None in [*map(_TARGET, self._alive)] or self._now() != self._noted:
             root = self._root()
             assert root is not None  # its forward is running
             self._note_tree(root)
 
-    def _size(self) -> int:
-        return sum(map(len, self._tables))
+    def _now(self) -> tuple[int, list[int]]:
+        children = [*map(torch_private.children_of, map(_TARGET, self._owners))]  # pyright: ignore[reportArgumentType]
+        # Children are counted, too, except a first child of a module that had none.
+        return sum(map(len, chain(self._tables, children))), [*map(id, chain.from_iterable(map(_VALUES, children)))]
 
     def _note_tree(self, root: nn.Module) -> None:
         check_tree(root)
         modules = list(root.modules())
-        self._children = [children for module in modules if (children := torch_private.children_of(module))]
-        self._modules = [*chain.from_iterable(map(_VALUES, self._children))]
+        self._alive = [*map(weakref.ref, modules)]
+        self._owners = [
+            ref for ref, module in zip(self._alive, modules, strict=True) if torch_private.children_of(module)
+        ]
         self._tables = [torch_private.parameters_of(module) for module in modules]
-        self._tables += self._children  # counts children, too, except a first child of a module that had none
-        self._num_params = self._size()
+        self._noted = self._now()
 
 
 def check_tree(root: nn.Module) -> None:

@@ -542,10 +542,11 @@ class use_in(contextlib.ExitStack):
             (module, name) for module in (*modules, *added) for name, value in vars(module).items() if _is_torchs(value)
         ]
         for module in modules:
-            if not any(owner is module for owner, _ in self.replaced):
+            has_ours = any(value is ours for value in vars(module).values() for ours in _OURS.values())  # called again
+            if not (has_ours or any(owner is module for owner, _ in self.replaced)):
                 raise ConfigError(
-                    f"{module.__name__} has no name for torch's fully_shard, or it is replaced already; pass the module that "
-                    "calls it, or torch.distributed.fsdp if that one imports it in a function"
+                    f"{module.__name__} has no name for torch's fully_shard; pass the module that calls it, or "
+                    "torch.distributed.fsdp if that one imports it in a function"
                 )
         torchs: set[int] = set()
         for module, name in self.replaced:

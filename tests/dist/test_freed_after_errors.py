@@ -88,3 +88,20 @@ def test_a_model_whose_step_failed_is_freed_with_all_it_holds(api: str, warm: bo
         nn.Linear(2, 2)(torch.ones(2, 2)).sum().backward()  # until then torch keeps the last error of this thread
         gc.collect()
         assert freed() is None, failure
+
+
+@pytest.mark.parametrize("api", [fully_shard, replicate, shard_model])
+@on_ranks(2)
+def test_parameters_of_a_deleted_model_are_freed_without_the_collector(api: Callable[[nn.Module], object]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # one unit, whose hooks are on the inner modules, too
+    api(model)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    kept = [weakref.ref(each) for each in (*model.parameters(), *model.modules())]
+    gc.disable()
+    try:
+        del model
+        assert not [each() for each in kept if each() is not None]
+    finally:
+        gc.enable()

@@ -28,6 +28,7 @@ def trainer() -> types.ModuleType:
 def test_a_name_of_torchs_function_is_ours_within_the_context() -> None:
     module = trainer()
     with use_in(module) as used:
+        use_in(module)  # a cell that runs again
         assert module.shard is shardwise.fully_shard
         assert used.replaced == [(module, "shard")]
         assert (module.FSDPModule, module.other) == (torchs.FSDPModule, nn.Linear)
