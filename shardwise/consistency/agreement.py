@@ -251,6 +251,7 @@ def _generation_of(members: Iterable[int]) -> int:
 # collectives that they protect.
 # A collective that ranks enter with different plans hangs or, worse, mixes tensors of the same size.
 
+_MOST_AGREED = 1024  # plans that ranks have compared, and need not compare again
 _RULE = (
     "Ranks must run the same units in the same order, the same number of times, unless the root has "
     "set_allow_rank_divergence(True)."
@@ -268,7 +269,7 @@ class MismatchCheck:
         self.topic = (
             f"engine {number} of ranks {min(exchange.members)} to {max(exchange.members)}"  # the same on all of them
         )
-        self._agreed: set[str] = set()
+        self._agreed: dict[str, None] = {}  # digests of plans, the newest last
         self.groups: list[dist.ProcessGroup] = []  # those that the engine uses
 
     def check_plan(self, calls: Sequence[str], left_order: str = "") -> None:
@@ -277,11 +278,12 @@ class MismatchCheck:
         Plans that ranks have agreed on before are not compared again.  ``left_order``: how this rank has deviated.
         """
         text = json.dumps(["collectives in a step", *calls])
-        if text not in self._agreed:
+        digest = _digest([text])
+        if digest not in self._agreed:
             why = f", which has changed its order of units: {left_order}" * bool(left_order)
             within = f"within {self._exchange.timeout_s:g} s of rank {self.rank}{why}"
             self._compare("plan", text, lambda others: f"{others} did not finish a step {within}")
-            self._agreed.add(text)
+            self._agreed = dict.fromkeys([*[*self._agreed][1 - _MOST_AGREED :], digest])
 
     def check_facts(self, what: str, facts: Sequence[str]) -> None:
         """Raise DesyncError on every rank unless all ranks have the same ``facts`` about ``what``.

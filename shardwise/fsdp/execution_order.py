@@ -12,6 +12,7 @@ from shardwise.fsdp.gradients import planned_scatter_bytes
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
 from shardwise.observe import Op, begin, end, listeners, next_track, now, remember, thread, unit_in_words
+from shardwise.plan.known import KnownPlans, MadeFrom
 from shardwise.plan.schedule import (
     ExecutionOrder,
     OrderEntry,
@@ -19,7 +20,6 @@ from shardwise.plan.schedule import (
     StepEvent,
     StepPlan,
     UnitFacts,
-    UnitPolicy,
     in_module_order,
     plan_step,
 )
@@ -31,7 +31,7 @@ class ExecOrderTracker:
     """The execution order of the running step, and the plan that was made from an earlier step.
 
     Attributes:
-        plan: the prediction of the step; None until a step has shown its order.
+        plan: the prediction of the step; None until a step has shown its order.  known: it, and those of earlier steps.
         budget: the limit on prefetched units.
         track: the events of units, in order.
         mismatch_check: compares plans between ranks, and exchanges positions when a collective fails; None on a single rank.
@@ -57,7 +57,8 @@ class ExecOrderTracker:
         self._prefetches: list[list[Unit]] = []  # for each entry of the plan, the units to prefetch
         self._entries: list[OrderEntry] = []
         self._follows_plan = False
-        self._planned_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]] = self.budget, ()
+        self._planned_from: MadeFrom = self.budget, ()
+        self.known = KnownPlans()
         self._left_order = ""
         self.is_aside = False
 
@@ -67,7 +68,7 @@ class ExecOrderTracker:
         for number, unit in enumerate(units):
             unit.number, unit.track = number, self.track
         self.gathers = any(group.is_collective for unit in units for group in unit.groups)
-        self.plan = None
+        self.plan, self.known = None, KnownPlans()
         self.agreed = set()
 
     # ---- events ----
@@ -98,6 +99,7 @@ class ExecOrderTracker:
         self._entries = []
         self._follows_plan = False
         self.uncompared = ""
+        self.known.forget_last()
 
     def record(self, unit: Unit, event: StepEvent) -> Sequence[Unit]:
         """Record that ``unit`` reaches ``event``, before the engine acts on it.
@@ -126,14 +128,18 @@ class ExecOrderTracker:
         if self.diverges:
             return self._go_on_at(OrderEntry(number, event))
         self._entries.append(OrderEntry(number, event))
-        self._follows_plan = False
         name = self.units[expected[position].unit].name if position < len(expected) else "end of step"
         self._left_order = f"expected {unit_in_words(name)}, found {unit_in_words(unit.name)}"
         self.uncompared = f"{self._left_order} to {event.value}"
         # Before the collective that follows: ranks which deviate in different ways would hang in it.
         if self.gathers:
             self.compare_deviation()
-        return ()
+        branch = self.known.find_branch(self._entries, self._made_from())
+        self._follows_plan = branch is not None
+        if branch is None:
+            return ()
+        self._take(branch.plan, branch.made_from)
+        return self._prefetches[position]
 
     def _go_on_at(self, entry: OrderEntry) -> Sequence[Unit]:
         """Follow the plan from where ``entry`` comes next; if it does not, from where this rank was."""
@@ -181,14 +187,19 @@ class ExecOrderTracker:
         return self.plan is not None and self.plan.order.forward == tuple(self._entries)
 
     def replan(self) -> None:
-        """Plan the next step from the order of this one, unless the present plan was made from the same order.
+        """Plan the next step like the one that has followed this order last time, or else like this one.
 
         Raises: DesyncError if ranks would plan different collectives.
         """
-        order = ExecutionOrder(tuple(self._entries))
-        made_from = self.budget, tuple([unit.policy for unit in self.units])
-        if self.plan is not None and self.plan.order == order and made_from == self._planned_from:
-            return
+        order, made_from = ExecutionOrder(tuple(self._entries)), self._made_from()
+        known = self.known.find(order, made_from, self.plan)
+        if known is None:
+            known = self.known.add(self._agreed_plan(order), made_from)
+        self._left_order, following = "", self.known.end_step(known)
+        if following.plan is not self.plan:
+            self._take(following.plan, following.made_from)
+
+    def _agreed_plan(self, order: ExecutionOrder) -> StepPlan:
         plan = plan_step(order, self.facts(), self.budget)
         if self.mismatch_check is not None:
             replicas = [unit for unit in self.units if any(group.axes.num_replicas > 1 for group in unit.groups)]
@@ -197,17 +208,19 @@ class ExecOrderTracker:
             alone = [" without its replicas" if c.op is Op.REDUCE and c.unit in apart else "" for c in calls]
             shown = [f"{c.op.value} of {unit_in_words(c.unit)}{each}" for c, each in zip(calls, alone, strict=True)]
             self.mismatch_check.check_plan(shown, self._left_order)
-        self._left_order = ""
-        self._take(plan, made_from)
+        return plan
 
-    def _take(self, plan: StepPlan, made_from: tuple[PrefetchBudget, tuple[UnitPolicy, ...]]) -> StepPlan:
+    def _made_from(self) -> MadeFrom:
+        return self.budget, tuple([unit.policy for unit in self.units])
+
+    def _take(self, plan: StepPlan, made_from: MadeFrom) -> StepPlan:
         self.plan, self._planned_from = plan, made_from
         self._prefetches = [[self.units[number] for number in numbers] for numbers in plan.prefetches]
         return plan
 
     def allow_divergence(self, is_allowed: bool) -> None:
         """Set whether ranks may take different ways; forget the plan, and on what this rank has agreed in its own way."""
-        self.diverges, self.plan, self.uncompared = is_allowed, None, ""
+        self.diverges, self.plan, self.uncompared, self.known = is_allowed, None, "", KnownPlans()
         self.agreed.clear()
 
     def plan_in_order(self) -> StepPlan:

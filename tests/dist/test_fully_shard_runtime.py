@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardwise import FSDPModule, StateError, fully_shard, replicate, set_default_transport
 from shardwise.collectives.routes import Transport
+from shardwise.consistency.agreement import StoreExchange
 from shardwise.observe import Op
 from shardwise.plan.schedule import peak_bytes
 
@@ -358,3 +361,39 @@ def test_steady_state_is_a_rank_s_share() -> None:
             storage = tensor.to_local().untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     assert sum(storages.values()) <= 1.02 * 16 * num_params / size, (rank, sum(storages.values()), num_params)
+
+
+class Heads(nn.Module):
+    """A trunk, and two heads that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 8)
+        self.heads = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, data: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.trunk(data))
+
+
+@on_ranks(2)
+def test_two_heads_in_turn_are_prefetched_and_ask_no_other_rank() -> None:
+    model = Heads()
+    for module in (model.trunk, *model.heads[0], *model.heads[1], model):
+        fully_shard(module)
+    asked: list[str] = []
+    gather = StoreExchange.gather
+
+    def counted(self: StoreExchange, topic: str, *given: Any) -> dict[int, str]:
+        asked.append(topic)
+        return gather(self, topic, *given)
+
+    with mock.patch.object(StoreExchange, "gather", counted):
+        for number in range(8):
+            engine, before = engine_of(model) if number else None, len(asked)
+            plan, recorder = (None, None) if engine is None else (engine.exec_order.plan, Recorder(engine))
+            model(torch.ones(2, 8), number % 2).sum().backward()
+            if number > 3:
+                assert plan is not None
+                assert recorder is not None
+                assert len(asked) == before
+                assert tuple(recorder.calls) == plan.calls, "gathered ahead as planned"
