@@ -99,13 +99,12 @@ class Slot:
 
     Attributes:
         begin, num_bytes: its range in the file.
-        held: what is there, as tensors on the device "meta".  starts, num_used: see :func:`layout_of`.
+        starts, num_used: see :func:`layout_of`.
         sums: of its blocks, once it is written.
     """
 
     begin: int = 0
     num_bytes: int = 0
-    held: State = ()
     starts: Sequence[int] = ()
     num_used: int = 0
     sums: Future[list[str]] | None = None
@@ -207,9 +206,8 @@ class DiskTier:
             self._threads[1].submit(int).result()  # then the buffer of the last write serves, and is the only one
             buffer = buffer_of(slot.num_used, self._free.get())
             torch_private.copy_all(views_in(buffer, state, starts), list(state))
-        slot.held = [torch.empty_like(each, device="meta") for each in state]
         slot.sums = self._threads[1].submit(self._write, slot.begin, buffer, slot.num_used)
-        return slot.held
+        return [torch.empty_like(each, device="meta") for each in state]
 
     # ---- buffers ----
 

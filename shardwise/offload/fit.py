@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from shardwise import torch_private
 from shardwise.arguments import check_kind, explains_fields
 from shardwise.collectives.buffer_pool import limit_heap
 from shardwise.consistency.agreement import open_store_gather
@@ -18,8 +24,9 @@ from shardwise.formatting import format_bytes, parse_size
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.fsdp.shard_model import blocks_of
 from shardwise.offload.activations import ActivationPolicy, apply_activations
-from shardwise.offload.optimizer import OptimizerOffload
+from shardwise.offload.optimizer import OffloadedStep, OptimizerOffload
 from shardwise.offload.tiers import DiskOffloadPolicy
+from shardwise.optim.sharded_optimizer import ShardedOptimizer, optimizer_backend
 from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import (
     UNIT_STRATEGIES,
@@ -30,6 +37,9 @@ from shardwise.planner.hardware import (
     measured,
     this_host,
 )
+
+_logger = logging.getLogger("shardwise.offload")
+_LEFT = "MemoryLimit(%s): a step leaves the plan, and may need more memory: planned are %s. Plan with what you train"
 
 
 @explains_fields
@@ -117,7 +127,38 @@ class MemoryLimit:
             apply_activations(model, ActivationPolicy(dict.fromkeys(chosen, "recompute")))
         if best.disk_share:
             self.offload = OptimizerOffload(best.disk_share, folder=self.folder)
+        self._watch(model, best.state_bytes)
         if not best.offload:
             return None
         folder = self.folder if best.disk_share else None
         return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder=folder)
+
+    def _watch(self, model: nn.Module, state_bytes: float) -> None:
+        """Warn once of a forward of larger inputs, and once of a step with more optimizer state in memory, than planned."""
+        most = math.prod(cast(Any, self.inputs)) if isinstance(self.inputs[0], int) else _largest(self.inputs)
+        own, where = weakref.WeakSet([model]), "" if self.offload is None else " on disk (offload=memory.offload)"
+
+        def before_forward(_: nn.Module, *given: Any) -> None:
+            if not torch.compiler.is_compiling() and torch.is_grad_enabled() and _largest(given) > most:
+                in_forward.remove()
+                _logger.warning(_LEFT, self.limit, f"inputs of {most} elements, and a forward gets {_largest(given)}")
+
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if {*map(id, params)}.isdisjoint(id(param) for each in own for param in each.parameters()):
+                return
+            in_step.remove()
+            backend = optimizer_backend(optimizer) if isinstance(optimizer, ShardedOptimizer) else None
+            if not isinstance(backend, OffloadedStep):
+                values = [v for each in optimizer.state.values() for v in each.values() if isinstance(v, torch.Tensor)]
+                found = sum(each.nbytes for each in values) / sum(each.numel() for each in params)
+                if where or found > 1.1 * state_bytes:
+                    text = f"{state_bytes:g} bytes of optimizer state per parameter{where}, and a step has {found:.3g}"
+                    _logger.warning(_LEFT, self.limit, f"{text} in memory")
+
+        in_forward = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        in_step = register_optimizer_step_post_hook(after_step)
+
+
+def _largest(values: object) -> int:
+    return max((each.numel() for each in torch_private.leaves_of(values) if isinstance(each, torch.Tensor)), default=0)

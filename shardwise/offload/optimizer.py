@@ -91,10 +91,7 @@ class OptimizerOffload:
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"OptimizerOffload(num_threads={self.num_threads}); expected None, or 1 or more")
         if self.undo and self.folder is not None:
-            raise ConfigError(
-                "OptimizerOffload(undo=True) keeps copies of the state in memory, and folder= keeps it out of memory: leave "
-                "one of them out"
-            )
+            raise ConfigError("OptimizerOffload(undo=True) keeps state in memory: leave out undo= or folder=")
 
     def over(self, backend: OptimizerBackend, groups: Groups, options: Callable[[], Options]) -> OptimizerBackend:
         """Return the backend that runs in place of ``backend``.  Raises: ConfigError if that is not element-wise."""
@@ -316,9 +313,9 @@ class _Worker:
 
     def submit(self, job: Callable[..., _T], *args: Any) -> Future[_T]:
         """Run ``job`` without a graph, after all earlier ones."""
-        future = self._thread.submit(_without_graph, job, *args)
-        self._jobs = [*[each for each in self._jobs if not each.done() or each.exception()], future]
-        return future
+        unread = [each for each in self._jobs if not each.done() or each.exception()]
+        self._jobs = [*unread, self._thread.submit(torch.no_grad()(job), *args)]
+        return self._jobs[-1]
 
     def wait(self) -> list[BaseException]:
         """Wait for all jobs; return what they have raised, as does the next call."""
@@ -340,12 +337,6 @@ class _Return(Listener):
     def end(self, track: str, what: str, subject: str, num_bytes: int, call: Call | None) -> None:
         if what == "reshard" and (found := self._backend()) is not None:
             found.give_back()
-
-
-def _without_graph(job: Callable[..., _T], *args: Any) -> _T:
-    """Call ``job``; the thread of the updates has grad mode on, as every new thread."""
-    with torch.no_grad():
-        return job(*args)
 
 
 def _reader_of(backend: weakref.ref[OffloadedStep]) -> Callable[..., None]:

@@ -120,7 +120,12 @@ class UpdateUnit:
         assert copies is not None
         with span("offload", "update", self.slices[0].name), copies.staging.staged(copies, guess.load):
             guess.digests = digests_of([*[each.grad for each in copies.tensors], *copies.tensors])
-            guess.undo = self._update(guess.options, self.keep(self._kept))
+            undo = self.keep(self._kept)
+            try:
+                self._update(guess.options)
+                guess.undo = undo
+            except Exception:  # as in ``step()``
+                undo()
 
     def finish(self, guess: Guess | None, load: Load, options: Options) -> None:
         """Keep ``guess`` if it is right, or update from ``load``; then copy the result into the parameters."""
@@ -129,7 +134,7 @@ class UpdateUnit:
             with span("offload", "update" if guess is None else "redo", self.slices[0].name):
                 drop(guess)
                 with nullcontext() if copies is None else copies.staging.staged(copies, load):
-                    self._update(options, None)
+                    self._update(options)
             arrivals.num_redone += guess is not None
         else:
             arrivals.num_kept += 1
@@ -142,19 +147,11 @@ class UpdateUnit:
             return False
         return _are_equal(self.copies.staging.digests([*gradients, *self.copies.params()]), guess.digests)
 
-    def _update(self, options: Options, undo: Callable[[], None] | None) -> Callable[[], None] | None:
-        """Step the optimizer; return ``undo``, or, if the optimizer raises, call that and return None."""
+    def _update(self, options: Options) -> None:
         copy_options(options, self.step.optimizer.param_groups)
         self._load()
-        try:
-            self.step.step()
-        except Exception:
-            if undo is None:
-                raise
-            undo()
-            return None
+        self.step.step()
         self._release()
-        return undo
 
     # ---- the state: values per element, which may be on disk, and numbers such as step counts ----
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,6 +83,25 @@ def fitted(limit: int | str, folder: str | None = None) -> tuple[nn.Module, Memo
     dist.all_gather_object(every, memory.plan.best)
     assert every[0] == every[1]
     return model, memory, memory.plan.best.setting
+
+
+@on_ranks(2)
+def test_the_first_step_that_leaves_the_plan_is_warned_of_once() -> None:
+    said: list[str] = []
+    with mock.patch.object(
+        logging.getLogger("shardwise.offload"), "warning", lambda text, *given: said.append(text % given)
+    ):
+        memory = MemoryLimit("64 GiB", (torch.empty(BATCH, WIDTH),), optimizer=torch.optim.SGD)
+        model = shard_model(a_net(), memory=memory, min_unit_bytes=0)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in (BATCH, 2 * BATCH, 2 * BATCH):
+            with torch.no_grad():
+                model(torch.ones(4 * BATCH, WIDTH))  # keeps no activations
+            model(torch.ones(batch, WIDTH)).sum().backward()
+            assert len(said) == (0 if batch == BATCH else 2)
+            optimizer.step()
+    assert re.search(r"planned are 0 bytes of optimizer state per parameter, and a step has 8.* in memory", said[0])
+    assert f"inputs of {BATCH * WIDTH} elements, and a forward gets {2 * BATCH * WIDTH}. Plan" in said[1]
 
 
 @on_ranks(2)
