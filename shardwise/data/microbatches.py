@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def _loader(dataset: Dataset[Any], seed: int, options: Mapping[str, Any], **more
 
 @dataclass(eq=False)
 class _SampleReader(Dataset[Any]):
-    """Reads the samples of one microbatch at a time, in the process or a worker of a DataLoader."""
+    """Reads the samples of one microbatch at a time in a worker, whose random numbers follow from the microbatch."""
 
     dataset: Any
     order: SampleOrder
@@ -52,8 +53,7 @@ class _MapSource:
         self.order, self._dataset, self._options = order, dataset, options
         self._sources: Mapping[str, Any] = dataset.sources if isinstance(dataset, Mixture) else {"": dataset}
         self._digests: dict[str, str] = {}
-        order.lengths = self._lengths()
-        order.weights[0] = dataset.weights if isinstance(dataset, Mixture) else [1]
+        order.lengths, order.weights = self._lengths(), {0: dataset.weights if isinstance(dataset, Mixture) else [1]}
         if order.drop_last and (len(self._sources) > 1 or len(dataset) < order.batch):
             raise ConfigError(
                 f"Microbatches: drop_last leaves out the end of an epoch that fills no step of {order.batch} samples; found "
@@ -82,10 +82,12 @@ class _MapSource:
 
     def read(self, step: int, own: range) -> Iterator[Any]:
         """Yield the microbatches ``own`` of each step from ``step`` on, for ever."""
-        numbers = self.order.microbatches(step, own)
-        return iter(
-            _loader(_SampleReader(self._dataset, self.order), self.order.seed, self._options, batch_sampler=numbers)
-        )
+        numbers, reader = self.order.microbatches(step, own), self._dataset
+        if self._options.get("num_workers"):
+            reader = _SampleReader(self._dataset, self.order)
+        else:
+            numbers = map(itemgetter(1), numbers)
+        return iter(_loader(reader, self.order.seed, self._options, batch_sampler=numbers))
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what a later run needs before ``step`` besides its number."""
@@ -155,11 +157,11 @@ def _unchanged(batch: Any) -> Any:
 
 @dataclass(slots=True)
 class _Reading:
-    """A source that is being read by this rank; ``at``: the step and the microbatch that come next."""
+    """A source that is being read by this rank; ``at``: the microbatch that comes next, counted over all steps."""
 
     batches: Iterator[Any]
     own: range
-    at: tuple[int, int]
+    at: int
 
 
 class StepSampler(Sampler[list[int]]):
@@ -249,29 +251,27 @@ class Microbatches:
         check_whole("number", number, 0)
         own = self._own()
         self._source.check()
-        if self._reading is None or (self._reading.own, self._reading.at) != (own, (number, own.start)):
+        begin = number * self.num_microbatches + own.start
+        if self._reading is None or (self._reading.own, self._reading.at) != (own, begin):
             self._reading = None  # ends its workers
-            self._reading = _Reading(self._source.read(number, own), own, (number, own.start))
-        reading = self._reading
-        for microbatch in own:
-            if self._reading is not reading or reading.at != (number, microbatch):
-                raise UsageError(
-                    f"Microbatches: the loop over of_step({number}) was left for another, and goes on after it"
-                )
-            is_last = microbatch == own[-1]
-            reading.at = (number + 1, own.start) if is_last else (number, microbatch + 1)
+            self._reading = _Reading(self._source.read(number, own), own, begin)
+        reading, last = self._reading, begin + len(own) - 1
+        for at in range(begin, last + 1):
+            if self._reading is not reading or reading.at != at:
+                raise UsageError(f"Microbatches: the loop over of_step({number}) was left for another; end one first")
+            reading.at += 1
             try:
                 batch = next(reading.batches)
             except BaseException as error:
                 self._reading = None
                 if str(error).startswith("DataLoader worker (pid"):
                     raise StateError(
-                        f"Microbatches: a worker of the DataLoader has died in step {number}, microbatch {microbatch}: "
-                        f"{error}. of_step({number}) reads the step again"
+                        f"Microbatches: a worker of the DataLoader has died in step {number}, microbatch "
+                        f"{at % self.num_microbatches}: {error}. of_step({number}) reads the step again"
                     ) from error
                 raise
-            if is_last:
-                self.step = number + 1
+            if at == last:
+                self.step, reading.at = number + 1, begin + self.num_microbatches
             yield batch
 
     def batch_sampler(self, steps: range, rank: int | None = None, num_ranks: int = 1) -> StepSampler:

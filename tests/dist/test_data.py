@@ -94,7 +94,7 @@ def test_a_step_that_is_undone_gives_its_data_again(pool: WorkerPool, with_state
 
 @on_ranks(2)
 def test_ranks_that_have_other_data_are_told_before_they_read() -> None:
-    rank, sizes = dist.get_rank(), {"num_microbatches": 2, "microbatch_size": 2}
+    rank, sizes = dist.get_rank(), dict[str, Any](num_microbatches=2, microbatch_size=2)
     for data, message in (
         (Microbatches(range(9), **sizes, seed=rank), "rank 0: seed 0; rank 1: seed 1"),
         (Microbatches(range(9 + rank), **sizes), "rank 0: dataset 9 samples, .*; rank 1: dataset 10 samples"),

@@ -4,7 +4,7 @@ that nothing happened to."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, cycle
@@ -22,7 +22,7 @@ WORLDS = (1, 2, 3, 4, 6)
 
 
 @contextmanager
-def standing_for(rank: int, world: int) -> Iterator[None]:
+def standing_for(rank: int, world: int) -> Generator[None, None, None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -83,16 +83,16 @@ def random_visit(noise: random.Random) -> Callable[[Microbatches, int], Iterable
             if event == "begun":  # and left in its middle
                 next(iter(data.of_step(step)))
             else:
-                [*data.of_step(step)]
+                list(data.of_step(step))
             if event == "undone":
                 data.load_state_dict(before)
                 assert data.step == step
             if event == "other":
-                [*data.of_step(step + 1)]
+                list(data.of_step(step + 1))
             if event == "earlier" and step:
-                [*data.of_step(step - 1)]
+                list(data.of_step(step - 1))
             if event == "early":
-                [*data.of_step(noise.randrange(step + 1))]
+                list(data.of_step(noise.randrange(step + 1)))
         return data.of_step(step)
 
     return visit
@@ -135,10 +135,10 @@ def test_streams_without_a_state_at_the_step_are_read_again(kind: str) -> None:
 
 def test_a_stream_that_is_counted_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
     data = make("counted")
-    [*data.of_step(0)]
+    list(data.of_step(0))
     again = make("counted")
     again.load_state_dict(data.state_dict())
-    [*again.of_step(1)]
+    list(again.of_step(1))
     assert "a count has no state_dict() and load_state_dict(): 2 samples were read again in 0.0 s" in caplog.text
 
 
@@ -157,7 +157,7 @@ def test_random_numbers_of_workers_follow_from_the_microbatch() -> None:
     for world, num_workers in ((1, 1), (2, 2), (3, 1)):
         for rank in range(world):
             with standing_for(rank, world):
-                options = {"num_workers": num_workers, "collate_fn": list}
+                options: dict[str, Any] = {"num_workers": num_workers, "collate_fn": list}
                 data = Microbatches(Noisy(), num_microbatches=6, microbatch_size=2, **options)
                 for step in (0, 1, 0):
                     for k, batch in enumerate(data.of_step(step), rank * 6 // world):
@@ -182,16 +182,16 @@ def test_a_stream_that_ends_is_named(num_workers: int) -> None:
     data = Microbatches(lambda k: range(5 + k), num_microbatches=2, microbatch_size=3, num_workers=num_workers)
     assert len([*data.of_step(0)]) == 2
     with pytest.raises(StateError, match="the stream of microbatch 0 ended in step 1; repeat it for ever"):
-        [*data.of_step(1)]
+        list(data.of_step(1))
 
 
 def test_a_dataset_that_changes_its_length_is_named() -> None:
     rows = [*range(9)]
     data = Microbatches(rows, num_microbatches=2, microbatch_size=2)
-    [*data.of_step(0)]
+    list(data.of_step(0))
     del rows[5:]
     with pytest.raises(StateError, match="the dataset has 5 samples, and had 9 when"):
-        [*data.of_step(1)]
+        list(data.of_step(1))
 
 
 class Deadly(Noisy):
@@ -214,7 +214,7 @@ def test_a_worker_that_dies_is_named_and_the_step_can_be_read_again() -> None:
     with pytest.raises(
         StateError, match=r"a worker of the DataLoader has died in step 3, microbatch 0: .*of_step\(3\) reads"
     ):
-        [*data.of_step(3)]
+        list(data.of_step(3))
     dataset.is_deadly = False
     assert [*data.of_step(3)] == [2, 2]
 
@@ -253,7 +253,8 @@ def test_microbatches_may_be_cut_otherwise_where_samples_stay_the_same() -> None
 
 def test_weights_that_were_changed_before_a_state_is_loaded_hold_from_its_step_on() -> None:
     data = make("mixture")
-    [*data.of_step(0)], [*data.of_step(1)]
+    list(data.of_step(0))
+    list(data.of_step(1))
     state = data.state_dict()
     late, early = make("mixture"), make("mixture")
     late.set_weights(7, {"a": 1, "b": 0})
@@ -315,13 +316,13 @@ def test_a_loop_that_was_left_for_another_does_not_go_on() -> None:
     data = make("map")
     left = data.of_step(0)
     next(left)
-    [*data.of_step(1)]
+    list(data.of_step(1))
     with pytest.raises(UsageError, match=r"the loop over of_step\(0\) was left for another"):
         next(left)
 
 
 def test_arguments_are_checked_by_name() -> None:
-    sizes = {"num_microbatches": 2, "microbatch_size": 2}
+    sizes: dict[str, Any] = {"num_microbatches": 2, "microbatch_size": 2}
     with pytest.raises(ArgumentTypeError, match=r"Microbatches\(\) has no argument 'shuffle'"):
         Microbatches(range(9), **sizes, shuffle=True)
     with pytest.raises(ArgumentTypeError, match="the dataset is a count, expected .* lambda number:"):
