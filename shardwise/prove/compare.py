@@ -390,9 +390,10 @@ def _worst(pair: Pair, key: Key, noise: float, is_alike: bool, limit: float) -> 
         text = "has none, and the reference has one" if theirs else "has one, and the reference has none"
         return Finding("wrapper", step, str(key), text, ranks=tuple(mine or theirs), name=key.name)
     pairs = [(rank, rank) for rank in theirs if rank in mine] if is_alike else [(min(mine), min(theirs))]
-    shapes = [_shape(each.rows[pair.place], key) for each in (pair.tested, pair.reference)]
-    if not pairs or shapes[0] != shapes[1]:
-        return None  # local parts of activations
+    shapes = [each.rows[pair.place].facts for each in (pair.tested, pair.reference)]
+    pairs = [at for at in pairs if _shape(shapes[0][at[0]], key) == _shape(shapes[1][at[1]], key)]
+    if not pairs:
+        return None  # local parts of activations, or of states
     times = {at: _times(mine[at[0]], theirs[at[1]], noise) for at in pairs}
     bad = [at for at, each in times.items() if not each <= limit]
     if not bad:
@@ -403,8 +404,8 @@ def _worst(pair: Pair, key: Key, noise: float, is_alike: bool, limit: float) -> 
     return Finding("wrapper", step, str(key), text, factor, times[at], ranks, key.name)
 
 
-def _shape(row: Row, key: Key) -> str:
-    return next(iter(row.facts.values())).get("shapes", {}).get(f"{key.stage}|{key.microbatch}|{key.name}", "")
+def _shape(facts: Mapping[str, Any], key: Key) -> Any:
+    return facts.get("shapes", {}).get(f"{key.stage}|{key.microbatch}|{key.name}")
 
 
 def _times(found: Sums, expected: Sums, noise: float) -> float:

@@ -533,7 +533,7 @@ class PlainRecorder(RunRecorder):
         path = self.terms.path(f"initial-{index}", "pt", self.terms.initial)
         if not path.exists():
             raise Unprovable(f"the script as it is calls {index} model(s) only, and the plain run another one")
-        self.add_parameters(None, "initial")
+        self.add_parameters("initial")
         kept = torch.load(path, weights_only=False)
         for name, each in {**self.names.parameters(index), **self.names.buffers(index)}.items():
             if name in kept["values"] and kept["values"][name].shape == each.shape:

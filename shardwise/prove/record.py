@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import torch_private
+from shardwise.fsdp.waiting_gradients import WaitingGradient
 from shardwise.prove.sketch import sketch_of
 from shardwise.random_state import RandomState
 from shardwise.safe_files import open_append
@@ -88,6 +89,9 @@ class Names:
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self._modules: dict[int, str] = {}
+        self._params: dict[
+            int, tuple[torch.Tensor, str]
+        ] = {}  # that were registered; full ones take their places for a time
 
     def add(self, called: nn.Module) -> bool:
         """Add a model, unless it belongs to a known one or has no parameters; return True if it was added."""
@@ -110,7 +114,17 @@ class Names:
 
     def parameters(self, index: int | None = None) -> dict[str, torch.Tensor]:
         """Return all parameters, as they are registered now; or those of one model."""
-        return self._of(nn.Module.named_parameters, index)
+        found = self._of(nn.Module.named_parameters, index)
+        for name, param in found.items():
+            self._params.setdefault(id(param), (param, name))
+        return found
+
+    def of_optimizer(self, optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
+        """Return the parameters of an optimizer; None if it has one that no model has had."""
+        self.parameters()
+        given = [self._params.get(id(param)) for group in optimizer.param_groups for param in group["params"]]
+        found = {each[1]: each[0] for each in given if each is not None}
+        return None if None in given or has_fsdp1(self.roots) else found
 
     def buffers(self, index: int | None = None) -> dict[str, torch.Tensor]:
         """Return all buffers, or those of one model."""
@@ -138,8 +152,8 @@ class Rows:
         self._found: dict[str, Found] = {}
         self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int, Found | None]] = {}  # the last tensor of each name
 
-    def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Note the sketch of a tensor; a key that was there gets a number."""
+    def add(self, key: str, tensor: torch.Tensor, notes_shape: bool = False) -> None:
+        """Note the sketch of a tensor, and its shape if it may be a part; a key that was there gets a number."""
         local, (version,) = torch_private.local_of(tensor), torch_private.versions_of([tensor])
         name = key.rpartition("|")[2]
         seen, at, found = self._seen.get(name, (None, 0, None))
@@ -152,6 +166,8 @@ class Rows:
             key = f"{first} (call {number})"
         if found is not None:
             self._found[key] = found
+            if notes_shape:
+                self.facts.setdefault("shapes", {})[key] = [*tensor.shape]
 
     def write(self, step: int, optimizer: int) -> None:
         """Append what was found to this rank's file, and begin with nothing."""
@@ -251,10 +267,8 @@ class RunRecorder:
     def _add_all(self, stage: str, name: str, tensors: Iterable[torch.Tensor]) -> None:
         with torch.no_grad():
             for number, each in enumerate(tensors):
-                shape = "x".join(map(str, each.shape))
                 key = f"{stage}|{self.counts['microbatch']}|{name}{f'[{number}]' * bool(number)}"
-                self.rows.add(key, each)
-                self.rows.facts.setdefault("shapes", {})[key] = shape
+                self.rows.add(key, each, notes_shape=True)
 
     def see_model(self, root: nn.Module, index: int) -> None:
         """Note a model's values before its first forward.  Collective if they are sharded and are to be kept."""
@@ -264,7 +278,7 @@ class RunRecorder:
                 values = {name: full(each).clone() for name, each in tensors.items()}
             kept = {"values": values, "random": RandomState().state_dict()}
             torch.save(kept, self.terms.path(f"initial-{index}", "pt"))
-        self.add_parameters(None, "parameter")
+        self.add_parameters("parameter")
         self.rows.write(-1, index)
 
     def begin_pass(self, module: nn.Module, args: Any) -> Any:
@@ -283,20 +297,19 @@ class RunRecorder:
         self.counts["microbatch"] += 1
         self.counts["backwards"] += 1
 
-    def add_gradients(self, stage: str) -> None:
-        """Note the gradients of all parameters."""
+    def add_gradients(self, stage: str, params: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Note the gradients of parameters, or of all."""
         with torch.no_grad(), whole(*self.names.roots, with_grads=True):
-            params = self.names.parameters()
+            params = self.names.parameters() if params is None else params
             for name, param in reversed(params.items()):
-                if param.grad is not None:
+                if param.grad is not None and not isinstance(param.grad, WaitingGradient):
                     self.rows.add(f"{stage}|{self.counts['microbatch']}|{name}", param.grad)
 
-    def add_parameters(self, only: set[int] | None, stage: str) -> None:
-        """Note parameters: all, or those whose ids are in ``only``."""
+    def add_parameters(self, stage: str, params: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Note parameters, or all."""
         with whole(*self.names.roots):
-            for name, param in self.names.parameters().items():
-                if only is None or id(param) in only:
-                    self.rows.add(f"{stage}|0|{name}", param)
+            for name, param in (self.names.parameters() if params is None else params).items():
+                self.rows.add(f"{stage}|0|{name}", param)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch_private.has_dispatch_mode() or not self.names.roots:  # an optimizer that is tried on small tensors
@@ -305,7 +318,7 @@ class RunRecorder:
         if len(self._stepping) == 1:
             self.counts["before"] = self.counts["microbatch"]
             if self.counts["microbatch"]:
-                self.add_gradients("step gradient")
+                self.add_gradients("step gradient", self.names.of_optimizer(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         is_known = optimizer in self._stepping
@@ -314,7 +327,7 @@ class RunRecorder:
         if not is_known or self._stepping:
             return
         if self.counts["microbatch"] > self.counts["before"]:  # by a closure
-            self.add_gradients("step gradient")
+            self.add_gradients("step gradient", self.names.of_optimizer(optimizer))
         with torch.no_grad():
             self._add_state(optimizer)
             number = self.num_steps.setdefault(optimizer, 0)
@@ -336,22 +349,16 @@ class RunRecorder:
         """Add to the facts of the step."""
 
     def _add_state(self, optimizer: Optimizer) -> None:
-        params = self.names.parameters()
-        names = {id(param): name for name, param in params.items()}
-        given = [param for group in optimizer.param_groups for param in group["params"]]
-        is_cut_otherwise = has_fsdp1(self.names.roots)
-        is_known = all(id(param) in names for param in given) and not is_cut_otherwise
-        self.add_parameters({*map(id, given)} if is_known else None, "parameter")
+        params = self.names.of_optimizer(optimizer)
+        self.add_parameters("parameter", params)
         if optimizer is next(iter(self.num_steps), optimizer):
             for name, each in self.names.buffers().items():
                 self.rows.add(f"buffer|0|{name}", each)
-        self.rows.facts["unknown"] = sum(id(param) not in names for param in given)
-        for number, param in enumerate([] if is_cut_otherwise else given):
+        for name, param in (params or {}).items():
             state = optimizer.state[param] if param in optimizer.state else {}  # noqa: SIM401  a default of torch's adds one
-            name = names.get(id(param), f"parameter {number} of optimizer {len(self.num_steps)}")
             for key, value in sorted(state.items(), key=lambda each: str(each[0])):
                 if isinstance(value, torch.Tensor) and (found := state_like(value, param)) is not None:
-                    self.rows.add(f"state|0|{name}.{key}", found)
+                    self.rows.add(f"state|0|{name}.{key}", found, found.shape != param.shape)
 
     # ---- the end
 
