@@ -333,6 +333,10 @@ class PlainReplicas(PlainModule, nn.Module):
         """Run the module."""
         return self.module(*args, **kwargs)
 
+    @staticmethod
+    def _get_active_ddp_module() -> None:
+        """Tell torch.compile that no reducer waits for gradients."""
+
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: ranks with fewer batches."""
         raise Unprovable("the script uses join(), for ranks with fewer batches than others")

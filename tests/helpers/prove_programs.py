@@ -796,6 +796,7 @@ RIGHT = {
                 for mean, p in zip(ema.parameters(), model.parameters()):
                     mean.lerp_(p, 0.1)
                 ema(batch()[0])
+                ema.reshard()
         """)
     ),
     "two_optimizers": Program(
