@@ -122,7 +122,7 @@ def test_more_ranks_than_rows_gather_padding() -> None:
     assert few.padding_ratio < 1.01
     assert many.padding_ratio == pytest.approx(16.384, rel=0.01)
     assert many.peak.total > few.peak.total
-    assert re.fullmatch(r".+: [\d.]+ .B \(([a-z ]+ [\d.]+ .?B(, )?)+\)", repr(many.peak)), many.peak
+    assert re.fullmatch(r".+: [\d.]+ .iB \(([a-z ]+ [\d.]+ (.i)?B(, )?)+\)", repr(many.peak)), many.peak
 
 
 def test_gradients_that_wait_for_later_microbatches_stay_whole() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise import ActivationPolicy, StepMeter, apply_activations
+from shardwise import ActivationPolicy, Microbatches, StepMeter, apply_activations
 from shardwise.formatting import format_bytes
 from shardwise.recipes.config import SHARDS, ModelShape, TrainConfig
 from shardwise.recipes.data import TextFacts, Windows
@@ -180,7 +180,8 @@ def test_clip_0_scales_no_gradient(clip: float, is_scaled: bool, tmp_path: Path)
     ranks = RunRanks(0, 1, torch.device("cpu"))
     unsharded = HeldBytes(4, 4, 8)
     numbers = 1, unsharded, HtmlReport(run, unsharded, "peak"), ()
-    trainer = Trainer(run, ranks, strategy, model, optimizer, windows, windows, *numbers)
+    data = Microbatches(windows, num_microbatches=1, microbatch_size=2, collate_fn=lambda both: both)
+    trainer = Trainer(run, ranks, strategy, model, optimizer, data, windows, *numbers)
     figures = _train_step(trainer, 0, StepMeter(model)).figures
     left = float(torch.stack([param.grad.norm() for param in model.parameters()]).norm())
     assert left == pytest.approx(1e-3 if is_scaled else figures.grad_norm, rel=1e-4)
