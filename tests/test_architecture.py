@@ -272,6 +272,9 @@ ONE_IDEA = {
     "fsdp/unit.py:Unit": "one set of parameters: what it is, what users have set of it, and what was done with it",
     "fsdp/gradients.py:Reduction": "gradients on their way: what each leg of it leaves for the next",
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",
+    "checks/root.py:RootChecks": "what one root's checks have seen so far",
+    "loop/meter.py:StepMeter": "the sums of an interval of steps",
+    "transaction/transaction.py:Ledger": "what one attempt of a step can undo",
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
 }
@@ -321,25 +324,26 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5760,  # with plan and checks 6420
+    "fsdp": 5905,  # with plan and checks 6660, of which issue 57 about 240
     "collectives": 2650,  # of 2800
-    "checkpoint": 2438,  # with transaction 2900
+    "checkpoint": 2468,  # with transaction 2900
     "recipes": 2025,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
-    "consistency": 1810,  # issue 49: what hosts of an elastic run exchange
-    # issue 57: 2 for alignment; issue 48: 65 for what a rank measures, blocks that keep activations, and state of your optimizer
-    "planner": 1457,
-    "optim": 1700,
+    "consistency": 1821,  # issue 49: what hosts of an elastic run exchange
+    "planner": 1457,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
+    "optim": 1704,
     "zero": 1050,
-    "cli": 1342,  # of which 48 and 49 about 160
+    "cli": 1406,  # of which 48 and 49 about 160, 59 and 60 about 65
     "(top)": 1320,  # with testing 1500, of which reference.py is 177
-    "transaction": 459,
+    "transaction": 467,
     "elastic": 704,  # issue 49, part 2: on one host 521, several hosts 190
-    "reproducible": 637,  # issue 49; comparing runs 150
+    "reproducible": 510,  # issue 49
     "loop": 650,
     "testing": 376,
     "plan": 350,
-    "checks": 345,  # of which optimizers 85
-    "offload": 1008,  # of 1200: host tier 500, disk tier 300, activations 200
+    "data": 450,  # issue 60
+    "prove": 1520,  # issue 59, which allows 650
+    "checks": 412,  # of which optimizers 85, steps of other ranks 66
+    "offload": 1015,  # of 1200: host tier 500, disk tier 300, activations 200
 }
 
 

@@ -37,6 +37,7 @@ def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
                 "ranks, so that the bits depend on their number. Call fixed.clip_grad_norm_ of the Reproducible object"
             )
 
+
 _COPIES_DIFFER = 1e-5  # relative, of squares of powers of norms: copies differ by rounding alone
 
 

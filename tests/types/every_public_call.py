@@ -271,7 +271,11 @@ def reads(dataset: torch.utils.data.Dataset[Tensor], mesh: DeviceMesh) -> int:
     packed = Packed([[1, 2], [3]], 2, key=None)
     packed.load_state_dict(packed.state_dict())
     windows: list[Tensor] = [window["tokens"] for window in packed]
-    streams = Microbatches(lambda number: packed, num_microbatches=4, microbatch_size=2)
+
+    def stream_of(number: int) -> Packed:
+        return Packed([[number], [3]], 2, key=None)
+
+    streams = Microbatches(stream_of, num_microbatches=4, microbatch_size=2)
     print(windows, streams.num_microbatches, mixture.weights, mixture.sources)
     return len(data.batch_sampler(range(3), rank=0, num_ranks=2))
 
