@@ -195,10 +195,9 @@ def _power_over_ranks(parts: Sequence[Part], limit: Limit, device: torch.device)
     for group in groups:
         sums = sum_of(sums, group, limit.is_max)
     total, most, other = sums.unbind()
-    spread = most + other if limit.is_max else num_ranks * other - most**2
-    most_spread = _COPIES_DIFFER**0.5 * most if limit.is_max else _COPIES_DIFFER * most**2
+    spread = (most + other) ** 2 if limit.is_max else num_ranks * other - most**2
     has_copies = any(part.place is None or part.place.size() < num_ranks for part in parts)  # the host waits only then
-    if has_copies and bool(spread > most_spread):  # NaN is not
+    if has_copies and bool(spread > _COPIES_DIFFER * most**2):  # NaN is not
         raise ConfigError(
             "gradients that ranks are to have copies of, plain ones or those on a smaller mesh, differ between ranks. Average "
             "them first; parameters of which each rank has others (experts) need a mesh that contains all of these ranks "

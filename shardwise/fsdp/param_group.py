@@ -377,8 +377,9 @@ class ParamGroup:
 
     def _keep_tied(self, param: ShardedParam) -> bool:
         """Hand places of ``param`` that user code has tied to another parameter over to that; return False if none is left."""
+        unit = param.unit()
         for at in [*param.registrations]:
-            owner, unit = manager_of(at.parameters.get(at.name)), param.unit()
+            owner = manager_of(at.parameters.get(at.name))
             if owner is None or owner is param or owner.unit() is None:
                 continue
             if unit.callbacks_ref() is not None:
