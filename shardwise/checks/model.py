@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from shardwise.fsdp.attachment import Attachment, attachment_of, is_managed_by_t
 from shardwise.fsdp.init_parameters import bytes_of, unwritten_in
 from shardwise.fsdp.param import ShardedParam
 
+_logger = logging.getLogger("shardwise.checks")
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # roots with parameters that were added
 _VALUES, _TARGET = dict.values, weakref.ref.__call__
 _NUM_FIRST = 8  # elements that are compared to detect equal seeds; few, since uneven shards may be small
 _MOST_SHOWN = 8  # names that an error lists
@@ -74,7 +77,7 @@ def _start_of(param: ShardedParam) -> int | None:
 
 
 class TreeWatch:
-    """Watches the module tree of one root: each rank would train its own copy of a parameter that was added to the tree.
+    """Watches the module tree of one root: ranks do not average the gradients of a parameter that was added to the tree.
 
     It has no module: those of the root's unit own the engine through their hooks, which owns this.
     """
@@ -84,7 +87,7 @@ class TreeWatch:
         self._note_tree(root)
 
     def check(self) -> None:
-        """Raise StateError that names parameters without a unit; it takes microseconds if nothing has changed."""
+        """Warn of parameters without a unit; it takes microseconds if nothing has changed."""
         # While all modules are alive, no other one has the id of one of them.
         if None in [*map(_TARGET, self._alive)] or self._now() != self._noted:
             root = self._root()
@@ -108,7 +111,7 @@ class TreeWatch:
 
 
 def check_tree(root: nn.Module) -> None:
-    """Raise StateError if a trainable parameter belongs to no unit, or a parameter of a unit was removed from its module."""
+    """Raise StateError if a parameter of a unit was removed from its module; warn of trainable ones that belong to no unit."""
     attachments = {id(each): each for module in root.modules() if (each := attachment_of(module)) is not None}
     params = [param for each in attachments.values() for param in each.unit.params]
     known = {id(form) for param in params for form in (param.sharded, param.full, param.subsharded)}
@@ -134,8 +137,11 @@ def check_tree(root: nn.Module) -> None:
                 f"{path} of this {type(root).__name__} is shared with {type(owner.module()).__name__}, which was sharded by "
                 "itself and is not below it. Call fully_shard (or replicate) on a module that contains both, and run that"
             )
-    raise StateError(
-        f"{few(added)} was added to the module tree after its units were made and belongs to none of them: every rank would "
-        "train its own copy. Add parameters before fully_shard (or replicate), shard the new module before the next "
-        "forward, freeze it (requires_grad_(False)), or name parameters that you train yourself in ignored_params"
-    )
+    if root not in _warned:
+        _warned.add(root)
+        _logger.warning(
+            "%s was added to the module tree after its units were made and belongs to none of them, so its gradient is that of "
+            "each rank's own batch unless somebody averages it: call fully_shard (or replicate) on the new module before the "
+            "next forward, average the gradients over ranks before each step, or name the parameters in ignored_params",
+            few(added),
+        )

@@ -84,11 +84,10 @@ class StepMeter:
         self._write = [_writing(each) for each in ([_logger] if writers is None else writers)]
         self._peak_flops = _peak_flops(peak_flops, self._device)
         self.num_steps = 0
-        self._is_in_step = False
         self._flops: dict[
             Any, float
         ] = {}  # operations from the n-th forward of a step to the next one, by shapes of inputs
-        self._passes: list[Any] = []  # those of the running step
+        self._passes: list[Any] | None = None  # those of the running step
         self._counting = ExitStack()
         self._sums = _Sums()
         if self._peak_flops is not None:
@@ -112,11 +111,10 @@ class StepMeter:
         sums = self._sums
         if self.num_steps == 1 and sums.num_steps == 1:  # the first step warms up: it counts where it is alone
             sums = self._sums = _Sums(data_s=sums.data_s - sums.first_data_s)
-        if self._is_in_step:
+        if self._passes is not None:
             raise ConfigError("StepMeter: step() within step(), expected one for each step of the optimizer")
         with ExitStack() as stack:
-            self._is_in_step = True
-            stack.callback(setattr, self, "_is_in_step", False)
+            passes = self._passes = []
             stack.callback(self._end_passes)
             self._begin_pass()
             is_traced = self._device.type == "cpu" and (self.num_steps + 1) % self._every == 0
@@ -124,8 +122,8 @@ class StepMeter:
             begin, data_s = time.perf_counter(), sums.data_s
             yield
             sums.step_s += time.perf_counter() - begin - (sums.data_s - data_s)
-            sums.flops += sum(self._flops[each] for each in self._passes)
-            self._passes = []
+            sums.flops += sum(self._flops[each] for each in passes)
+            passes.clear()
         sums.num_steps += 1
         self.num_steps += 1
         if self.num_steps == 1:
@@ -212,7 +210,7 @@ class StepMeter:
 
     def _begin_pass(self, inputs: Any = ()) -> None:
         """Count the operations from here to the next forward, or to the end of the step, unless they are known."""
-        if self._peak_flops is None or not self._is_in_step or torch.compiler.is_compiling():
+        if self._peak_flops is None or self._passes is None or torch.compiler.is_compiling():
             return
         shapes = [each.shape for each in torch_private.leaves_of(inputs) if isinstance(each, Tensor)]
         self._passes.append((len(self._passes), torch.is_grad_enabled(), *shapes))
@@ -222,12 +220,14 @@ class StepMeter:
             self._counting.enter_context(torch_private.watching(self._count, is_seen=False))
 
     def _count(self, func: Any, given: tuple[tuple[Any, ...], dict[str, Any]], out: Any) -> None:
+        assert self._passes is not None
         self._flops[self._passes[-1]] += flops_of(func, *given, out) or 0.0
 
     def _end_passes(self) -> None:
         self._counting.close()
         if self._passes or len(self._flops) > _MOST_SHAPES:  # the step has raised, so that counts are of a part
-            self._passes, self._flops = [], {}
+            self._flops = {}
+        self._passes = None
 
 
 class _Sums:

@@ -145,9 +145,9 @@ class MemoryLimit:
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            if {*map(id, params)}.isdisjoint(id(param) for each in own for param in each.parameters()):
+            if {id(param) for each in own for param in each.parameters()}.isdisjoint(map(id, params)):
                 return
-            in_step.remove()
+            own.clear()
             backend = optimizer_backend(optimizer) if isinstance(optimizer, ShardedOptimizer) else None
             if not isinstance(backend, OffloadedStep):
                 values = [v for each in optimizer.state.values() for v in each.values() if isinstance(v, torch.Tensor)]
@@ -157,7 +157,7 @@ class MemoryLimit:
                     _logger.warning(_LEFT, self.limit, f"{text} in memory")
 
         in_forward = model.register_forward_pre_hook(before_forward, with_kwargs=True)
-        in_step = register_optimizer_step_post_hook(after_step)
+        weakref.finalize(model, register_optimizer_step_post_hook(after_step).remove)
 
 
 def _largest(values: object) -> int:

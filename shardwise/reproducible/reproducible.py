@@ -234,9 +234,7 @@ class Reproducible:
         """
         for name, own in self.constants().items():
             if (saved := state_dict.get(name, own)) != own:
-                raise ConfigError(
-                    f"Reproducible: the saved run has {name}={saved} and this one {own}; its bits need {saved}"
-                )
+                raise ConfigError(f"Reproducible: the saved run has {name}={saved} and this one {own}: other bits")
         self.step, self._seed = int(state_dict["step"]), int(state_dict["seed"])
 
 

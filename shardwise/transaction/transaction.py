@@ -46,12 +46,14 @@ class Saved:
     Attributes:
         num_bytes: bytes copied since :meth:`begin`.
         stepped: ids of the optimizers whose parameters and state are among it.
+        undo_forward: restores the parameters that forward writes.
     """
 
     def __init__(self) -> None:
         self.num_bytes, self.stepped = 0, set[int]()
         self._memory: dict[Hashable, list[torch.Tensor]] = {}
         self._undo: list[Undo] = []
+        self.undo_forward: Undo = lambda: None
 
     def begin(self) -> None:
         """Forget the state before the last step."""
@@ -92,7 +94,7 @@ class Saved:
 
     def clear(self) -> None:
         """Drop all references to what was saved; keep the memory of the copies."""
-        self._undo = []
+        self._undo, self.undo_forward = [], lambda: None
 
 
 def _are_alike(found: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> bool:
@@ -484,7 +486,6 @@ class Ledger:
         self._buffers = [torch_private.buffers_of(module) for module in model.modules()]
         self._optimizers = {id(each): optimized(each) for each in optimizers}
         self.saved = Saved()
-        self._undo_forward: Undo = lambda: None
         this: weakref.ref[Ledger] = weakref.ref(self)
         for each in optimizers:
             hook = each.register_step_pre_hook(lambda optimizer, *_: _before_step(this, optimizer))
@@ -511,7 +512,7 @@ class Ledger:
             )
         saved, earlier = self.saved, [each.unit.earlier for each in self._attachments]
         saved.begin()
-        self._undo_forward = saved.copy("forward", self._written_by_forward())
+        saved.undo_forward = saved.copy("forward", self._written_by_forward())
         with withdrawn(each.waiting for each in earlier):
             save_units(saved, self._attachments)
             save_gradients(saved, list(self._holders()))
@@ -535,7 +536,7 @@ class Ledger:
         if self.is_open and id(optimizer) not in self.saved.stepped:
             self.saved.stepped.add(id(optimizer))
             save_step(self.saved, self._optimizers[id(optimizer)])
-            self.saved.then(self._undo_forward)  # again: what was saved just now has the writes of the forward
+            self.saved.then(self.saved.undo_forward)  # again: what was saved just now has the writes of the forward
 
     def close(self) -> None:
         """End the transaction, committed or not."""

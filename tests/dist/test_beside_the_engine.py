@@ -9,6 +9,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from helpers.models import Block
 from helpers.ranks import FOUR, on_ranks
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, vector_to_parameters
 
 from shardwise import ConfigError, DesyncError, StateError, fully_shard, replicate
@@ -232,7 +234,7 @@ def _new_parameter(model: nn.Sequential) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("change", [_new_layer, _new_block, _new_parameter])
-def test_parameters_that_come_after_sharding_are_refused_unless_frozen_ignored_or_sharded(
+def test_parameters_that_come_after_sharding_are_plain_and_warned_of_once_unless_frozen_ignored_or_sharded(
     change: Callable[[nn.Sequential], None], warm: bool
 ) -> None:
     for api in (_sharded, replicate):
@@ -241,14 +243,17 @@ def test_parameters_that_come_after_sharding_are_refused_unless_frozen_ignored_o
         if warm:
             _step(model)
         change(model)
-        with pytest.raises(StateError, match=r"was added to the module tree after its units were made"):
-            _step(model)
+        with mock.patch.object(logging.getLogger("shardwise.checks"), "warning") as warned:
+            for _ in range(2):
+                _step(model)
+        (text, names) = (str(warned.call_args.args[part]) for part in (0, 1))
+        assert warned.call_count == 1
+        assert "unless somebody averages it" in text
+        added = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+        assert api is replicate or names.split(", ") == added
         if change is _new_block:
             fully_shard(model[2])
             _step(model)
-        for param in model.parameters():
-            param.requires_grad_(False)
-        model(batch(0))
     ignoring = _blocks()
     fully_shard(ignoring, ignored_params={ignoring[0].up.weight})
     _step(ignoring)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -138,6 +139,17 @@ def test_off_leaves_out_warnings_and_what_ranks_have_sharded(mode: str) -> None:
             step(model)
     logger.removeHandler(kept)
     assert any("buffers differ" in text for text in kept.texts) is (mode == "first")
+def test_a_parameter_that_is_added_late_is_found_by_default_and_not_without_checks() -> None:
+    for mode in ("first", "off"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SHARDWISE_CHECKS", mode)
+            model = made()
+            for _ in range(3):
+                step(model)
+            model.register_parameter("late", nn.Parameter(torch.ones(2)))
+            with mock.patch.object(logging.getLogger("shardwise.checks"), "warning") as warned:
+                step(model)
+            assert [call.args[1] for call in warned.call_args_list] == ["late"] * (mode == "first")
 
 
 @on_ranks(2)
