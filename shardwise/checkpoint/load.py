@@ -327,10 +327,9 @@ def _only_module(state: Mapping[str, Any]) -> str:
 
 def _without_prefix(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """Return ``tensors`` by their names in ``model``: in the state dict of a DistributedDataParallel all have a prefix."""
-    prefix = "module."
     is_own = "module" in dict(model.named_children()) and not isinstance(model, DistributedDataParallel)
-    has_prefix = not is_own and all(name.startswith(prefix) for name in tensors)
-    return {name.removeprefix(prefix): each for name, each in tensors.items()} if has_prefix else tensors
+    has_prefix = not is_own and all(name.startswith("module.") for name in tensors)
+    return {name.removeprefix("module."): each for name, each in tensors.items()} if has_prefix else tensors
 
 
 def _check_one_save(found: Sequence[str]) -> None:

@@ -121,8 +121,7 @@ class StateForTools:
 
 def _all_states(attachment: Attachment) -> list[StateForTools]:
     engine = engine_of(attachment.unit)
-    units = [] if engine is None else engine.units
-    return [StateForTools(attachment_of(next(iter(unit.modules)))) for unit in units]
+    return [StateForTools(attachment_of(next(iter(unit.modules)))) for unit in (engine.units if engine else ())]
 
 
 def _only_group(attachment: Attachment) -> StateForTools | None:

@@ -387,11 +387,9 @@ def describe(failure: FailedRank) -> str:
 # ---- A user's program on the ranks of this host: they meet at a store of the launcher, as under torchrun.
 
 # Ctrl-C while ranks still import: they say nothing, as later, and their launcher does.
-START_RANK = """
-try: from shardwise.loop.launch import start_user_program
+START_RANK = """try: from shardwise.loop.launch import start_user_program
 except KeyboardInterrupt: raise SystemExit(130)
-start_user_program()
-"""
+start_user_program()"""
 EXIT_S = 30.0  # after an exception that ends a rank: what its other threads and exit hooks may take
 PATIENCE_S = 3.0  # the rank that failed first has the better reason, and a launcher the best
 _LOST_PEER = (

@@ -77,9 +77,7 @@ class MemoryLimit:
     offload: OptimizerOffload | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        check_kind(
-            "MemoryLimit: inputs", self.inputs, Sequence, "(batch, length), or the arguments of the model in a tuple"
-        )
+        check_kind("MemoryLimit: inputs", self.inputs, Sequence, "(batch, length), or a tuple of the model's arguments")
 
     def fit(
         self, model: nn.Module, mesh: DeviceMesh, strategy: str, min_unit_bytes: int, precision: MixedPrecisionPolicy

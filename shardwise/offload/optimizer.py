@@ -86,8 +86,9 @@ class OptimizerOffload:
     def __post_init__(self) -> None:
         is_number = isinstance(self.fraction, (int, float))  # pyright: ignore[reportUnnecessaryIsInstance]  from user code
         if not is_number or not 0.0 <= self.fraction <= 1.0:
-            hint = "" if is_number else f"; for a folder write OptimizerOffload(folder={self.fraction!r})"
-            raise ConfigError(f"OptimizerOffload(fraction={self.fraction!r}); expected a number from 0 to 1{hint}")
+            raise ConfigError(
+                f"OptimizerOffload(fraction={self.fraction!r}); expected a number from 0 to 1, or folder=..."
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"OptimizerOffload(num_threads={self.num_threads}); expected None, or 1 or more")
         if self.undo and self.folder is not None:

@@ -369,9 +369,7 @@ class ShardedOptimizer(Optimizer):
         wanted = [([self._slices[name] for name in names], options) for names, options in split]
         backend = make_backend(make, optimizer_class, wanted, update, flat)
         if offload is not None:
-            check_kind(
-                "ShardedOptimizer: offload", offload, Offload, "OptimizerOffload(), or None to leave state where it is"
-            )
+            check_kind("ShardedOptimizer: offload", offload, Offload, "OptimizerOffload(), or None")
             backend = offload.over(backend, wanted, lambda: self.param_groups)
         self._backend: OptimizerBackend = backend
         inner = backend.optimizer

@@ -170,7 +170,10 @@ def test_policies_name_arguments_that_they_do_not_take(make: Callable[[], Any], 
         (lambda: shardwise.MemoryLimit("8 GiB", 4), "MemoryLimit: inputs is 4; expected (batch, length)"),  # pyright: ignore
         (lambda: shard_model(_net(), memory=shardwise.MemoryLimit(-1, (4, 8))), "MemoryLimit(-1) for zero3"),
         (lambda: shardwise.apply_activations(_net(), "recompute"), "expected ActivationPolicy('recompute')"),  # pyright: ignore
-        (lambda: shardwise.OptimizerOffload("run"), "for a folder write OptimizerOffload(folder='run')"),  # pyright: ignore
+        (
+            lambda: shardwise.OptimizerOffload("run"),
+            "(fraction='run'); expected a number from 0 to 1, or folder=...",
+        ),  # pyright: ignore
         (
             lambda: ShardedOptimizer(dict(_net().named_parameters()), torch.optim.Adam, offload=True),  # pyright: ignore
             "ShardedOptimizer: offload is True; expected OptimizerOffload()",
