@@ -6,7 +6,6 @@ Nothing here communicates or computes tensors: a recording is files of sketches.
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -443,7 +442,7 @@ def compare_ranks(run: Recording) -> Iterator[Finding]:
     for row in run.steps:
         step = row.step + 1
         for what, text in (("lr", "the learning rate"), ("backwards", "the number of backwards before the step")):
-            told = {rank: json.dumps(facts[what]) for rank, facts in row.facts.items()}
+            told = {rank: str(np.round(facts[what], 12).tolist()) for rank, facts in row.facts.items()}
             if len({*told.values()}) > 1:
                 yield Finding("ranks", step, text, "; ".join(f"{each} on rank {rank}" for rank, each in told.items()))
         for stage in ("parameter", "state"):

@@ -307,7 +307,8 @@ _METHODS = {*dir(FSDPModule), *dir(nn.parallel.DistributedDataParallel)} - {*dir
 
 def shard(module: Any, *args: Any, **options: Any) -> Any:
     """Stand for ``fully_shard``, ``replicate`` and ``shard_model``."""
-    is_like_ddp = bool(OLDER_ARGUMENTS & options.keys()) or options.get("strategy") == "zero1"
+    is_like_ddp = options.get("parameters") == "plain" or options.get("strategy") == "zero1"
+    is_like_ddp = is_like_ddp or bool(OLDER_ARGUMENTS & options.keys())
     is_asked = all(options.get(name) is not False for name in ("broadcast_buffers", "forward_sync_buffers"))
     THE_PLAIN.wrap(module, **options, shares_buffers=is_like_ddp and is_asked)
     for each in [module] if isinstance(module, nn.Module) else module:
