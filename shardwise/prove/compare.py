@@ -101,7 +101,7 @@ class Recording:
         for (place, key, of), found in parts.items():
             owners = [int(each) for each in of.split(",")]
             if all(each in found for each in owners):
-                whole = np.sum([found[each] for each in owners], 0)
+                whole: Sums = np.sum([found[each] for each in owners], 0)
                 rows[place].values[key].update(dict.fromkeys(owners, whole))
         return cls(tuple(ranks), rows)
 
@@ -424,7 +424,7 @@ def _facts_that_differ(mine: Row, row: Row, kind: str) -> Iterator[Finding]:
     for name, what in (("lr", "the learning rate"), ("microbatches", "the number of microbatches")):
         for rank, facts in row.facts.items():
             own = mine.facts.get(rank, {}).get(name)
-            if own is not None and not np.allclose(own, facts.get(name), rtol=1e-6, atol=0.0):
+            if own is not None and not np.allclose(own, facts[name], rtol=1e-6, atol=0.0):
                 yield Finding(kind, row.step + 1, what, f"is {own}, and {facts[name]} in the reference", ranks=(rank,))
                 break
 
@@ -560,7 +560,9 @@ def _given(row: Row, last: Row | None) -> Iterator[tuple[Finding, bool]]:
             are_averaged = not units or any({one, other} <= {*unit["ranks"]} for unit in units)
             text = f"ranks {one} and {other} have the same batch"
             yield Finding("script", row.step + 1, "data", text, ranks=(one, other)), are_averaged
-    for one, other in pairs if last is not None else ():
+    if last is None:
+        return
+    for one, other in pairs:
         state, before = row.facts[one].get("random"), last.facts.get(one, {}).get("random")
         if state == row.facts[other].get("random") != before:
             text = f"ranks {one} and {other} draw the same (dropout, noise)"

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +71,7 @@ class Wrap:
         place = self.options.get("shard_placement_fn")
         mesh = getattr(getattr(place(param) if place else None, "mesh_info", None), "mesh", None) or self.mesh
         if mesh is None:
+            assert dist.group.WORLD is not None
             return (dist.group.WORLD,)
         return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
 
@@ -292,7 +293,7 @@ class PlainModule:
             wrap.syncs_next = value
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Do not average gradients in backwards of forwards within the context."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -314,7 +315,8 @@ def shard(module: Any, *args: Any, **options: Any) -> Any:
     for each in [module] if isinstance(module, nn.Module) else module:
         if not isinstance(each, PlainModule):
             kind = type(each)
-            each.__class__ = type(f"FSDP{kind.__name__}", (PlainModule, kind), {})
+            mixed: Any = type(f"FSDP{kind.__name__}", (PlainModule, kind), {})
+            each.__class__ = mixed
     return module
 
 
@@ -363,7 +365,7 @@ class PlainShards(PlainReplicas):
 
     @staticmethod
     @contextlib.contextmanager
-    def summon_full_params(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def summon_full_params(*args: Any, **kwargs: Any) -> Generator[None]:
         """Do nothing: parameters are whole."""
         yield
 
@@ -410,7 +412,7 @@ def sharded_optimizer(named_params: Any, optimizer_class: type[Optimizer], *args
     params, groups = unpacked_groups(named_params, options.pop("groups", ()))
     named = checked_params(params)
     split = [{"params": [named[each] for each in names], **own} for names, own in split_by_group(named, groups)]
-    made = type(optimizer_class.__name__, (_OptimizerMethods, optimizer_class), {})(split, *args, **options)
+    made: Any = type(optimizer_class.__name__, (_OptimizerMethods, optimizer_class), {})(split, *args, **options)
     made.named_params = named
     return made
 
@@ -452,7 +454,7 @@ def distribute(tensor: torch.Tensor, device_mesh: DeviceMesh | None = None, *arg
 
 
 @contextlib.contextmanager
-def policy(module: nn.Module, *, recurse: bool = True, **changes: Any) -> Iterator[None]:
+def policy(module: nn.Module, *, recurse: bool = True, **changes: Any) -> Generator[None]:
     """Stand for ``shardwise.policy``: only ``sync`` changes what is computed."""
     wraps = [wrap for wrap in THE_PLAIN.wraps if "sync" in changes]
     before = [wrap.syncs for wrap in wraps]
@@ -474,8 +476,9 @@ def _unchanged(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module
 
 
-_OF_FSDP = {"fully_shard": shard, "FSDPModule": PlainModule, "register_fsdp_forward_method": _nothing}
-_OF_FSDP |= {"share_comm_ctx": _nothing}
+_OF_FSDP = dict[str, Any](fully_shard=shard, FSDPModule=PlainModule, share_comm_ctx=_nothing) | {
+    "register_fsdp_forward_method": _nothing
+}
 REPLACED: dict[str, dict[str, Any]] = {
     "shardwise": _OF_FSDP
     | {"replicate": shard, "shard_model": shard, "ReplicateModule": PlainModule, "use_in": _nothing, "policy": policy}
@@ -498,7 +501,8 @@ def replace_wrappers() -> None:
         for place, names in REPLACED.items()
         for name, new in names.items()
     }
-    for place in [each for each in sys.modules.values() if isinstance(each, ModuleType) and each.__name__ != __name__]:
+    places: list[Any] = [*sys.modules.values()]
+    for place in (each for each in places if isinstance(each, ModuleType) and each.__name__ != __name__):
         for name, value in [*vars(place).items()]:
             if id(value) in by_id:
                 setattr(place, name, by_id[id(value)])

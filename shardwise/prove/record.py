@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,8 @@ def rank_and_size() -> tuple[int, int]:
 def bare(module: nn.Module) -> nn.Module:
     """Return the module inside wrappers of classes that wrap a whole model."""
     while type(module).__name__ in _WRAPPERS or hasattr(module, "_orig_mod"):
-        module = getattr(module, "_orig_mod", None) or module.module
+        inner: Any = getattr(module, "_orig_mod", None) or module.module
+        module = inner
     return module
 
 
@@ -301,7 +302,7 @@ class RunRecorder:
         """Note the gradients of parameters, or of all."""
         with torch.no_grad(), whole(*self.names.roots, with_grads=True):
             params = self.names.parameters() if params is None else params
-            for name, param in reversed(params.items()):
+            for name, param in reversed([*params.items()]):
                 if param.grad is not None and not isinstance(param.grad, WaitingGradient):
                     self.rows.add(f"{stage}|{self.counts['microbatch']}|{name}", param.grad)
 
@@ -401,7 +402,7 @@ def has_fsdp1(roots: Iterable[nn.Module]) -> bool:
 
 
 @contextmanager
-def whole(*roots: nn.Module, with_grads: bool = False) -> Iterator[None]:
+def whole(*roots: nn.Module, with_grads: bool = False) -> Generator[None]:
     """Let torch's older FSDP show full parameters, if these models have any.  Collective then."""
     with ExitStack() as stack:
         for root in roots:
@@ -412,7 +413,7 @@ def whole(*roots: nn.Module, with_grads: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def recorded(folder: str | Path, *, exact: bool = False) -> Iterator[None]:
+def recorded(folder: str | Path, *, exact: bool = False) -> Generator[None]:
     """Record the training within the context, for ``shardwise prove --compare``; every rank writes a file.
 
     Recorded are sketches of the outputs, losses, gradients, parameters, buffers and optimizer states of each step, no tensors:

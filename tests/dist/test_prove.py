@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-import shardwise.testing
 from shardwise.prove.run import ProveOptions, compare_folders
 from shardwise.prove.sketch import sketch, sketch_of
 
@@ -132,6 +131,6 @@ def test_sketches_of_shards_and_replicas_are_that_of_the_whole() -> None:
         parts, ranks = found
         told: list[Any] = [None] * 4
         dist.all_gather_object(told, parts)
-        whole = sum(told[rank] for rank in ranks) if ranks else parts
+        whole: Any = sum(told[rank] for rank in ranks) if ranks else parts
         assert torch.allclose(whole, sketch(full), rtol=1e-5, atol=1e-4)
         assert dist.get_rank() in ranks or not ranks

@@ -24,8 +24,8 @@ from shardwise.prove.sketch import sketch
 
 W = 2
 Tensors = Mapping[tuple[str, int], torch.Tensor]
-GIVEN = {(what, rank): torch.randn(6, 70) for what in ("g0", "g1", "p", "q", "other") for rank in range(W)}
-GIVEN |= {("p", 1): GIVEN["p", 0], ("q", 1): GIVEN["q", 0]}
+_DRAWN = {(what, rank): torch.randn(6, 70) for what in ("g0", "g1", "p", "other") for rank in range(W)}
+GIVEN = {**_DRAWN, ("p", 1): _DRAWN["p", 0]}
 
 
 def sums(tensor: torch.Tensor) -> Any:
