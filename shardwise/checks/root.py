@@ -67,20 +67,20 @@ class RootChecks(StepChecks):
     def __init__(self, root: nn.Module, attachments: Sequence[Attachment], engine: Engine, mode: str) -> None:
         self._root, self._engine = weakref.ref(root), weakref.ref(engine)
         self._tree = TreeWatch(root)
-        self._is_always, self._warns = mode == "always", mode != "off"
+        self._mode = mode
         self._num_forwards = self._num_steps = 0
         self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks
         self._num_compared: Counter[int] = Counter()
         check = engine.exec_order.mismatch_check
         self._steps = OptimizerSteps(engine.units if check is not None else ())
         check_values(root, attachments, check)
-        if check is not None and self._warns:
+        if check is not None and self._mode != "off":
             compare_beginnings(engine.units, check)
 
     def begin_forward(self) -> None:
         """Check the module tree."""
         self._num_forwards += 1
-        self.is_on = self._is_always or self._num_forwards <= _NUM_FIRST
+        self.is_on = self._mode == "always" or self._num_forwards <= _NUM_FIRST
         self._tree.check()
 
     def see_change(self) -> None:
@@ -111,7 +111,7 @@ class RootChecks(StepChecks):
         engine = self._engine()
         check = None if engine is None else engine.exec_order.mismatch_check
         count = self._num_compared[number]
-        if check is None or not (self._is_always or count < _NUM_FIRST):
+        if check is None or not (self._mode == "always" or count < _NUM_FIRST):
             return
         fulls = [(param.fqn, param.full) for _, param in written if param.inner_spec is None]
         values = [f"{fqn} with digest {digest_of(full.data):x}" for fqn, full in fulls if full is not None]
@@ -139,7 +139,7 @@ class RootChecks(StepChecks):
             return
         with suppress(TransportError):  # the rank that keeps the store has made its steps and ended
             self._steps.compare(check, self._num_steps)
-            if not self._warns or self._num_steps not in (1, 3):
+            if self._mode == "off" or self._num_steps not in (1, 3):
                 return
             if self._num_steps == 1:
                 check.post("buffers", json.dumps(_digests_in(root)))

@@ -89,7 +89,7 @@ class HtmlReport:
 def _points(lines: Sequence[Mapping[str, Any]], kind: str, name: str) -> Points:
     """Return the values that can be drawn: another person may have written the folder."""
     found = [(line["step"], line.get(name)) for line in lines if line.get("kind") == kind]
-    return [(x, y) for x, y in found if isinstance(y, float) and (y == 0 or 1e-30 < abs(y) < 1e30) and 0 <= x < 2**53]
+    return [(x, y) for x, y in found if isinstance(y, float) and (not y or 1e-30 < abs(y) < 1e30) and 0 <= x < 2**53]
 
 
 def _means(points: Points) -> Points:

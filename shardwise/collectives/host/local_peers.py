@@ -248,8 +248,8 @@ class Arena:
         segment = self._segment() if self._segment is not None and self._pid == os.getpid() else None
         start = align(self._used, grain)
         if segment is None or start + num_bytes > segment.num_bytes:
+            size = max(_SEGMENT_BYTES, align(HEADER_BYTES + num_bytes, _PAGE_BYTES))
             try:
-                size = max(_SEGMENT_BYTES, align(HEADER_BYTES + num_bytes, _PAGE_BYTES))
                 segment = Segment.create(size, self._folder)
             except (OSError, AttributeError) as error:
                 if not self._folder:
