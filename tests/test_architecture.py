@@ -272,7 +272,6 @@ ONE_IDEA = {
     "fsdp/unit.py:Unit": "one set of parameters: what it is, what users have set of it, and what was done with it",
     "fsdp/gradients.py:Reduction": "gradients on their way: what each leg of it leaves for the next",
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",
-    "checks/root.py:RootChecks": "what one root's checks have seen so far",
     "fsdp/execution_order.py:ExecOrderTracker": "one step beside its plan",
     "fsdp/divergence.py:Divergence": "what a rank owes the others in one pass",
 }
