@@ -18,7 +18,8 @@ from shardwise.errors import ConfigError
 from shardwise.random_state import set_seed
 
 Numbers = NDArray[np.int64]
-_NUM_ROUNDS = 8  # each one adds to a half of the number what a hash makes of the other half
+_MOST_ROUNDS = 8  # each one adds to a half of the number what a hash makes of the other half
+_FEW_ROUNDS, _LARGE = 4, 1 << 16  # of lengths beyond: halves of few values need more
 _CHUNK = 4096  # samples at most whose numbers are computed at once: numpy takes 1 ms for them, and 0.1 ms for one
 _MOST_EXACT = 1 << 62  # larger products are computed as Python's integers
 
@@ -47,14 +48,14 @@ def permuted(positions: Numbers, length: int, name: str) -> Numbers:
     A value beyond ``length`` is permuted again until it is below (cycle walking).
     Sources: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002; the hash is that of splitmix64.
     """
-    keys = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8 * _NUM_ROUNDS).digest(), dtype="<u8")
+    keys = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8 * _MOST_ROUNDS).digest(), dtype="<u8")
     rows = math.isqrt(length - 1) + 1
     columns = -(-length // rows)
 
     def network(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left = values // columns
         right = values - left * columns  # numpy's remainder takes twenty times as long
-        for number, key in enumerate(keys):
+        for number, key in enumerate(keys[: _FEW_ROUNDS if length > _LARGE else _MOST_ROUNDS]):
             size = rows if number % 2 == 0 else columns
             mixed = (right ^ key) * 0xBF58476D1CE4E5B9
             mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB

@@ -39,7 +39,7 @@ class Sequences:
 
 def make_data() -> dict[str, shardwise.Microbatches]:
     """Return packed sequences, read by workers, and a mixture."""
-    sizes = {"num_microbatches": NUM_MICROBATCHES, "microbatch_size": 4}
+    sizes: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "microbatch_size": 4}
     noise = [torch.randn(number, WIDTH, generator=torch.Generator("cpu").manual_seed(number)) for number in (70, 30)]
     mixture = shardwise.Mixture({"web": (noise[0], 0.7), "code": (noise[1], 0.3)})
     packed = shardwise.Microbatches(lambda k: shardwise.Packed(Sequences(k), WIDTH), **sizes, num_workers=1)
