@@ -313,7 +313,7 @@ class RunRecorder:
                 self.rows.add(f"{stage}|0|{name}", param)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch_private.has_dispatch_mode() or not self.names.roots:  # an optimizer that is tried on small tensors
+        if torch_private.has_dispatch_mode():  # an optimizer that is tried on small tensors
             return
         self._stepping.append(optimizer)
         if len(self._stepping) == 1:
@@ -325,7 +325,7 @@ class RunRecorder:
         is_known = optimizer in self._stepping
         while is_known and self._stepping.pop() is not optimizer:  # those that have raised
             pass
-        if not is_known or self._stepping:
+        if not is_known or self._stepping or not self.names.roots:  # a closure may be the first that calls the model
             return
         if self.counts["microbatch"] > self.counts["before"]:  # by a closure
             self.add_gradients("step gradient", self.names.of_optimizer(optimizer))

@@ -52,6 +52,8 @@ def test_a_right_program_passes(name: str, tmp_path: Path) -> None:
     found = prove(tmp_path, program.text, program.ranks, program.options)
     assert found.code == 0, found.out + found.err
     assert found.out.rstrip().splitlines()[-1].startswith("right: "), found.out
+    notes = [line for line in found.out.splitlines() if line.startswith("note: ")]
+    assert all("clipping" in note or "random numbers" in note for note in notes), found.out
 
 
 @pytest.mark.parametrize(
