@@ -282,13 +282,14 @@ def parts_of_gradient(row: Row, name: str, rank: int, stop: int | None = None) -
     return found
 
 
+def _unit_of(row: Row, name: str) -> dict[str, Any]:
+    units = next(iter(row.facts.values())).get("units", ())
+    return next((unit for unit in units if name in unit["names"]), {})
+
+
 def group_of(row: Row, name: str) -> tuple[int, ...]:
     """Return the ranks over which the gradient of ``name`` is averaged; all ranks if nothing wraps it."""
-    facts = next(iter(row.facts.values()))
-    for unit in facts.get("units", ()):
-        if name in unit["names"]:
-            return tuple(unit["ranks"])
-    return tuple(row.facts)
+    return tuple(_unit_of(row, name).get("ranks", row.facts))
 
 
 @dataclass(frozen=True)
@@ -515,8 +516,10 @@ _UNEXPLAINED = "are no multiple of what backward has computed"
 
 
 def mean_of(row: Row, name: str) -> Sums:
-    """Return the mean over ranks of what the backwards of a step have added to the gradient of ``name``."""
-    return np.sum([_mean(each, group_of(row, name)) for each in row.own(name)], 0)
+    """Return the mean over ranks of what a step's backwards have added to the gradient of ``name``, or the sum asked for."""
+    group = group_of(row, name)
+    total: Sums = np.sum([_mean(each, group) for each in row.own(name)], 0)
+    return total * (len(group) / (_unit_of(row, name).get("divide_by") or len(group)))
 
 
 def _fate(row: Row, name: str, at: tuple[int, Sums], earlier: Sequence[ByRank]) -> tuple[str, float | None]:

@@ -594,6 +594,7 @@ class PlainRecorder(RunRecorder):
                 "axes": [] if wrap.mesh is None else list(wrap.mesh.mesh_dim_names or ()),
                 "sizes": [] if wrap.mesh is None else list(wrap.mesh.shape),
                 "ranks": list(range(rank_and_size()[1])) if wrap.mesh is None else wrap.mesh.mesh.reshape(-1).tolist(),
+                "divide_by": wrap.divide_by,  # None: by the number of ranks
                 "names": found,
             }
             for wrap, found in units.items()
