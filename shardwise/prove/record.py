@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -141,26 +140,17 @@ class Names:
         return found
 
 
-Found = tuple[torch.Tensor, tuple[int, ...]]
-
-
 class Rows:
     """Sketches of one step until they are written: ``stage|microbatch|name`` and the ranks whose parts make up a tensor."""
 
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self.facts: dict[str, Any] = {}
-        self._found: dict[str, Found] = {}
-        self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int, Found | None]] = {}  # the last tensor of each name
+        self._found: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
 
     def add(self, key: str, tensor: torch.Tensor, notes_shape: bool = False) -> None:
         """Note the sketch of a tensor, and its shape if it may be a part; a key that was there gets a number."""
-        local, (version,) = torch_private.local_of(tensor), torch_private.versions_of([tensor])
-        name = key.rpartition("|")[2]
-        seen, at, found = self._seen.get(name, (None, 0, None))
-        if seen is None or seen() is not local or at != version:  # unless its gradient is what it was after backward
-            found = sketch_of(tensor, self._terms.exact)
-            self._seen[name] = weakref.ref(local), version, found
+        found = sketch_of(tensor, self._terms.exact)
         number, first = 1, key
         while key in self._found:
             number += 1
@@ -182,7 +172,7 @@ class Rows:
             with open_append(path.parent, path.name) as file:
                 row = {"step": step, "optimizer": optimizer, **self.facts, "values": values}
                 file.write(json.dumps(row) + "\n")
-        self._found, self.facts, self._seen = {}, {}, {}
+        self._found, self.facts = {}, {}
 
 
 class RunRecorder:
