@@ -502,6 +502,13 @@ def test_tricks_are_those_that_are_listed(is_trick: Trick) -> None:
     assert not listed - found, "these are gone: remove their entries from TRICKS"
 
 
+def test_tricks_are_on_the_page_about_torch() -> None:
+    page = (ROOT.parent / "docs" / "torch.md").read_text()
+    kinds = (reaches_into_memory, replaces_a_part_of_torch, swaps_a_class)
+    names = {name.partition(".")[0].lstrip("_") for kind in kinds for name in TRICKS[kind]}
+    assert not {name for name in names if name not in page}
+
+
 def test_a_trick_is_found_where_it_stands() -> None:
     source = """
 class Owner:
