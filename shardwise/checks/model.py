@@ -82,8 +82,8 @@ class TreeWatch:
     It has no module: those of the root's unit own the engine through their hooks, which owns this.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = weakref.ref(root)
+    def __init__(self, root: nn.Module, warns: bool) -> None:
+        self._root, self._warns = weakref.ref(root), warns
         self._note_tree(root)
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ class TreeWatch:
         return sum(map(len, chain(self._tables, children))), [*map(id, chain.from_iterable(map(_VALUES, children)))]
 
     def _note_tree(self, root: nn.Module) -> None:
-        check_tree(root)
+        check_tree(root, self._warns)
         modules = list(root.modules())
         self._alive = [*map(weakref.ref, modules)]
         self._owners = [
@@ -110,7 +110,7 @@ class TreeWatch:
         self._noted = self._now()
 
 
-def check_tree(root: nn.Module) -> None:
+def check_tree(root: nn.Module, warns: bool) -> None:
     """Raise StateError if a parameter of a unit was removed from its module; warn of trainable ones that belong to no unit."""
     attachments = {id(each): each for module in root.modules() if (each := attachment_of(module)) is not None}
     params = [param for each in attachments.values() for param in each.unit.params]
@@ -137,7 +137,7 @@ def check_tree(root: nn.Module) -> None:
                 f"{path} of this {type(root).__name__} is shared with {type(owner.module()).__name__}, which was sharded by "
                 "itself and is not below it. Call fully_shard (or replicate) on a module that contains both, and run that"
             )
-    if root not in _warned:
+    if warns and root not in _warned:
         _warned.add(root)
         _logger.warning(
             "%s was added to the module tree after its units were made and belongs to none of them, so its gradient is that of "

@@ -66,7 +66,7 @@ class RootChecks(StepChecks):
 
     def __init__(self, root: nn.Module, attachments: Sequence[Attachment], engine: Engine, mode: str) -> None:
         self._root, self._engine = weakref.ref(root), weakref.ref(engine)
-        self._tree = TreeWatch(root)
+        self._tree = TreeWatch(root, mode != "off")
         self._mode = mode
         self._num_forwards = self._num_steps = 0
         self._posted: list[tuple[str, list[str]]] = []  # writes of forwards, to be compared with those of other ranks

@@ -14,13 +14,18 @@ from __future__ import annotations
 
 from shardwise.plan.schedule import Buckets
 
+# A place in a graph: a thread, and how many nodes that had made.  Each thread counts for itself: on an accelerator a reentrant
+# checkpoint recomputes on a thread of autograd, whose numbers say nothing about the forward's.
+Place = tuple[int, int]
+NOWHERE: Place = (-1, -1)
+
 
 class UnitBackward:
     """The progress of one unit's backward.
 
     Attributes:
         is_running: autograd has reached an output of the unit and has not left its inputs: it reads the parameters.
-        began_at: how many graph nodes there were when the forward whose backward runs began; its own nodes come after these.
+        began_at: where in the graph the forward began whose backward runs; its own nodes come after that.
         keeps_for_graph: a backward ran with ``create_graph=True``.  Its graph reads the parameters, so they stay full until a
             backward without it has ended.
         is_unseen: the last forward returned no tensor whose hook would announce the unit's backward, so its parameters stay
@@ -30,7 +35,7 @@ class UnitBackward:
     """
 
     def __init__(self) -> None:
-        self.began_at = -1
+        self.began_at = NOWHERE
         self.is_running = self.keeps_for_graph = self.is_unseen = False
         self.arrived: set[int] = set()
         self.buckets: Buckets | None = None

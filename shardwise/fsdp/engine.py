@@ -15,6 +15,7 @@ from shardwise import torch_private
 from shardwise.collectives.routes import PassKind
 from shardwise.consistency.failure_report import in_short, publish_failure
 from shardwise.errors import ShardwiseError, StateError
+from shardwise.fsdp.backward import Place
 from shardwise.fsdp.comm_context import CommContext
 from shardwise.fsdp.divergence import Divergence
 from shardwise.fsdp.execution_order import ExecOrderTracker
@@ -318,12 +319,12 @@ class Engine:
 
     # ---- backward ----
 
-    def before_backward(self, unit: Unit, num_packs: int, begun_at: int) -> None:
+    def before_backward(self, unit: Unit, num_packs: int, begun_at: Place) -> None:
         """Wait for the full parameters of ``unit``, which its backward reads, and launch prefetches.
 
         Args:
             num_packs: ``unit.num_packs`` at the forward whose backward begins.
-            begun_at: how many graph nodes there were when that forward began.
+            begun_at: where in the graph that forward began.
         """
         backward = unit.backward
         if self.end is None or self.end() is None:
@@ -361,10 +362,13 @@ class Engine:
         if unit.backward.buckets is not None:
             self.reductions.launch_early(unit, unit.backward.buckets)
 
-    def reach(self, number: int) -> None:
-        """End the backwards of units whose forwards began after node ``number`` was made, which autograd runs now."""
-        for unit in [each for each in reversed(self._running) if each.backward.began_at > number]:
-            self.after_backward(unit)
+    def reach(self, place: Place) -> None:
+        """End the backwards of units whose forwards began after the node at ``place`` was made, which autograd runs now."""
+        thread, number = place
+        for unit in reversed(self._running[:]):
+            began_on, began_at = unit.backward.began_at
+            if began_on == thread and began_at > number:
+                self.after_backward(unit)
 
     def after_backward(self, unit: Unit, reduces: bool = True) -> None:
         """Reshard ``unit`` and launch the reduction of its gradients, or accumulate them unsynced (``no_sync``)."""

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from shardwise import torch_private
 from shardwise.collectives.owned import broadcast_from_first
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.fsdp.attachment import Attachment, attachment_of
+from shardwise.fsdp.backward import Place
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.equal_values import SHARES_BUFFERS
@@ -159,7 +161,7 @@ class Hooks:
         if unit.begun_by == id(module) and (unit.holders == 1 or is_in_backward()):
             if innermost_transform() is None:
                 args = self._watch_inputs(args, kwargs, engine.comm_ctx.device.type)
-            unit.begun_at = torch_private.num_nodes_made()
+            unit.begun_at = get_ident(), torch_private.num_nodes_made()
         growing: list[Any] = []
         for each in (*args, *kwargs.values()):  # a comprehension would be one more call
             if not isinstance(each, torch.Tensor) and can_grow(each):
@@ -170,6 +172,7 @@ class Hooks:
 
     def _watch_inputs(self, args: Args, kwargs: Kwargs, on: str) -> Args:
         """Hook the gradients of the inputs on device type ``on``: the first one says that autograd has left this forward."""
+        thread = get_ident()
         for index, each in enumerate(args):
             # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
             if type(each) is torch.Tensor and each.requires_grad and each.grad_fn is None:
@@ -177,7 +180,7 @@ class Hooks:
         for each in (*args, *kwargs.values()):
             for tensor in (each,) if isinstance(each, torch.Tensor) else tensors_in(each):
                 if tensor.grad_fn is not None and tensor.device.type == on:
-                    tensor.register_hook(functools.partial(self.reach, torch_private.node_number(tensor)))
+                    tensor.register_hook(functools.partial(self.reach, (thread, torch_private.node_number(tensor))))
         return args
 
     @dynamo_disabled
@@ -215,11 +218,11 @@ class Hooks:
         if not has_output:
             return output
         if builds_graph:
-            on = engine.comm_ctx.device.type
+            on, thread = engine.comm_ctx.device.type, get_ident()
             for tensor in watched:
                 # This also regenerates the grad_fn of a view that is out of date: register_hook would crash.
                 number = torch_private.node_number(tensor) if tensor.device.type == on else sys.maxsize
-                pre_backward = functools.partial(self.before_backward, unit.num_packs, unit.begun_at, number)
+                pre_backward = functools.partial(self.before_backward, unit.num_packs, unit.begun_at, (thread, number))
                 tensor.register_hook(pre_backward)
                 # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
                 # stays.
@@ -254,29 +257,29 @@ class Hooks:
         return [each for each in found if each.requires_grad]
 
     @dynamo_disabled
-    def before_backward(self, num_packs: int, begun_at: int, number: int, *_: object) -> None:
+    def before_backward(self, num_packs: int, begun_at: Place, place: Place, *_: object) -> None:
         """Pre-backward hook, at the first gradient of an output.
 
         Args:
             num_packs, begun_at: of the unit, at the output's forward.
-            number: of the node that has made the output.
+            place: of the node that has made the output.
         """
         engine = self._unit.callbacks_ref()
         if isinstance(engine, Engine):
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
-                    engine.reach(number)
+                    engine.reach(place)
                     engine.before_backward(self._unit, num_packs, begun_at)
             else:
-                engine.reach(number)
+                engine.reach(place)
                 engine.before_backward(self._unit, num_packs, begun_at)
 
     @dynamo_disabled
-    def reach(self, number: int, _: object) -> None:
-        """Post-backward hook, at the first gradient of an input; ``number``: of the node that has made the input."""
+    def reach(self, place: Place, _: object) -> None:
+        """Post-backward hook, at the first gradient of an input; ``place``: of the node that has made the input."""
         engine = self._unit.callbacks_ref()
         if isinstance(engine, Engine):
-            engine.reach(number)
+            engine.reach(place)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
         result = memo[id(self)] = Hooks(copy.deepcopy(self._attachment, memo))

@@ -16,7 +16,7 @@ from shardwise import torch_private
 from shardwise.collectives.protocol import Handle
 from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
-from shardwise.fsdp.backward import UnitBackward
+from shardwise.fsdp.backward import NOWHERE, UnitBackward
 from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
 from shardwise.fsdp.param import Registration, ShardedParam
 from shardwise.fsdp.param_group import ParamGroup
@@ -107,7 +107,7 @@ class Unit:
         holders: the number of forwards that are using the full parameters now.
         num_aliases: :meth:`count_aliases` when a forward began.
         awaited: ids of the modules that have not run yet in the current forward; with several modules the last one ends it.
-        begun_by, begun_at: the id of the module that began the last forward, and the number of graph nodes that there were.
+        begun_by, begun_at: the id of the module that began the last forward, and where in the graph it began.
         keeps_for_backward: the user did not pass ``reshard_after_forward``, so a root stays full after a forward, but only
             for its backward: not after a forward without a graph.
         max_reductions: how many reduce-scatter inputs may be allocated at once; the largest of an engine's units counts.
@@ -141,7 +141,7 @@ class Unit:
         self.tied_units: tuple[Unit, ...] = ()
         self.holders = self.num_aliases = 0
         self.awaited: set[int] = set()
-        self.begun_by = self.begun_at = -1
+        self.begun_by, self.begun_at = -1, NOWHERE
         self.keeps_for_backward = False
         self.max_reductions = 1
         self.transport: Transport | None = None
