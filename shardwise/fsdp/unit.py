@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Container, Sequence
 from enum import Enum
+from functools import partial
 from itertools import repeat
 from typing import Protocol
 
@@ -463,25 +464,7 @@ class Unit:
         Those of other units need no hook: they are freed after forward, so a backward reaches an output of the unit first.
         """
         for group in self.groups:
-            group.listen(self._gradient_hook)
-
-    def _gradient_hook(self, ordinal: int) -> Callable[[torch.Tensor], None]:
-        """Return the post-accumulate-grad hook of parameter ``ordinal``."""
-        this = weakref.ref(self)  # the full parameter owns the hook, and the unit owns the parameter
-
-        def on_accumulated(_: torch.Tensor) -> None:
-            unit = this()
-            if unit is None:
-                return
-            backward = unit.backward
-            backward.arrived.add(ordinal)
-            # Most gradients end here: the engine knows of this backward, and no bucket is complete.
-            if not backward.is_running or (backward.buckets is not None and backward.buckets.is_ready()):
-                callbacks = unit.heard_by()
-                if callbacks is not None:
-                    callbacks.gradient_arrived(unit, ordinal)
-
-        return on_accumulated
+            group.listen(partial(_gradient_hook, weakref.ref(self)))
 
     @property
     def has_gradients(self) -> bool:
@@ -515,6 +498,24 @@ class Unit:
             if param.sharded.requires_grad and param not in sent and param not in gradients:
                 dtype = group.reduce_dtype(param)
                 gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
+
+
+def _gradient_hook(this: weakref.ref[Unit], ordinal: int) -> Callable[[torch.Tensor], None]:
+    """Return the post-accumulate-grad hook of parameter ``ordinal`` of a unit, which owns the parameter and so the hook."""
+
+    def on_accumulated(_: torch.Tensor) -> None:
+        unit = this()
+        if unit is None:
+            return
+        backward = unit.backward
+        backward.arrived.add(ordinal)
+        # Most gradients end here: the engine knows of this backward, and no bucket is complete.
+        if not backward.is_running or (backward.buckets is not None and backward.buckets.is_ready()):
+            callbacks = unit.heard_by()
+            if callbacks is not None:
+                callbacks.gradient_arrived(unit, ordinal)
+
+    return on_accumulated
 
 
 def is_in_backward() -> bool:

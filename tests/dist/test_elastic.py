@@ -221,7 +221,7 @@ def test_a_program_that_cannot_go_on_is_told_why(mistake: str, expected: str, tm
 def test_values_that_differ_between_ranks_end_all_ranks(tmp_path: Path) -> None:
     ended = elastic(tmp_path, "-n", "2", differs=2)
     assert ended.code == 1
-    assert "ConfigError: user: rank 0 has" in ended.err
+    assert "ConfigError: user/seen: rank 0 has" in ended.err
 
 
 def test_fewer_ranks_than_the_user_allows_end_the_run(tmp_path: Path) -> None:
