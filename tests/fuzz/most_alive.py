@@ -22,8 +22,8 @@ def most_full(
 ) -> int:
     """Return the most bytes of full parameters that are registered at once when ``calls`` are carried out.
 
-    ``before``: bytes of the units that are unsharded when the step begins.  ``padding``: bytes of a unit's buffers behind
-    parameters that are gathered without a copy, which calls and ``before`` count.
+    ``before``: bytes of the units that are unsharded when the step begins.  ``padding``: bytes of a unit's buffers between
+    and behind parameters, which calls and ``before`` count.
     """
     beyond = padding or {}
     alive = {unit: num_bytes - beyond.get(unit, 0) for unit, num_bytes in (before or {}).items()}
@@ -45,7 +45,7 @@ def _padding_of(unit: Unit) -> int:
         if bucket.travels
     ]
     return sum(
-        (layout.full_numel - layout.shards[0].numel) * itemsize for layout, itemsize in layouts if layout.is_one_tensor
+        (layout.full_numel - sum(each.numel for each in layout.shards)) * itemsize for layout, itemsize in layouts
     )
 
 
