@@ -141,6 +141,7 @@ def test_off_leaves_out_warnings_and_what_ranks_have_sharded(mode: str) -> None:
     assert any("buffers differ" in text for text in kept.texts) is (mode == "first")
 
 
+@on_ranks(2)
 def test_a_parameter_that_is_added_late_is_found_by_default_and_not_without_checks() -> None:
     for mode in ("first", "off"):
         with pytest.MonkeyPatch.context() as patch:

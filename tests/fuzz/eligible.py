@@ -201,8 +201,9 @@ def _has_own(case: Case, contender: Contender) -> bool:
 
 def _ignores(case: Case, contender: Contender) -> bool:
     """Parameters are ignored, or on meta, where the engine's newer APIs shard the model; some take the first rank's values."""
-    names_at_once = contender.door in ("fully_shard", "shard_model")  # others name it in the first backward or step
-    if case.settings.apart and not names_at_once and (case.settings.apart == "synced" or contender.door != "zero1"):
+    # Ranks that begin apart are an error where they would train different models; slices of several are one model.
+    doors = {"": None, "synced": ("fully_shard", "shard_model"), "named": ("zero1",)}[case.settings.apart]
+    if doors is not None and contender.door not in doors:
         return False
     asks = case.settings.ignored or case.settings.meta
     return not asks or contender.door in ("fully_shard", "shard_model", "replicate", "torch_fully_shard")
