@@ -31,6 +31,9 @@ class OptimizerSteps:
     so that it has posted its own, or has none.
     """
 
+    # Set by elastic runs: ranks that join, or go back, initialize their optimizers by a step, and commits compare the states.
+    is_on = True
+
     def __init__(self, units: Sequence[Unit]) -> None:
         self._ids = {id(param.sharded) for unit in units for param in unit.params}
         self._units: Sequence[Unit] = units  # none once the warning about unsynced gradients was given
@@ -46,7 +49,7 @@ class OptimizerSteps:
     def see(self, optimizer: Optimizer) -> None:
         """Note a step of ``optimizer``, if it has parameters of the root."""
         groups = optimizer.param_groups
-        if any(id(param) in self._ids for group in groups for param in group["params"]):
+        if self.is_on and any(id(param) in self._ids for group in groups for param in group["params"]):
             found = [(name, group.get(name)) for group in groups for name in _OPTIONS]
             unsynced = [p.fqn for unit in self._units for p in unit.earlier.unsynced if p.sharded.grad is not None]
             if unsynced:

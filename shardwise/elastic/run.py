@@ -24,6 +24,7 @@ from shardwise.checkpoint.format import Held, Write, held_from_text, held_to_tex
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import finish_all
 from shardwise.checkpoint.state import BufferCheck, contents_of
+from shardwise.checks.optimizer_steps import OptimizerSteps
 from shardwise.consistency.process_groups import all_have_come, gather_objects, group_of, largest_words
 from shardwise.elastic.members import VARIABLE, ElasticTerms, Generation, Process
 from shardwise.elastic.memory import CommitMark, StateMemory
@@ -292,6 +293,8 @@ def elastic(
         raise ConfigError(
             f"elastic: num_steps is {num_steps} and num_microbatches {num_microbatches}, expected 0 or more, and 1 or more"
         )
+
+    OptimizerSteps.is_on = False
 
     def num_used(num_ranks: int) -> int:
         return max(n for n in range(num_ranks + 1) if n == 0 or not (num_microbatches or n) % n)
