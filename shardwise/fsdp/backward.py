@@ -26,6 +26,7 @@ class UnitBackward:
     Attributes:
         is_running: autograd has reached an output of the unit and has not left its inputs: it reads the parameters.
         began_at: where in the graph the forward began whose backward runs; its own nodes come after that.
+        task: the backward of autograd in which it began; those that run inside of others have higher numbers.
         keeps_for_graph: a backward ran with ``create_graph=True``.  Its graph reads the parameters, so they stay full until a
             backward without it has ended.
         is_unseen: the last forward returned no tensor whose hook would announce the unit's backward, so its parameters stay
@@ -35,7 +36,7 @@ class UnitBackward:
     """
 
     def __init__(self) -> None:
-        self.began_at = NOWHERE
+        self.began_at, self.task = NOWHERE, -1
         self.is_running = self.keeps_for_graph = self.is_unseen = False
         self.arrived: set[int] = set()
         self.buckets: Buckets | None = None

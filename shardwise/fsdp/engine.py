@@ -336,7 +336,13 @@ class Engine:
             )
         if torch.is_grad_enabled():
             backward.keeps_for_graph = self.makes_graph = True
-        backward.began_at = begun_at
+        task = torch_private.graph_task_id()
+        if not backward.is_running:
+            backward.began_at, backward.task = begun_at, task
+        elif backward.task == task and backward.began_at[0] == begun_at[0]:
+            backward.began_at = min(backward.began_at, begun_at)  # of several uses at once the first one ends last
+        elif not unit.has_one_module:  # checkpoints recompute its modules one by one, each in a backward of its own
+            backward.began_at, backward.task = begun_at, task
         if backward.is_running and (unit.state is FULL or not unit.policy.unshard_in_backward):
             return  # another output of the unit: its backward has begun, and there is nothing to gather
         prefetches = self.exec_order.record(unit, StepEvent.PRE_BACKWARD)
@@ -363,11 +369,15 @@ class Engine:
             self.reductions.launch_early(unit, unit.backward.buckets)
 
     def reach(self, place: Place) -> None:
-        """End the backwards of units whose forwards began after the node at ``place`` was made, which autograd runs now."""
-        thread, number = place
+        """End the backwards of units whose forwards began after the node at ``place`` was made, which autograd runs now.
+
+        A backward that runs inside of another one, perhaps through an older graph, ends no unit of that.  It is over, with all
+        its units, when the other one goes on.
+        """
+        (thread, number), task = place, torch_private.graph_task_id()
         for unit in reversed(self._running[:]):
-            began_on, began_at = unit.backward.began_at
-            if began_on == thread and began_at > number:
+            (began_on, began_at), began_in = unit.backward.began_at, unit.backward.task
+            if began_in > task or (began_in == task and began_on == thread and began_at > number):
                 self.after_backward(unit)
 
     def after_backward(self, unit: Unit, reduces: bool = True) -> None:

@@ -175,7 +175,12 @@ class Hooks:
         thread = get_ident()
         for index, each in enumerate(args):
             # A leaf's gradient is accumulated as soon as it is there, whatever else is left of the graph; a view's is not.
-            if type(each) is torch.Tensor and each.requires_grad and each.grad_fn is None:
+            if (
+                type(each) is torch.Tensor
+                and each.requires_grad
+                and each.grad_fn is None
+                and each.layout is torch.strided
+            ):
                 args = (*args[:index], each.view_as(each), *args[index + 1 :])
         for each in (*args, *kwargs.values()):
             for tensor in (each,) if isinstance(each, torch.Tensor) else tensors_in(each):
@@ -203,6 +208,10 @@ class Hooks:
                 self._search(module, num_nodes, num_made)
             if self._keepers:
                 watched += self._kept(watched, num_nodes)
+            # What was there before this forward, leaves included, is not of its graph.
+            numbers = [*map(torch_private.node_number, watched)]
+            if numbers and min(numbers) < num_nodes:
+                watched = [each for each, number in zip(watched, numbers, strict=True) if number >= num_nodes]
             unit.backward.is_unseen = not watched and num_made > 0
             if put_in:  # what the module has put into its arguments leaves it, too
                 ids = {*map(id, watched)}
