@@ -321,7 +321,7 @@ def test_files_and_functions_are_short() -> None:
 
 # The most lines of code per folder, so that growth is a decision; in comments, where each is to come.
 BUDGETS = {
-    "fsdp": 5920,  # with plan and checks 6660, of which issue 57 about 240
+    "fsdp": 5925,  # with plan and checks 6660, of which issue 57 about 240
     "collectives": 2650,  # of 2800
     "checkpoint": 2468,  # with transaction 2900
     "recipes": 2025,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise import observe
 from shardwise.errors import ConfigError, StateError
-from shardwise.fsdp.engine import Engine, live_engines, on_new_engine
+from shardwise.fsdp.engine import Engine, live_engines, on_new_units
 from shardwise.fsdp.roots import serve_others
 
 _logger = logging.getLogger("shardwise")
@@ -25,8 +25,8 @@ _watches: list[RemovableHandle] = []  # two entries, made by watch_optimizers al
 
 
 def register() -> None:
-    """Watch the optimizers of every process that has an engine."""
-    on_new_engine.append(watch_optimizers)
+    """Watch the optimizers of every process that has units."""
+    on_new_units.append(watch_optimizers)
 
 
 def watch_optimizers() -> None:

@@ -29,6 +29,7 @@ from shardwise.fsdp.attachment import (
     remember,
     roots_to_come,
 )
+from shardwise.fsdp.engine import on_new_units
 from shardwise.fsdp.equal_values import beginning_of, sync_buffers, values_of_first
 from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, wrap_forward_method
@@ -178,6 +179,8 @@ class _FoundParam:
 def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
     """Shard the parameters of ``modules`` that no inner unit owns and hook the modules."""
     # Checks come before the model changes, except those of placements: a model that is refused stays usable.
+    for tell in on_new_units:
+        tell()
     if torch_private.accelerator_type() == "cpu":
         torch_private.draw_as_one_process()
     note("init", "unit")  # a place at which tests inject faults (``testing/faults.py``)

@@ -56,8 +56,8 @@ class BackwardEnd:
 
 
 live_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-# Called when an engine is made: packages above this one watch what engines need to know of.
-on_new_engine: list[Callable[[], None]] = []
+# Called when a unit or an engine is made: packages above this one watch what these need to know of.
+on_new_units: list[Callable[[], None]] = []
 
 
 class Engine:
@@ -106,7 +106,7 @@ class Engine:
         self.awaits_backward = False
         self.divergence: Divergence | None = None
         live_engines.add(self)
-        for tell in on_new_engine:
+        for tell in on_new_units:
             tell()
 
     def adopt(self, units: Iterable[Unit]) -> None:
