@@ -88,7 +88,8 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
         return
     for unit in engine.units:
         unit.diverges, unit.schedule = is_allowed, None
-        unit.reshard()  # ranks that took different ways differ in what is full
+        unit.reshard()  # ranks that took different ways differ in what is full, and in what their last forwards have shown
+        unit.backward.is_unseen = False
     engine.divergence = engine.reductions.syncs_replicas = None
     diverging.pop(engine, None)
     engine.exec_order.allow_divergence(is_allowed)
