@@ -39,13 +39,20 @@ class BackwardEnd:
     engine has a weak reference to it, and a backward runs as long as that is alive.
     """
 
-    __slots__ = ("__weakref__", "_engine")
+    __slots__ = ("__weakref__", "_engine", "_was_put_off")
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
+        self._engine, self._was_put_off = weakref.ref(engine), False
 
     def __call__(self) -> None:
-        if (engine := self._engine()) is not None:
+        if (engine := self._engine()) is None:
+            return
+        # A rank that takes another way waits until this one serves it, which it does in the end of that engine's backward.
+        others = () if self._was_put_off or engine.divergence is not None else live_engines
+        if any(other.divergence is not None and other.runs_backward for other in others):
+            self._was_put_off = True
+            torch_private.call_after_backward(self)
+        else:
             with nullcontext() if innermost_transform() is None else torch_private.beside_transforms():
                 engine.finish()
 

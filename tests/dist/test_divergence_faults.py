@@ -429,12 +429,16 @@ def test_an_exception_of_all_ranks_in_a_join_leaves_nothing_behind() -> None:
     check(towers(dist.get_world_size()), model)
 
 
+@pytest.mark.parametrize("late", [0, 1])
 @on_ranks(2)
-def test_one_model_may_diverge_beside_one_that_does_not() -> None:
+def test_one_model_may_diverge_beside_one_that_does_not(late: int) -> None:
     model, other, rank = sharded(), fully_shard(nn.Linear(5, 5).double()), dist.get_rank()
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.5)
     for number in range(3):
-        other(model(inputs(number, rank, 0), Way((rank, 3)))).sum().backward()
+        out = model(inputs(number, rank, 0), Way((rank, 3)))
+        # The other rank is through with its own nodes, and must serve this one before it waits for it.
+        out.register_hook(lambda _: time.sleep(0.3 * (rank == late)))
+        other(out).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
