@@ -60,18 +60,18 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
         scalar, which is not cut; or if the model must not depend on the number of ranks (``Reproducible``).
     """
     digests: dict[Key, int | str | None] = {}
-    groups = [group for unit in units for group in unit.groups if group.axes.num_shards > 1]
-    if not groups:
+    cut = [unit for unit in units if unit.settings.axes.num_shards > 1]
+    if not cut:
         return
     must_agree: set[str] = set()
-    for group, param in ((each, param) for each in groups for param in each.params):
+    for unit, param in ((each, param) for each in cut for param in each.params):
         if param.local.numel():  # values of a rank whose shard is empty are not used
             sample = unwritten(param.beginning, param.local)
             # Ranks whose models differ in shapes get a better error at the first all-gather.
             name = f"{param.fqn} of shape {param.shard.shape}"
-            key = f"{int(group.axes.mesh.mesh.min())}/{param.shard.num_holders}", name
+            key = f"{int(unit.settings.axes.mesh.mesh.min())}/{param.shard.num_holders}", name
             digests[key] = None if sample is None else hashlib.sha256(sample).hexdigest()
-            if group.axes.num_replicas > 1 or param.shard.is_whole or group.sums is not None:
+            if unit.settings.axes.num_replicas > 1 or param.shard.is_whole or unit.settings.sums is not None:
                 must_agree.add(name)
     unlike = _compare("values that were sharded", digests, mismatch_check)
     if refused := {name: row for name, row in unlike.items() if name in must_agree}:
@@ -85,7 +85,7 @@ def compare_beginnings(units: Iterable[Unit], mismatch_check: MismatchCheck) -> 
             "them. One of random values is as good as another; to begin with one rank's weights %s",
             *(_in_words(unlike), _REMEDY),
         )
-    for param in (param for group in groups for param in group.params):
+    for param in (param for unit in cut for param in unit.params):
         param.beginning = None
 
 
@@ -129,10 +129,11 @@ def _in_words(unlike: Mapping[str, Mapping[int, int | str]]) -> str:
 def _replicated(units: Iterable[Unit]) -> dict[Key, torch.Tensor]:
     """Return the local tensors that have replicas; without tensor subclasses, which may have no readable bits."""
     found: dict[Key, torch.Tensor] = {}
-    for group in (group for unit in units for group in unit.groups if group.axes.num_replicas > 1):
-        assert group.axes.replicate_mesh_dim is not None
-        track = dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.replicate_mesh_dim))[0]
-        for param in group.params:
+    for unit in (unit for unit in units if unit.settings.axes.num_replicas > 1):
+        axes = unit.settings.axes
+        assert axes.replicate_mesh_dim is not None
+        track = dist.get_process_group_ranks(axes.mesh.get_group(axes.replicate_mesh_dim))[0]
+        for param in unit.params:
             if type(param.local) in (torch.Tensor, nn.Parameter):
                 found[str(track), param.fqn] = param.local.detach()
     return found

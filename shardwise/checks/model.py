@@ -42,9 +42,9 @@ def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_ch
     # Also without values from meta: other ranks may have some, and all take part in the exchange.
     fresh = attachments if any(each.is_materialized for each in attachments) else ()
     local = [json.dumps(["", name]) for name in unwritten_in(root)] if fresh else []
-    for group in (group for each in fresh for group in each.unit.groups):
-        starts_here = [(param.fqn, _start_of(param)) for param in group.params]
-        local += [json.dumps([name, start, group.axes.shard_rank]) for name, start in starts_here if start is not None]
+    for unit in (unit for each in fresh for unit in each.units):
+        starts_here, shard_rank = [(param.fqn, _start_of(param)) for param in unit.params], unit.settings.axes.shard_rank
+        local += [json.dumps([name, start, shard_rank]) for name, start in starts_here if start is not None]
     every = local if mismatch_check is None else mismatch_check.union("values", local)
     starts: dict[str, list[int]] = defaultdict(list)
     for name, value, *_ in map(json.loads, sorted(every)):
@@ -113,7 +113,7 @@ class TreeWatch:
 def check_tree(root: nn.Module, warns: bool) -> None:
     """Raise StateError if a parameter of a unit was removed from its module; warn of trainable ones that belong to no unit."""
     attachments = {id(each): each for module in root.modules() if (each := attachment_of(module)) is not None}
-    params = [param for each in attachments.values() for param in each.unit.params]
+    params = [param for each in attachments.values() for unit in each.units for param in unit.params]
     known = {id(form) for param in params for form in (param.sharded, param.full, param.subsharded)}
     ignored = {(id(table), name) for each in attachments.values() for table, name in each.ignored}
     of_torch = {each for module in root.modules() if is_managed_by_torch(module) for each in module.modules()}

@@ -23,9 +23,8 @@ from shardwise.fsdp.attachment import Attachment
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.equal_values import SHARES_BUFFERS, unlike_buffers, unlike_in_words
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import check_makers
-from shardwise.fsdp.user_writes import StepChecks, Written, own_rows, uncounted
+from shardwise.fsdp.unit import StepChecks, Unit
 from shardwise.observe import unit_in_words
 
 _logger = logging.getLogger(__name__)
@@ -87,33 +86,31 @@ class RootChecks(StepChecks):
         """Check the running pass."""
         self.is_on = True
 
-    def end_unit(self, groups: Sequence[ParamGroup]) -> None:
+    def end_unit(self, unit: Unit) -> None:
         """Raise StateError if the forward has written to a full parameter through ``.data``."""
-        for group in groups:
-            if (param := _differing(group)) is not None:
-                raise uncounted(param)
+        if (param := _differing(unit)) is not None:
+            raise param.uncounted()
 
-    def use_again(self, name: str, groups: Sequence[ParamGroup]) -> None:
+    def use_again(self, unit: Unit) -> None:
         """Raise StateError if shards were written to through ``.data`` while their unit stayed unsharded."""
-        for group in groups:
-            if not group.storage.on.has_streams and (param := _differing(group)) is not None:
-                raise StateError(
-                    f"{param.fqn} ({unit_in_words(name)}) was unsharded when its shard was written to through .data or "
-                    "another alias. Call reshard() on the module first, or copy_ to the parameter itself"
-                )
+        if not unit.settings.storage.on.has_streams and (param := _differing(unit)) is not None:
+            raise StateError(
+                f"{param.fqn} ({unit_in_words(unit.name)}) was unsharded when its shard was written to through .data or "
+                "another alias. Call reshard() on the module first, or copy_ to the parameter itself"
+            )
 
-    def see_writes(self, number: int, written: Written) -> None:
+    def see_writes(self, unit: Unit, written: Sequence[ShardedParam]) -> None:
         """Post digests of what a forward has written; every rank has posted when the gradients of its backward are set.
 
         Every rank copies its own rows of a written full parameter to its shard: if ranks write different values, the shards
         silently become a mixture.
         """
-        engine = self._engine()
+        engine, number = self._engine(), unit.number
         check = None if engine is None else engine.exec_order.mismatch_check
         count = self._num_compared[number]
         if check is None or not (self._mode == "always" or count < _NUM_FIRST):
             return
-        fulls = [(param.fqn, param.full) for _, param in written if param.inner_spec is None]
+        fulls = [(param.fqn, param.full) for param in written if param.inner_spec is None]
         values = [f"{fqn} with digest {digest_of(full.data):x}" for fqn, full in fulls if full is not None]
         if values:
             place = f"{self._num_forwards}/{number}/{count}"
@@ -130,7 +127,7 @@ class RootChecks(StepChecks):
         posted, self._posted = self._posted, []
         for place, values in posted:
             check.check_writes(place, values)
-        if not self._num_steps and any(group.axes.num_replicas > 1 for unit in engine.units for group in unit.groups):
+        if not self._num_steps and any(unit.settings.axes.num_replicas > 1 for unit in engine.units):
             compare_replicas(engine.units, check)
         self._num_steps += 1
         # No rank waits: all post their buffers in step 1, and read another rank's in step 3, which a rank begins after it has
@@ -163,17 +160,17 @@ def _digests_in(root: nn.Module) -> dict[str, str]:
     }
 
 
-def _differing(group: ParamGroup) -> ShardedParam | None:
+def _differing(unit: Unit) -> ShardedParam | None:
     """Return a parameter whose full form differs from its shard, though torch has counted no write to it; NaN equals NaN."""
-    if not group.is_collective or not group.storage.on.has_values:
+    if not unit.memory.is_collective or not unit.settings.storage.on.has_values:
         return None
-    for param, full, version, address in zip(*group.registered, strict=True):
+    for param, full, version, address in zip(*unit.tables.registered, strict=True):
         is_seen = (
             torch_private.version_of(full) != version or full.data_ptr() != address
         )  # ``find_writes`` sees this write itself
         if is_seen or param.inner_spec is not None or not param.local.numel():
             continue
-        rows, gathered = own_rows(group, param, full)
+        rows, gathered = unit.own_rows(param, full)
         if not torch.equal(rows, gathered) and not torch.allclose(rows, gathered, rtol=0, atol=0, equal_nan=True):
             return param
     return None

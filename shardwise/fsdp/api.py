@@ -67,12 +67,11 @@ def describe_units(model: nn.Module) -> UnitTable:
 
 def _row(unit: Unit, name: str) -> UnitRow:
     numel = num_bytes = moved = 0
-    for group in unit.groups:
-        for param in group.params:
-            numel += param.shard.numel
-            num_bytes += param.shard.numel * param.dtype.itemsize
-            is_cut = group.is_collective and not param.shard.is_whole
-            moved += param.shard.section_numel * param.shard.num_shards if is_cut else param.shard.numel
+    for param in unit.params:
+        numel += param.shard.numel
+        num_bytes += param.shard.numel * param.dtype.itemsize
+        is_cut = unit.memory.is_collective and not param.shard.is_whole
+        moved += param.shard.section_numel * param.shard.num_shards if is_cut else param.shard.numel
     route = unit.route if engine_of(unit) is not None else ""
     return UnitRow(name, len(unit.modules), numel, num_bytes, moved / numel if numel else 1.0, route)
 
@@ -295,7 +294,8 @@ def fully_shard(
     )
     unit = _build(modules, preset, FSDPModule)
     if reshard is False and placements is not None and not is_asked:
-        unit.keeps_for_backward = True  # full parameters stay for a backward, not after an evaluation
+        for each in (unit, *unit.beside):
+            each.settings.keeps_for_backward = True  # full parameters stay for a backward, not after an evaluation
     return cast(Any, module)
 
 

@@ -49,7 +49,7 @@ class Attachment:
     Ownership runs module -> attachment -> (engine ->) unit; every reference back is weak.
 
     Attributes:
-        unit: the unit.
+        unit: the unit; those beside it belong to the module, too.
         engine: the engine of a root; None until the first forward, and for other modules.
         is_root: None until the first forward of the root, which sets it for all units below.
         forward_methods: names of methods that are treated like ``forward``.
@@ -67,9 +67,14 @@ class Attachment:
         self.is_materialized = False
         self.asked_sync: bool | None = None
 
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The unit and those beside it."""
+        return (self.unit, *self.unit.beside)
+
     def __deepcopy__(self, memo: dict[Any, Any]) -> Attachment:
         """Return an attachment with an empty unit, which is filled in when the outermost copy is done."""
-        result = Attachment(Unit([], self.unit.precision, self.unit.policy))
+        result = Attachment(Unit([], self.unit.settings, self.unit.policy))
         result.is_materialized, result.asked_sync = self.is_materialized, self.asked_sync
         memo[id(self)] = result
         memo.setdefault(PENDING, []).append((self, result))
@@ -98,5 +103,6 @@ def units_in(model: nn.Module) -> dict[Unit, list[str]]:
     found: dict[Unit, list[str]] = {}
     for path, module in model.named_modules():
         if (attachment := attachment_of(module)) is not None:
-            found.setdefault(attachment.unit, []).append(path)
+            for unit in attachment.units:
+                found.setdefault(unit, []).append(path)
     return found

@@ -35,9 +35,9 @@ from shardwise.fsdp.flat_buffer import ParamStorage
 from shardwise.fsdp.hooks import Hooks, wrap_forward_method
 from shardwise.fsdp.mesh import MeshAxes, ShardPlacementResult, axes_from, cut_shard, shard_spec, smaller_axes
 from shardwise.fsdp.param import Registration, ShardedParam, manager_of, refuse_grad_dtype, refuse_gradients
-from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, keeps_dtype
 from shardwise.fsdp.roots import may_share_memory
+from shardwise.fsdp.settings import UnitSettings
 from shardwise.fsdp.unit import Unit
 from shardwise.layout import cut_of
 from shardwise.observe import note
@@ -52,7 +52,7 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     The module is resharded first.  Gradients are not copied, since ``nn.Parameter`` does not copy them either; this includes
     unsynced gradients and residuals of compression.  The user's settings are copied, but lists of modules to prefetch.
     """
-    owners = (attachment.unit, *attachment.unit.tied_units)
+    owners = attachment.unit.family
     for owner in owners:
         owner.reshard()
     is_outermost = PENDING not in memo
@@ -78,20 +78,18 @@ def copy_module(module: nn.Module, attachment: Attachment, memo: dict[Any, Any])
     return result
 
 
-_SETTINGS = ("keeps_for_backward", "max_reductions", "may_diverge", "transport", "ahead_bytes", "all_reduce_hook")
-
-
 def _complete(
     old: Attachment, new: Attachment, units: dict[Unit, Unit], memo: dict[Any, Any], owner_of: dict[int, nn.Module]
 ) -> None:
     source, unit = old.unit, new.unit
-    unit.adopt_modules([memo[id(module)] for module in source.modules if id(module) in memo])
-    for name in _SETTINGS:
-        setattr(unit, name, getattr(source, name))
-    if unit.may_diverge:
+    modules = [memo[id(module)] for module in source.modules if id(module) in memo]
+    unit.beside = tuple([Unit(modules, each.settings, each.policy) for each in source.beside])
+    for mine, its in zip((unit, *unit.beside), (source, *source.beside), strict=True):
+        mine.adopt_modules(modules)
+        _copy_parameters(its, mine, memo, owner_of)
+        remember(mine)
+    if unit.settings.may_diverge:
         roots_to_come[new] = None
-    unit.groups = [_copy_group(group, memo, owner_of) for group in source.groups]
-    remember(unit)
     Hooks(new).listen()
     new.ignored = tuple((memo[id(table)], name) for table, name in old.ignored if id(table) in memo)
     for tied in source.tied_units:
@@ -103,9 +101,9 @@ def _complete(
             wrap_forward_method(module, new, name)
 
 
-def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.Module]) -> ParamGroup:
+def _copy_parameters(source: Unit, unit: Unit, memo: dict[Any, Any], owner_of: dict[int, nn.Module]) -> None:
     params: list[ShardedParam] = []
-    for param in group.params:
+    for param in source.params:
         owners = [(owner_of.get(id(memo.get(id(at.parameters)))), at.name) for at in param.registrations]
         registrations = [Registration.of(owner, name) for owner, name in owners if owner is not None]
         sharded = registrations[0].parameters[registrations[0].name]
@@ -120,14 +118,12 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any], owner_of: dict[int, nn.
         copied.module = weakref.ref(next(owner for owner, _ in owners if owner is not None))
         params.append(copied)
     refuse_gradients(params)
-    result = ParamGroup(params, group.axes, group.precision, group.storage, group.keeps_plain)
-    result.sub_axes = group.sub_axes
-    result.custom = replace(group.custom)
-    result.sums = None if group.sums is None else group.sums.of_copy()
-    if group.compression is not None:
-        result.compression = Compression(group.compression.policy)
-    result.ensure_packed()
-    return result
+    asked = source.settings
+    unit.settings = replace(asked, custom=replace(asked.custom), forward_prefetch=None, backward_prefetch=None)
+    unit.settings.sums = None if asked.sums is None else asked.sums.of_copy()
+    unit.settings.compression = None if asked.compression is None else Compression(asked.compression.policy)
+    unit.own(params)
+    unit.ensure_packed()
 
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})  # of torch
@@ -203,10 +199,11 @@ def build_unit(modules: Sequence[nn.Module], preset: Preset) -> Attachment:
         _move_parameter(item, device)
     reshard = True if preset.reshard_after_forward is None else preset.reshard_after_forward
     # Tied parameters that another unit owns stay there: this unit waits for that one, and reduces no gradient of them.
-    unit = Unit(roots, preset.precision, UnitPolicy(reshard_after_forward=reshard))
-    unit.keeps_for_backward = preset.reshard_after_forward is None
-    unit.groups = _make_groups([item for item in found if not _register_tied(item, unit)], preset, device)
-    remember(unit)
+    policy = UnitPolicy(reshard_after_forward=reshard)
+    unit = Unit(roots, _settings(preset.axes, preset, device), policy)
+    unit.beside = _make_units(unit, [item for item in found if not _register_tied(item, unit)], preset)
+    for each in (unit, *unit.beside):
+        remember(each)
     attachment = Attachment(unit)
     attachment.ignored = _ignored_in(managed, preset.ignored)
     for module in roots:
@@ -292,7 +289,7 @@ def _shared_memory(roots: Sequence[nn.Module], found: Sequence[_FoundParam]) -> 
     """
     prefixes = ["model"] if len(roots) == 1 else [f"modules[{index}]" for index in range(len(roots))]
     prefixed = [pair for root, name in zip(roots, prefixes, strict=True) for pair in root.named_modules(prefix=name)]
-    units = dict.fromkeys(each.unit for _, module in prefixed if (each := attachment_of(module)) is not None)
+    units = [unit for _, module in prefixed if (each := attachment_of(module)) is not None for unit in each.units]
     tensors: list[tuple[int, str, Extent]] = []  # the table of the module that has it, its name there, its memory
     for param in dict.fromkeys(param for unit in units for param in unit.params):
         if param.memory is not None:
@@ -363,13 +360,22 @@ def _register_tied(item: _FoundParam, unit: Unit) -> bool:
     return True
 
 
-def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device) -> list[ParamGroup]:
+def _settings(axes: MeshAxes, preset: Preset, device: torch.device) -> UnitSettings:
+    settings = UnitSettings(axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
+    settings.keeps_for_backward = preset.reshard_after_forward is None
+    if preset.compression is not None:
+        settings.compression = Compression(preset.compression)
+    return settings
+
+
+def _make_units(unit: Unit, found: list[_FoundParam], preset: Preset) -> tuple[Unit, ...]:
+    """Shard what was ``found``, and let ``unit`` own the parameters of the first mesh; return the units of the other meshes."""
     by_mesh: dict[MeshAxes, list[tuple[_FoundParam, Shard | None]]] = {}
     for item in found:
         axes, shard = _resolve_placement(item, preset)
         axes = next((each for each in by_mesh if each.groups == axes.groups), axes)
         by_mesh.setdefault(axes, []).append((item, shard))
-    groups: list[ParamGroup] = []
+    device, units = unit.settings.storage.device, list[Unit]()
     for axes, items in by_mesh.items():
         if preset.syncs:
             values = values_of_first([(item.fqn, torch_private.local_of(item.param)) for item, _ in items], axes)
@@ -377,16 +383,17 @@ def _make_groups(found: list[_FoundParam], preset: Preset, device: torch.device)
                 item.values = value
         params = [_shard_parameter(item, axes, shard, preset) for item, shard in items]
         refuse_gradients(params)
-        group = ParamGroup(params, axes, preset.precision, ParamStorage(device, preset.offload), preset.keeps_plain)
-        if preset.compression is not None:
-            group.compression = Compression(preset.compression)
-        group.storage = replace(group.storage, is_shared=may_share_memory(group))
-        size = preset.reshard_after_forward
+        each = Unit(unit.modules, _settings(axes, preset, device), unit.policy) if units else unit
+        units.append(each)
+        each.settings.axes, size = axes, preset.reshard_after_forward
         if isinstance(size, int) and not isinstance(size, bool):
-            group.sub_axes = smaller_axes(axes, size)
-        group.ensure_packed()
-        groups.append(group)
-    return groups
+            each.settings.sub_axes = smaller_axes(axes, size)
+        each.own(params)
+        each.settings.storage = replace(each.settings.storage, is_shared=may_share_memory(each))
+        each.ensure_packed()
+    if not units:
+        unit.ensure_packed()
+    return tuple(units[1:])
 
 
 def _resolve_placement(item: _FoundParam, preset: Preset) -> tuple[MeshAxes, Shard | None]:

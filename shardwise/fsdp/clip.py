@@ -28,9 +28,9 @@ def shards_of(params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def refuse_fixed_sums(params: Sequence[torch.Tensor]) -> None:
     """Raise UsageError if ``Reproducible`` sums the gradients of ``params``: the norm would be added in the order of ranks."""
-    groups = [each for engine in live_engines for unit in engine.units for each in unit.groups if each.sums is not None]
-    ids = {*map(id, params)} if groups else set[int]()
-    for param in (param for group in groups for param in group.params):
+    units = [unit for engine in live_engines for unit in engine.units if unit.settings.sums is not None]
+    ids = {*map(id, params)} if units else set[int]()
+    for param in (param for unit in units for param in unit.params):
         if not ids.isdisjoint(map(id, (param.sharded, param.full, param.registered_form))):
             raise UsageError(
                 f"clip_grad_norm_: Reproducible sums the gradient of {param.fqn}, and this function adds norms in the order of "

@@ -7,8 +7,30 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.collectives.buffer_pool import BufferPool, keep_heap
+from shardwise.collectives.c10d import GroupCommunicator
 from shardwise.collectives.routes import LinkSource, PassTracker, Transport
 from shardwise.collectives.streams import CommStreams, device_of
+
+
+@dataclass(slots=True)
+class UnitComm:
+    """The communicators of a unit; None for an axis that takes no collective.
+
+    Attributes:
+        shards: for all-gathers along the shard axis.
+        reduce: for reduce-scatters along the shard axis.
+        replicas: for all-reduces along the replica axis.
+        pool: the buffer pool of full parameters and staging buffers.
+        streams: the streams of the collectives, and of copies of offloaded shards.
+        sub: for all-gathers along the smaller mesh of ``reshard_after_forward``.
+    """
+
+    shards: GroupCommunicator | None
+    reduce: GroupCommunicator | None
+    replicas: GroupCommunicator | None
+    pool: BufferPool
+    streams: CommStreams
+    sub: GroupCommunicator | None = None
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from shardwise.fsdp.attachment import units_in
 from shardwise.fsdp.flat_buffer import as_gradient
 from shardwise.fsdp.mesh import cut_shard
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +53,16 @@ class UnitCompression:
     reductions: CodedTraffic
 
 
-# The path of a unit's first module or the name of one of its parameters, and a group with compression.
-_Coded = tuple[str, ParamGroup, Compression]
+# The path of a unit's first module or the name of one of its parameters, and a unit with compression.
+_Coded = tuple[str, Unit, Compression]
 
 
 def report_of(model: nn.Module) -> tuple[UnitCompression, ...]:
     """Return the report of each unit of ``model`` with compression, on this rank; it synchronizes with an accelerator."""
     found: list[UnitCompression] = []
-    for path, group, compression in _compressed(model):
+    for path, unit, compression in _compressed(model):
         for meter in (compression.gathers, compression.reductions):
-            meter.warn(group.params)
+            meter.warn(unit.params)
         found.append(UnitCompression(path, _traffic(compression.gathers), _traffic(compression.reductions)))
     return tuple(found)
 
@@ -74,7 +74,8 @@ def _traffic(meter: Meter) -> CodedTraffic:
 
 def _compressed(model: nn.Module) -> Iterator[_Coded]:
     for unit, (path, *_) in units_in(model).items():
-        yield from [(path, group, group.compression) for group in unit.groups if group.compression is not None]
+        if (compression := unit.settings.compression) is not None:
+            yield path, unit, compression
 
 
 class CompressionState:
@@ -97,12 +98,12 @@ class CompressionState:
         The sums replace the ranks' own residuals at once, so that a continued run and a resumed one are bit-identical.
         """
         found: dict[str, torch.Tensor] = {}
-        for param, (name, group, compression) in self._with_feedback():
-            rows = _rows(group, compression, param)
-            is_summed = group.axes.num_replicas > 1
-            of = _group_of(group)
+        for param, (name, unit, compression) in self._with_feedback():
+            rows = _rows(unit, compression, param)
+            is_summed = unit.settings.axes.num_replicas > 1
+            of = _group_of(unit)
             total = sum_of(rows[0].clone(), of, is_max=False) if is_summed else sum_at_owners(rows, of)
-            _place(group, compression, param, total)
+            _place(unit, compression, param, total)
             found[name] = as_gradient(param, total[: param.local.numel()].view(param.local.shape).clone())
         return found
 
@@ -111,7 +112,7 @@ class CompressionState:
 
         Raises: StateError if the residual of a compressed parameter is missing or has another shape.
         """
-        for param, (name, group, compression) in self._with_feedback():
+        for param, (name, unit, compression) in self._with_feedback():
             value = state_dict.get(name)
             if value is None:
                 raise StateError(
@@ -119,46 +120,46 @@ class CompressionState:
                 )
             local, shape = torch_private.local_of(value).detach(), tuple(param.local.shape)
             if tuple(local.shape) == param.shard.shape != shape:
-                local = cut_shard(local, param.shard, group.axes.shard_rank)
+                local = cut_shard(local, param.shard, unit.settings.axes.shard_rank)
             if tuple(local.shape) != shape:
                 raise StateError(
                     f"compression state: the residual of {name} has shape {tuple(local.shape)} on this rank, expected "
                     f"{shape}, or the whole {param.shard.shape}"
                 )
-            total = torch.zeros(param.shard.section_numel, dtype=torch.float32, device=group.device)
+            total = torch.zeros(param.shard.section_numel, dtype=torch.float32, device=unit.settings.storage.device)
             total[: local.numel()].copy_(local.reshape(-1))
-            _place(group, compression, param, total)
+            _place(unit, compression, param, total)
 
     def _with_feedback(self) -> Iterator[tuple[ShardedParam, _Coded]]:
         """Yield the parameters whose gradients are compressed with feedback, with their names in the model."""
         paths = {id(torch_private.parameters_of(module)): where for where, module in self._model.named_modules()}
-        for path, group, compression in _compressed(self._model):
-            if compression.policy.error_feedback and group.reduce_coding is not None:
-                for param in filter(group.is_coded, group.params):
+        for path, unit, compression in _compressed(self._model):
+            if compression.policy.error_feedback and unit.reduce_coding is not None:
+                for param in filter(unit.is_coded, unit.params):
                     at = param.registrations[0]
                     name = f"{paths.get(id(at.parameters), path)}.{at.name}".lstrip(".")
-                    yield param, (name, group, compression)
+                    yield param, (name, unit, compression)
 
 
-def _group_of(group: ParamGroup) -> torch.distributed.ProcessGroup:
-    axes = group.axes
+def _group_of(unit: Unit) -> torch.distributed.ProcessGroup:
+    axes = unit.settings.axes
     dim = axes.replicate_mesh_dim if axes.num_replicas > 1 else axes.shard_mesh_dim
     assert dim is not None
     return axes.mesh.get_group(dim)
 
 
-def _rows(group: ParamGroup, compression: Compression, param: ShardedParam) -> torch.Tensor:
+def _rows(unit: Unit, compression: Compression, param: ShardedParam) -> torch.Tensor:
     residual = compression.residuals.get(param)
-    num_rows = 1 if group.axes.num_replicas > 1 else group.axes.num_shards
+    num_rows = 1 if unit.settings.axes.num_replicas > 1 else unit.settings.axes.num_shards
     if residual is not None:
         return residual
-    return torch.zeros(num_rows, param.shard.section_numel, dtype=torch.float32, device=group.device)
+    return torch.zeros(num_rows, param.shard.section_numel, dtype=torch.float32, device=unit.settings.storage.device)
 
 
-def _place(group: ParamGroup, compression: Compression, param: ShardedParam, total: torch.Tensor) -> None:
+def _place(unit: Unit, compression: Compression, param: ShardedParam, total: torch.Tensor) -> None:
     """Set this rank's residuals so that their sum over ranks is ``total``, the residual of this rank's section."""
-    axes = group.axes
-    rows = torch.zeros_like(_rows(group, compression, param))
+    axes = unit.settings.axes
+    rows = torch.zeros_like(_rows(unit, compression, param))
     if axes.num_replicas > 1:
         assert axes.replicate_mesh_dim is not None
         rows[0] = own_part(total, axes.mesh.get_local_rank(axes.replicate_mesh_dim), axes.num_replicas)

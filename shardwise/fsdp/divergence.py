@@ -194,8 +194,8 @@ class Divergence:
         if self._planned != (plan, links):
             self._planned = plan, links
             for unit in self._units:
-                is_read = all(group.is_read_by_peers(links) for group in unit.groups)  # without help of this rank
-                unit.schedule = None if is_read else weakref.proxy(self)
+                is_read = unit.memory.is_read_by_peers(links)  # without help of this rank
+                unit.engine_side.schedule = None if is_read else weakref.proxy(self)
         gathers, sums = self._calls_of(kind, plan)
         self.gathers, self._sums, self.cursor = [*gathers, -1], [*sums, -1], 0
         self._used.clear()
@@ -208,7 +208,7 @@ class Divergence:
         calls = plan.calls[:begin] if kind == "forward" else plan.calls[begin:]
         gathers, sums = list[int](), list[int]()
         for op, unit in [(call.op, units[call.unit]) for call in calls]:
-            if (op is Op.REDUCE and self._syncs) or (op is Op.UNSHARD and unit.schedule is not None):
+            if (op is Op.REDUCE and self._syncs) or (op is Op.UNSHARD and unit.engine_side.schedule is not None):
                 gathers.append(unit.number if op is Op.UNSHARD else -1)
                 sums.append(unit.number if op is Op.REDUCE else -1)
         return gathers, sums
@@ -237,8 +237,7 @@ class Divergence:
         self.cursor += 1
         launched = frozenset[ShardedParam]() if reductions.open_launch is None else reductions.open_launch.params
         self._used.update(gradients, unit.earlier.held, unit.earlier.partial, launched)
-        for group in unit.groups:
-            unit.add_zeros(group, gradients, launched)
+        unit.add_zeros(gradients, launched)
         reductions.launch(unit, gradients)
 
     def end(self, ran_here: bool = True) -> None:
@@ -301,10 +300,9 @@ class Divergence:
         streams = self._engine.comm_ctx.streams
         if streams.are_concurrent:
             streams.gather.wait_current()
-        for group in unit.groups:
-            given = group.give_shards()
-            if given is not None:
-                self._given.append(given)
+        given = unit.memory.give_shards()
+        if given is not None:
+            self._given.append(given)
         if listeners:
             unit.emit(Op.SERVE, unit.gather_staging[0])
         self._drop_given(_MOST_GIVEN)

@@ -22,10 +22,9 @@ from shardwise.fsdp.execution_order import ExecOrderTracker
 from shardwise.fsdp.local_gradients import run_gradient_hooks
 from shardwise.fsdp.manual_finalization import ManualFinalization
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.param_group import Gate
 from shardwise.fsdp.reductions import Reductions
-from shardwise.fsdp.unit import FULL, GATHERING, SUB, Unit, is_in_backward
-from shardwise.fsdp.user_writes import StepChecks, Written
+from shardwise.fsdp.tables import Written
+from shardwise.fsdp.unit import COMING, HELD, SUB, Gate, StepChecks, Unit, is_in_backward
 from shardwise.fsdp.waiting_gradients import withdrawn
 from shardwise.observe import Op, listeners, logger, unit_in_words
 from shardwise.plan.schedule import StepEvent
@@ -120,11 +119,11 @@ class Engine:
         """Run the steps of ``units`` from now on."""
         self.units = list(units)
         self.exec_order.adopt(self.units)
-        self.gate = Gate([group for unit in self.units for group in unit.groups])
-        self._plain = [unit for unit in self.units if any(group.keeps_plain for group in unit.groups)]
+        self.gate = Gate(self.units)
+        self._plain = [unit for unit in self.units if unit.settings.keeps_plain]
         self._owners = {owner for unit in self.units for owner in unit.tied_units}
         for unit in self.units:
-            unit.callbacks_ref = unit.heard_by = weakref.ref(self)
+            unit.engine_side.callbacks_ref = unit.engine_side.heard_by = weakref.ref(self)
             if len(self.units) == 1:
                 unit.listen()  # its gradients are reduced in buckets as they come
 
@@ -133,6 +132,10 @@ class Engine:
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Return ``error`` with the position of every rank that can be reached."""
         return self.exec_order.explain(error, where)
+
+    def forget_seen(self) -> None:
+        """Compare nothing with former shards, which a unit is about to give up."""
+        self.gate.forget()
 
     # ---- forward ----
 
@@ -146,21 +149,28 @@ class Engine:
             self._begin_forward()
         self.forwards.append((unit, sys.exc_info()[1]))
         # A forward of the unit starts with the first of its modules; it goes on while others of them are awaited.
-        starts, number = not unit.awaited and not unit.holders, self.comm_ctx.pass_tracker.number
+        use, number = unit.forward, self.comm_ctx.pass_tracker.number
+        starts = not use.awaited and not use.holders
         prefetches = self.exec_order.record(unit, StepEvent.PRE_FORWARD) if starts else ()
         if starts:
-            unit.begun_by = id(module)
-            unit.awaited = {id(module)} if unit.has_one_module else {id(each) for each in unit.modules}
-        for member in (unit, *unit.tied_units):  # until its end no other forward reshards what this one uses
-            member.holders += 1
+            use.begun_by = id(module)
+            use.awaited = {id(module)} if unit.has_one_module else {id(each) for each in unit.modules}
+        for member in unit.family:  # until its end no other forward reshards what this one uses
+            member.forward.holders += 1
             member.wait(number)
             if torch_private.saved_tensor_hooks(True) is not None:
-                member.num_aliases = member.count_aliases()
+                member.forward.num_aliases = member.count_aliases()
         # Prefetches come last: on the gather stream, what this unit waits for is then in front of them.
-        if starts and unit.forward_prefetch is not None:
-            prefetches = [target for ref in unit.forward_prefetch if (target := ref()) is not None]
-        for target in prefetches:
+        if starts and unit.settings.forward_prefetch is not None:
+            prefetches = [target for ref in unit.settings.forward_prefetch if (target := ref()) is not None]
+        self._prefetch(prefetches, number)
+
+    @staticmethod
+    def _prefetch(targets: Sequence[Unit], number: int | None) -> None:
+        for target in targets:
             target.unshard(number)
+            for member in target.beside:
+                member.unshard(number)
 
     def after_forward(self, unit: Unit, module: nn.Module) -> bool:
         """Reshard ``unit`` if its policy says so and all its modules have run.
@@ -170,7 +180,8 @@ class Engine:
         if torch_private.graph_task_id() != -1:  # a checkpoint has recomputed this forward in backward
             # While its backward runs, the unit stays full: that backward reads the parameters next.
             if not unit.backward.is_running and unit not in self._owners:
-                unit.reshard_after_forward()
+                for member in (unit, *unit.beside):
+                    member.reshard_after_forward()
             self.exec_order.record(unit, StepEvent.POST_RECOMPUTE)
             return True
         if not self.forwards or self.forwards[-1][0] is not unit:
@@ -185,15 +196,14 @@ class Engine:
                     self._has_reported = True
                 self.reset()
             return False
-        unit.awaited.discard(id(module))
-        for member in (unit, *unit.tied_units):
-            member.holders -= 1
-        if not unit.awaited:
-            if not unit.holders:
+        unit.forward.awaited.discard(id(module))
+        for member in unit.family:
+            member.forward.holders -= 1
+        if not unit.forward.awaited:
+            if not unit.forward.holders:
                 self.exec_order.record(unit, StepEvent.POST_FORWARD)
-                unit.reshard_after_forward()
-            for member in unit.tied_units:
-                if not member.holders:
+            for member in unit.family:
+                if not member.forward.holders:
                     member.reshard_after_forward()
         if not self.forwards:
             self._end_forward(unit)
@@ -250,25 +260,24 @@ class Engine:
     def enter_pass(self, kind: PassKind) -> None:
         """Begin a forward or backward: copy writes to full parameters into the shards, and repack what user code changed."""
         for unit in self.units if self.comm_ctx.pass_tracker.number is None else ():
-            if unit.state is FULL:
+            if unit.held is HELD:
                 unit.take_writes()
         if self.gate.check(in_step=kind == "backward"):
             self.checks.see_change()
-            for unit in self.units:
-                unit.num_packs = sum([group.num_packs for group in unit.groups])
         self.comm_ctx.pass_tracker.begin(kind)
         if self.divergence is not None and (kind == "backward" or self.exec_order.gathers):
             self.divergence.enter(kind)
 
     def _end_forward(self, outermost: Unit) -> None:
         for unit in self.units:
-            if unit.state is GATHERING:  # prefetched, but forward did not use it
+            if unit.held is COMING:  # prefetched, but forward did not use it
                 unit.discard()
-            if unit.awaited:  # some of its modules did not run: a later call of one is a forward of its own
-                unit.awaited = set()
+            if unit.forward.awaited:  # some of its modules did not run: a later call of one is a forward of its own
+                unit.forward.awaited = set()
                 if unit is not outermost:
-                    unit.reshard_after_forward()
-            if unit.state is SUB and not torch.is_grad_enabled():  # no backward will need it
+                    for member in (unit, *unit.beside):
+                        member.reshard_after_forward()
+            if unit.registered is SUB and not torch.is_grad_enabled():  # no backward will need it
                 unit.reshard()
         if self.divergence is not None and self.divergence.is_open:
             self.divergence.end()
@@ -282,8 +291,7 @@ class Engine:
             # Between passes, modules have the parameters that optimizers have.  Units whose user has asked for full parameters
             # after forward keep those that take a collective to gather.
             for unit in self.units:
-                is_collective = any(group.is_collective for group in unit.groups)
-                if unit.state is FULL and (unit.keeps_for_backward or not is_collective):
+                if unit.held is HELD and (unit.settings.keeps_for_backward or not unit.memory.is_collective):
                     unit.reshard()
         if self._has_reported:  # a forward takes all ranks, so user code has handled the exception
             publish_failure("")
@@ -311,10 +319,10 @@ class Engine:
                     unit.reshards_late = False
                     unit.take_writes(self._see_writes)
                     unit.reshard()
-                elif unit.state is FULL:
+                elif unit.held is HELD:
                     unit.keep(self._see_writes)
                     if no_backward_follows and not (self._leaves_full(unit) or unit.backward.keeps_for_graph):
-                        unit.register_shards()
+                        unit.show_shards()
 
     def _see_writes(self, unit: Unit, written: Written) -> None:
         if self.divergence is not None:
@@ -322,7 +330,7 @@ class Engine:
                 f"a forward has written to parameters of {unit_in_words(unit.name)}, where ranks may take different ways: "
                 "others would keep their old rows. Write between steps, on every rank, or remove set_allow_rank_divergence"
             )
-        self.checks.see_writes(unit.number, written)
+        self.checks.see_writes(unit, written)
 
     # ---- backward ----
 
@@ -342,7 +350,9 @@ class Engine:
                 "whose backward runs now. Make such changes before forward or after backward"
             )
         if torch.is_grad_enabled():
-            backward.keeps_for_graph = self.makes_graph = True
+            self.makes_graph = True
+            for member in (unit, *unit.beside):
+                member.backward.keeps_for_graph = True
         task = torch_private.graph_task_id()
         if not backward.is_running:
             backward.began_at, backward.task = begun_at, task
@@ -350,7 +360,7 @@ class Engine:
             backward.began_at = min(backward.began_at, begun_at)  # of several uses at once the first one ends last
         elif not unit.has_one_module:  # checkpoints recompute its modules one by one, each in a backward of its own
             backward.began_at, backward.task = begun_at, task
-        if backward.is_running and (unit.state is FULL or not unit.policy.unshard_in_backward):
+        if backward.is_running and (unit.held is HELD or not unit.policy.unshard_in_backward):
             return  # another output of the unit: its backward has begun, and there is nothing to gather
         prefetches = self.exec_order.record(unit, StepEvent.PRE_BACKWARD)
         if not backward.is_running:
@@ -363,10 +373,9 @@ class Engine:
         number = self.comm_ctx.pass_tracker.number
         if unit.policy.unshard_in_backward:
             unit.wait_with_tied(number)
-        if unit.backward_prefetch is not None:
-            prefetches = [target for ref in unit.backward_prefetch if (target := ref()) is not None]
-        for target in prefetches:
-            target.unshard(number)
+        if unit.settings.backward_prefetch is not None:
+            prefetches = [target for ref in unit.settings.backward_prefetch if (target := ref()) is not None]
+        self._prefetch(prefetches, number)
 
     def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
         """Begin a backward if no hook of an output has, and launch the buckets of a lone unit that are complete."""
@@ -385,7 +394,8 @@ class Engine:
         for unit in reversed(self._running[:]):
             (began_on, began_at), began_in = unit.backward.began_at, unit.backward.task
             if began_in > task or (began_in == task and began_on == thread and began_at > number):
-                self.after_backward(unit)
+                for member in (unit, *unit.beside):
+                    self.after_backward(member)
 
     def after_backward(self, unit: Unit, reduces: bool = True) -> None:
         """Reshard ``unit`` and launch the reduction of its gradients, or accumulate them unsynced (``no_sync``)."""
@@ -393,7 +403,7 @@ class Engine:
             logger.debug("FSDP::post_backward (%s)", unit.name)
         if unit in self._running:
             self._running.remove(unit)
-        gradients = unit.take_gradients()
+        gradients = unit.end_backward()
         # Before the reduction, so that its input can take the memory that the full parameters leave.
         if unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph:
             unit.reshard(in_pass=True)
@@ -448,10 +458,10 @@ class Engine:
                 # Gradients of earlier backwards are reduced now, even if this backward used no parameter of the unit.
                 may_be_due = unit.earlier.held or unit.earlier.partial or unit.policy.reduces_unused
                 is_due = bool(may_be_due) and not self.manual.is_on and self.is_due(unit)
-                is_idle = unit.state is FULL and not unit.holders
+                is_idle = unit.held is HELD and not unit.forward.holders
                 if unit.backward.is_running or unit.backward.arrived or is_due or unit.has_gradients:
                     self.after_backward(unit, reduces=not self.manual.is_on)
-                elif unit.state is GATHERING:  # prefetched, but backward did not use it
+                elif unit.held is COMING:  # prefetched, but backward did not use it
                     unit.discard()
                 elif is_idle and unit.policy.reshard_after_backward and not unit.backward.keeps_for_graph:
                     unit.reshard(in_pass=True)
@@ -515,10 +525,9 @@ class Engine:
         """
         self.reductions.withdraw_waiting(self.units)
         for unit in self._plain:
-            for group in unit.groups:
-                unit.earlier.stash(group.in_place, first)
+            unit.earlier.stash(unit.memory.in_place, first)
         for unit in self._plain:  # when all are stashed, which the end of the refused backward gives back
-            if unit.policy.divide_factor is not None and any(group.in_place for group in unit.groups):
+            if unit.policy.divide_factor is not None and unit.memory.in_place:
                 raise StateError(
                     f"set_gradient_divide_factor on {unit_in_words(unit.name)}, whose parameters are plain: what .grad has "
                     "would be divided twice. Divide the loss, or call replicate() without arguments of DDP"
@@ -527,8 +536,7 @@ class Engine:
     def unstash_gradients(self) -> None:
         """Restore stashed gradients, with those of this backward added, and show which gradients wait."""
         for unit in self._plain:
-            for group in unit.groups:
-                unit.earlier.unstash(group.in_place, group.sums is None)
+            unit.earlier.unstash(unit.memory.in_place, unit.settings.sums is None)
         self.reductions.show_waiting(self.units)
 
     def abort_backward(self) -> None:
@@ -580,12 +588,12 @@ class Engine:
             self.stash_gradients()
             self.enter_pass("backward")
             for unit in reversed(self.units):
-                gradients = unit.take_gradients()
+                gradients = unit.end_backward()
                 if unit.policy.sync and (gradients or self.is_due(unit)):
                     (self.divergence or self.reductions).launch(unit, gradients)
                 elif gradients:
                     self.reductions.hold(unit, gradients)
-                if unit.policy.reshard_after_backward and unit.state is FULL:
+                if unit.policy.reshard_after_backward and unit.held is HELD:
                     unit.reshard(in_pass=True)
             return end()
         except BaseException:
@@ -616,9 +624,9 @@ class Engine:
         for unit in self.units if not self.is_in_step else ():
             if unit in self._plain:
                 continue
-            if unit.state is FULL and unit.has_gradients:
-                unit.earlier.hold(unit.take_gradients())
-            if self._leaves_full(unit) and not unit.diverges:  # then other ranks would not know of this gather
+            if unit.held is HELD and unit.has_gradients:
+                unit.earlier.hold(unit.end_backward())
+            if self._leaves_full(unit) and not unit.engine_side.diverges:  # then other ranks would not know of this gather
                 unit.wait_with_tied(None)
                 unit.keep()
 
@@ -694,5 +702,5 @@ class Engine:
 
 def engine_of(unit: Unit) -> Engine | None:
     """Return the engine that runs the steps of ``unit``; None before there is one."""
-    callbacks = unit.callbacks_ref()
+    callbacks = unit.engine_side.callbacks_ref()
     return callbacks if isinstance(callbacks, Engine) else None

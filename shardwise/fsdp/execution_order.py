@@ -67,7 +67,7 @@ class ExecOrderTracker:
         self.units = units
         for number, unit in enumerate(units):
             unit.number, unit.track = number, self.track
-        self.gathers = any(group.is_collective for unit in units for group in unit.groups)
+        self.gathers = any(unit.memory.is_collective for unit in units)
         self.plan, self.known = None, KnownPlans()
         self.agreed = set()
 
@@ -165,7 +165,7 @@ class ExecOrderTracker:
 
         Raises: DesyncError on every rank if ranks differ.
         """
-        if self.mismatch_check is not None and any(not group.compares_reductions for group in unit.groups):
+        if self.mismatch_check is not None and not unit.compares_reductions:
             if not self.agreed:
                 self.compare_parameters()
                 for each in self.units:
@@ -202,7 +202,7 @@ class ExecOrderTracker:
     def _agreed_plan(self, order: ExecutionOrder) -> StepPlan:
         plan = plan_step(order, self.facts(), self.budget)
         if self.mismatch_check is not None:
-            replicas = [unit for unit in self.units if any(group.axes.num_replicas > 1 for group in unit.groups)]
+            replicas = [unit for unit in self.units if unit.settings.axes.num_replicas > 1]
             apart = {unit.name for unit in replicas if not unit.policy.syncs_replicas}
             calls = [call for call in plan.calls if call.op in (Op.UNSHARD, Op.REDUCE)]
             alone = [" without its replicas" if c.op is Op.REDUCE and c.unit in apart else "" for c in calls]
@@ -237,10 +237,11 @@ class ExecOrderTracker:
 
     def _facts_of(self, unit: Unit) -> UnitFacts:
         num_bytes, in_place = unit.gather_staging
-        reduce_bytes = sum(planned_scatter_bytes(group, unit) for group in unit.groups)
-        tied = tuple([other.number for other in unit.tied_units])
-        ahead, back = self._numbers_of(unit.forward_prefetch), self._numbers_of(unit.backward_prefetch)
-        return UnitFacts(unit.name, unit.policy, num_bytes, in_place, unit.full_bytes, reduce_bytes, tied, ahead, back)
+        asked, reduce_bytes = unit.settings, planned_scatter_bytes(unit)
+        tied, beside = (tuple([other.number for other in each]) for each in (unit.tied_units, unit.beside))
+        facts = UnitFacts(unit.name, unit.policy, num_bytes, in_place, unit.full_bytes, reduce_bytes, tied, beside)
+        ahead, back = self._numbers_of(asked.forward_prefetch), self._numbers_of(asked.backward_prefetch)
+        return replace(facts, forward_prefetch=ahead, backward_prefetch=back)
 
     def _numbers_of(self, refs: list[weakref.ref[Unit]] | None) -> tuple[int, ...] | None:
         return None if refs is None else tuple([unit.number for ref in refs if (unit := ref()) in self.units and unit])

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
@@ -20,7 +19,7 @@ from shardwise.collectives.protocol import BucketEnds
 from shardwise.collectives.routes import link_providers
 from shardwise.collectives.streams import Device, device_of
 from shardwise.errors import LayoutError, StateError
-from shardwise.fsdp.full_buffer import FullBuffer, make_full_parameter
+from shardwise.fsdp.full_buffer import FullBuffer
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.precision import CPUOffloadPolicy, OffloadPolicy
 from shardwise.layout import Bucket, Move, align, build_bucket, row_major
@@ -131,12 +130,12 @@ class FlatBucket:
         self._move_in(self.local.device)
 
 
-# ---- The devices of a group's parameters, and its buckets.
+# ---- The devices of a unit's parameters, and its buckets.
 
 
 @dataclass(frozen=True)
 class ParamStorage:
-    """The devices of the parameters of a group.
+    """The devices of the parameters of a unit.
 
     Attributes:
         device: the device of the full parameters.
@@ -446,60 +445,6 @@ class Delivery:
             self._packed_windows.put(packed, sources)
         if sources:
             torch_private.copy_each(self._full_windows, sources)
-
-
-class Packing:
-    """The buckets of a group and their full buffers; rebuilt as a whole when parameters change dtype or device.
-
-    Attributes:
-        buckets: the buckets, those that travel first.
-        fulls: the full buffer of each bucket.
-        travelling: the full buffers of buckets that travel.
-        shards: the sections of buckets that travel.
-        full_bytes: bytes of the full parameters beyond the shards.
-        delivery: both sides of the all-gather of all buckets that travel; None before there is an engine, or if none does.
-    """
-
-    def __init__(self, buckets: list[FlatBucket], num_shards: int, storage: ParamStorage) -> None:
-        self.buckets = sorted(buckets, key=lambda bucket: not bucket.travels)  # so indices agree with ``shards``
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.full = None
-                param.is_hooked = False
-        self.fulls = [
-            FullBuffer(b.layout.full_numel, b.full_dtype, storage.device, not b.travels) for b in self.buckets
-        ]
-        self._windows: dict[ShardedParam, tuple[FullBuffer, int]] = {}
-        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
-            offsets = bucket.layout.full_offsets
-            self._windows |= {param: (buffer, at) for param, at in zip(bucket.params, offsets, strict=True)}
-        self.shards = GatherLayout([bucket for bucket in self.buckets if bucket.travels], num_shards, storage)
-        self.full_bytes = sum(full.num_bytes for full in self.fulls)
-        self.travelling = [full for full in self.fulls if not full.aliases_shards]
-        self.delivery: Delivery | None = None
-
-    def bind(self, pool: BufferPool, has_parts: bool) -> Delivery | None:
-        """Return :attr:`delivery`, with full buffers in ``pool``; ``has_parts``: transports may read shards one by one."""
-        self.delivery = Delivery(self.shards, self.travelling, pool, has_parts) if self.travelling else None
-        return self.delivery
-
-    def make_full(self, param: ShardedParam, pool: BufferPool) -> nn.Parameter:
-        """Return a new full parameter of ``param``: a window of its full buffer, or of the shard if that serves as full."""
-        buffer, offset = self._windows[param]
-        if buffer.aliases_shards:
-            # The shard's own strides, since user code may have moved it.
-            return make_full_parameter(param.local, 0, param, param.local.stride())
-        return make_full_parameter(buffer.hold(pool), offset, param)
-
-    def aliases_shard(self, param: ShardedParam) -> bool:
-        """Return True if the full parameter of ``param`` is its shard."""
-        return self._windows[param][0].aliases_shards
-
-    def leave(self) -> None:
-        """Free memory that is kept while the parameters are freed; another packing replaces this one."""
-        for bucket, buffer in zip(self.buckets, self.fulls, strict=True):
-            if not any(at.parameters.get(at.name) is each.full for each in bucket.params for at in each.registrations):
-                buffer.drop()
 
 
 # ---- The layout of gradients during and after their reduction.

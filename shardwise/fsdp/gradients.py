@@ -1,4 +1,4 @@
-"""Gradient reduction of a group: pack gradients, reduce them over ranks, set ``.grad`` of the sharded parameters."""
+"""The reduction of a unit's gradients: pack gradients, reduce them over ranks, set ``.grad`` of the sharded parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from shardwise.collectives.streams import SideStream
 from shardwise.fsdp.flat_buffer import KEPT_BYTES, GradientSection, ReduceLayout, as_gradient
 from shardwise.fsdp.local_gradients import Gradients, change_by_hooks
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.unit import Unit
 from shardwise.plan.schedule import LEAST_BYTES, bucket_bytes, split_unit
 
@@ -53,20 +52,21 @@ class Launch:
 
 
 def _make_layout(
-    group: ParamGroup, params: list[ShardedParam], dtype: torch.dtype, key: tuple[object, ...]
+    unit: Unit, params: list[ShardedParam], dtype: torch.dtype, key: tuple[object, ...]
 ) -> ReduceLayout:
-    """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``group`` caches it by ``key``."""
-    if len(group.reduce_layouts) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
-        group.reduce_layouts.clear()
-    on_host = not group.storage.on.has_streams
+    """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``unit`` caches it by ``key``."""
+    if len(unit.reduction.layouts) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
+        unit.reduction.layouts.clear()
+    storage, axes, comm = unit.settings.storage, unit.settings.axes, unit.memory.comm
+    on_host = not storage.on.has_streams
     # On the host sections of a whole bucket are reused, too: a bucket has more gradients to make than a unit.
-    kept_bytes = 2 * FULL_BYTES_ON_HOST if on_host and is_summed(group) else KEPT_BYTES
+    kept_bytes = 2 * FULL_BYTES_ON_HOST if on_host and is_summed(unit) else KEPT_BYTES
     # On the host all-reduces over replicas carry a checksum element, in dtypes that represent it exactly.
-    is_exact = dtype in (torch.float32, torch.float64) and 1 < group.axes.num_replicas <= MOST_RANKS
-    num_spare = int(is_exact and on_host and not (len(params) == 1 and _is_large(group, params[0], dtype)))
-    alignment = group.storage.alignment(dtype, are_full=group.comm.reduce is group.comm.replicas is None)
-    layout = ReduceLayout(params, alignment, group.axes.shard_rank, num_spare, kept_bytes)
-    group.reduce_layouts[key] = layout
+    is_exact = dtype in (torch.float32, torch.float64) and 1 < axes.num_replicas <= MOST_RANKS
+    num_spare = int(is_exact and on_host and not (len(params) == 1 and _is_large(unit, params[0], dtype)))
+    alignment = storage.alignment(dtype, are_full=comm.reduce is comm.replicas is None)
+    layout = ReduceLayout(params, alignment, axes.shard_rank, num_spare, kept_bytes)
+    unit.reduction.layouts[key] = layout
     return layout
 
 
@@ -99,31 +99,31 @@ class Reduction:
     def __init__(
         self,
         launch: Launch,
-        group: ParamGroup,
         dtype: torch.dtype,
         scale: Scale,
         params: list[ShardedParam],
         gradients: list[torch.Tensor],
     ) -> None:
-        self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
-        self.group, self.dtype, self._scale, self.gradients = group, dtype, scale, gradients
+        unit = self.unit = launch.unit  # not the launch: that owns the reduction, and a cycle would keep memory
+        self.dtype, self._scale, self.gradients, self._storage = dtype, scale, gradients, unit.settings.storage
         # In the usual case ``params`` is this very list, which saves hashing every parameter.
-        key = (dtype,) if params is group.by_size else (dtype, *params)
-        reduce_layout = group.reduce_layouts.get(key) or _make_layout(group, params, dtype, key)
+        known = unit.reduction
+        key = (dtype,) if params is known.by_size else (dtype, *params)
+        reduce_layout = known.layouts.get(key) or _make_layout(unit, params, dtype, key)
         self._reduce_layout = reduce_layout
         self.params, self.layout, self.label = reduce_layout.params, reduce_layout.bucket, reduce_layout.names
         self.section_numel, self.has_elements = self.layout.section_numel, self.layout.full_numel > 0
-        self._hook, self._partial = launch.unit.all_reduce_hook, launch.partial
-        self._comm = comm = group.bound_comm or group.comm
+        self._hook, self._partial = unit.settings.all_reduce_hook, launch.partial
+        self._comm = comm = unit.memory.bound_comm or unit.memory.comm
         self.is_partial = comm.replicas is not None and not launch.syncs_replicas
         self.has_next = comm.replicas is not None or bool(self._partial) or self._hook is not None
-        dtypes = group.gradient_dtypes if params is group.by_size else None
+        dtypes = known.gradient_dtypes if params is known.by_size else None
         if dtypes is None:
             dtypes = {param.dtype for param in params}
-            if params is group.by_size:
-                group.gradient_dtypes = dtypes
+            if params is known.by_size:
+                known.gradient_dtypes = dtypes
         # The section that is received then holds the gradients that users see, without another copy.
-        self._is_final = not self.is_partial and not group.storage.is_offloaded and dtypes == {dtype}
+        self._is_final = not self.is_partial and not self._storage.is_offloaded and dtypes == {dtype}
         # Handles of the two stages while they are in flight: the reduce-scatter, and the all-reduce over replicas.
         self._scattered: Handle | None = None
         self._replicated: Handle | None = None
@@ -158,10 +158,10 @@ class Reduction:
         """Return the section."""
         if self.section is None:
             if self._is_final:
-                self._result = self._reduce_layout.take(self.dtype, self.group.storage)
+                self._result = self._reduce_layout.take(self.dtype, self._storage)
                 self.section = self._result.flat
             else:
-                self.section = self._reduce_layout.empty(self.dtype, self.group.storage.device)
+                self.section = self._reduce_layout.empty(self.dtype, self._storage.device)
         return self.section
 
     def deliver(self, section: torch.Tensor) -> None:
@@ -207,7 +207,7 @@ class Reduction:
             if self._hook is not None:
                 with stream.run():
                     self._hook(self.target())
-        if not self.is_partial and self.group.storage.is_offloaded:
+        if not self.is_partial and self._storage.is_offloaded:
             store = self._comm.streams.store
             with nullcontext() if stream is None else stream.run():
                 store.wait_current()
@@ -232,7 +232,7 @@ class Reduction:
             if self._comm.reduce is not None:
                 # Without an explicit divisor both collectives average; with one the reduce-scatter has already divided.
                 scale = Scale() if scale.divisor is None else Scale(1.0, scale.sum_only)
-            self.number, num_spare = self.group.num_replica_sums, self._reduce_layout.num_spare
+            self.number, num_spare = self.unit.reduction.num_replica_sums, self._reduce_layout.num_spare
             end = section.storage_offset() + self.section_numel + num_spare
             if num_spare and section.untyped_storage().nbytes() == end * self.dtype.itemsize:
                 whole = section.as_strided((self.section_numel + 1,), (1,))
@@ -240,7 +240,7 @@ class Reduction:
             self._replicated = replicas.all_reduce(section, scale, self)
         elif self._hook is not None:
             self._hook(section)
-        self.group.num_replica_sums += replicas is not None
+        self.unit.reduction.num_replica_sums += replicas is not None
 
     # ---- waiting ----
 
@@ -301,7 +301,7 @@ class Reduction:
             kept = [number for number, param in enumerate(params) if param not in launch.unused]
             params, gradients = [params[number] for number in kept], [gradients[number] for number in kept]
         if self._stored is None and self._comm.reduce is None:  # full ones; an all-reduce has padded none of them
-            gradients = [_aligned(each, self.group.storage.on.alignment) for each in gradients]
+            gradients = [_aligned(each, self._storage.on.alignment) for each in gradients]
         for gradient in gradients if launch.factor != 1.0 else ():
             torch_private.local_of(gradient).mul_(launch.factor)
         failed = change_by_hooks(params, gradients) if is_hooked else None
@@ -331,8 +331,7 @@ class Reduction:
             if self._result is None:  # reduced in the memory of the gradient
                 self._result = self._reduce_layout.section_in(self.target())
             return self._result.gradients
-        storage = self.group.storage
-        dtypes = {param.dtype for param in self.params}
+        storage, dtypes = self._storage, {param.dtype for param in self.params}
         if len(dtypes) == 1:
             self._result = self._reduce_layout.take(dtypes.pop(), storage)
             self._result.flat.copy_(self.target(), non_blocking=storage.is_offloaded)
@@ -355,7 +354,7 @@ class Reduction:
         if not (self._is_shown or self.is_partial):
             self._is_shown = True
             if ready is None and self._comm.streams.are_concurrent:
-                ready = self.group.storage.on.current_stream().record_event()
+                ready = self._storage.on.current_stream().record_event()
             if self._stored is None:
                 self._stored = self._as_gradients()
             for reader in list(early_readers):
@@ -375,50 +374,52 @@ class Reduction:
         link, itemsize = reduce.planned_link, self.dtype.itemsize
         if link is not None and link.takes_scatter(self, self._scale):
             return link.scatter_staging(self.layout, itemsize)
-        return self.section_numel * self.group.axes.num_shards * itemsize
+        return self.section_numel * self.unit.settings.axes.num_shards * itemsize
 
 
 def _aligned(gradient: torch.Tensor, alignment: int) -> torch.Tensor:
     return gradient.clone() if torch_private.local_of(gradient).data_ptr() % alignment else gradient
 
 
-def launch_reductions(launch: Launch, group: ParamGroup, gradients: Gradients) -> list[Reduction]:
-    """Launch the reductions of ``gradients`` of ``group``, and remove them: one per dtype, the same on every rank."""
-    policy, launched = launch.unit.policy, list[Reduction]()
-    for dtype, params in by_reduce_dtype(group, gradients, [*map(_DTYPE, gradients.values())]):
-        scale = scale_of(group.num_ranks, dtype, policy.divide_factor, policy.sum_only)
-        launched.append(Reduction(launch, group, dtype, scale, params, [*map(gradients.pop, params)]))
-        if launched[-1].has_elements and group.is_collective:
+def launch_reductions(launch: Launch, gradients: Gradients) -> list[Reduction]:
+    """Launch the reductions of ``gradients`` of a unit, and remove them: one per dtype, the same on every rank."""
+    unit, launched = launch.unit, list[Reduction]()
+    for dtype, params in by_reduce_dtype(unit, gradients, [*map(_DTYPE, gradients.values())]):
+        launched.append(Reduction(launch, dtype, _scale_of(unit, dtype), params, [*map(gradients.pop, params)]))
+        if launched[-1].has_elements and unit.memory.is_collective:
             launched[-1].scatter()
         else:
             launched[-1].reduce_here()
     return launched
 
 
-def planned_scatter_bytes(group: ParamGroup, unit: Unit) -> int:
-    """Return the staging bytes of the reduction of all trainable parameters of ``group``, one of ``unit``."""
-    if not group.is_collective:
+def planned_scatter_bytes(unit: Unit) -> int:
+    """Return the staging bytes of the reduction of all trainable parameters of ``unit``."""
+    if not unit.memory.is_collective:
         return 0
-    trainable = [param for param in group.params if param.sharded.requires_grad]
-    launch, total = Launch(unit, True, {}, {}), 0
-    for dtype, params in by_reduce_dtype(group, trainable, [*map(group.reduce_dtype, trainable)]):
-        scale = scale_of(group.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
-        total += Reduction(launch, group, dtype, scale, params, []).staging_bytes
-    return total
+    trainable = [param for param in unit.params if param.sharded.requires_grad]
+    launch, dtypes = Launch(unit, True, {}, {}), [*map(unit.memory.reduce_dtype, trainable)]
+    found = by_reduce_dtype(unit, trainable, dtypes)
+    return sum(Reduction(launch, dtype, _scale_of(unit, dtype), params, []).staging_bytes for dtype, params in found)
 
 
 def by_reduce_dtype(
-    group: ParamGroup, params: Iterable[ShardedParam], dtypes: Sequence[torch.dtype]
+    unit: Unit, params: Iterable[ShardedParam], dtypes: Sequence[torch.dtype]
 ) -> list[tuple[torch.dtype, list[ShardedParam]]]:
-    """Return ``params`` by their reduce dtypes, ``dtypes``, in the group's order."""
-    if len({*dtypes}) == 1 and len(dtypes) == len(group.by_size):  # the usual case
-        return [(dtypes[0], group.by_size)]
+    """Return ``params`` by their reduce dtypes, ``dtypes``, in the order of the unit's memory."""
+    in_order = unit.reduction.by_size
+    if len({*dtypes}) == 1 and len(dtypes) == len(in_order):  # the usual case
+        return [(dtypes[0], in_order)]
     found = dict(zip(params, dtypes, strict=True))
     by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
-    for param in group.by_size:
+    for param in in_order:
         if param in found:
             by_dtype.setdefault(found[param], []).append(param)
     return list(by_dtype.items())
+
+
+def _scale_of(unit: Unit, dtype: torch.dtype) -> Scale:
+    return scale_of(unit.settings.num_ranks, dtype, unit.policy.divide_factor, unit.policy.sum_only)
 
 
 @functools.lru_cache(maxsize=64)  # the same object in every step, since communicators cache by it
@@ -443,34 +444,34 @@ FULL_BYTES_ON_STREAMS = bucket_bytes(latency_s=25e-6, bytes_per_s=1e11)
 LARGE_BYTES = LEAST_BYTES  # on the host a gradient of this size is a bucket of its own, reduced in its own memory
 
 
-def is_summed(group: ParamGroup) -> bool:
-    """Return True if gradients of ``group`` take an all-reduce and nothing else: no reduce-scatter, coding or fixed order."""
-    comm = group.bound_comm
-    is_alone = group.compression is None and group.sums is None
+def is_summed(unit: Unit) -> bool:
+    """Return True if gradients of ``unit`` take an all-reduce and nothing else: no reduce-scatter, coding or fixed order."""
+    comm, settings = unit.memory.bound_comm, unit.settings
+    is_alone = settings.compression is None and settings.sums is None
     return is_alone and comm is not None and comm.reduce is None and comm.replicas is not None
 
 
-def split(group: ParamGroup) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets of the parameters of ``group``, by ordinal."""
-    sizes = [param.shard.numel * group.reduce_dtype(param).itemsize for param in group.params]
-    pairs = zip(sizes, group.params, strict=True)
+def split(unit: Unit) -> tuple[tuple[int, ...], ...]:
+    """Return the buckets of the parameters of ``unit``, by ordinal."""
+    pairs = [(param.shard.numel * unit.memory.reduce_dtype(param).itemsize, param) for param in unit.params]
     num_bytes = [size if param.sharded.requires_grad else None for size, param in pairs]
-    return split_unit(num_bytes, FULL_BYTES_ON_STREAMS if group.storage.on.has_streams else FULL_BYTES_ON_HOST)
+    on_streams = unit.settings.storage.on.has_streams
+    return split_unit(num_bytes, FULL_BYTES_ON_STREAMS if on_streams else FULL_BYTES_ON_HOST)
 
 
-def _is_large(group: ParamGroup, param: ShardedParam, dtype: torch.dtype) -> bool:
+def _is_large(unit: Unit, param: ShardedParam, dtype: torch.dtype) -> bool:
     """Return True if the gradient of ``param`` is reduced in its own memory: within a host a copy costs as much as sending."""
-    return is_summed(group) and not group.storage.on.has_streams and param.shard.numel * dtype.itemsize >= LARGE_BYTES
+    on_host = not unit.settings.storage.on.has_streams
+    return is_summed(unit) and on_host and param.shard.numel * dtype.itemsize >= LARGE_BYTES
 
 
-def launch_large(launch: Launch, group: ParamGroup, gradients: Gradients) -> list[Reduction]:
+def launch_large(launch: Launch, gradients: Gradients) -> list[Reduction]:
     """Launch the reductions of the large ones of ``gradients`` and remove them; those of earlier backwards are copied."""
-    launched: list[Reduction] = []
-    for param in group.by_size:
-        if (gradient := gradients.get(param)) is not None and _is_large(group, param, gradient.dtype):
+    unit, launched = launch.unit, list[Reduction]()
+    for param in unit.reduction.by_size:
+        if (gradient := gradients.get(param)) is not None and _is_large(unit, param, gradient.dtype):
             del gradients[param]
-            policy, in_place = launch.unit.policy, param not in launch.held
-            scale = scale_of(group.num_ranks, gradient.dtype, policy.divide_factor, policy.sum_only)
-            launched.append(Reduction(launch, group, gradient.dtype, scale, [param], [gradient]))
-            launched[-1].reduce_here(in_place and is_own(gradient))
+            scale = _scale_of(unit, gradient.dtype)
+            launched.append(Reduction(launch, gradient.dtype, scale, [param], [gradient]))
+            launched[-1].reduce_here(param not in launch.held and is_own(gradient))
     return launched

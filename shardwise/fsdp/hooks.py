@@ -22,7 +22,7 @@ from shardwise.consistency.liveness import refuse_forked
 from shardwise.fsdp.attachment import Attachment, attachment_of
 from shardwise.fsdp.backward import Place
 from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
-from shardwise.fsdp.engine import Engine
+from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.equal_values import SHARES_BUFFERS
 from shardwise.fsdp.roots import live_engine
 from shardwise.fsdp.unit import is_in_backward
@@ -97,10 +97,9 @@ class Hooks:
             attachment = attachment_ref()
             return None if attachment is None else live_engine(attachment)
 
-        for group in unit.groups:
-            if group.keeps_plain:
-                unit.heard_by = engine_for_first_gradient
-                unit.listen()
+        for member in (unit, *unit.beside) if unit.settings.keeps_plain else ():
+            member.engine_side.heard_by = engine_for_first_gradient
+            member.listen()
 
     def reshard_for_state_dict(self, module: nn.Module) -> None:
         """Reshard the unit before the state dict of ``module`` is taken or loaded."""
@@ -109,15 +108,15 @@ class Hooks:
 
     def before_load(self, *_: Any) -> None:
         """Reshard the unit, and those with tied parameters: the pre-hook of ``load_state_dict``."""
-        for unit in (self._unit, *self._unit.tied_units):
+        for unit in self._unit.family:
             unit.reshard()
 
     def before_state_dict(self, *_: Any) -> None:
         """Reshard the unit, and move shards to the memory that they keep: a state dict shows every later step."""
         self.before_load()
-        engine = self._unit.callbacks_ref()
-        for group in () if isinstance(engine, Engine) and engine.is_in_step else self._unit.groups:
-            group.ensure_packed()
+        engine = engine_of(self._unit)
+        for unit in () if engine is not None and engine.is_in_step else (self._unit, *self._unit.beside):
+            unit.ensure_packed()
 
     @dynamo_disabled
     def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -127,8 +126,7 @@ class Hooks:
         """
         attachment, unit = self._attachment, self._unit
         # Before the first forward a unit may have a provisional engine (``unshard``), which ``live_engine`` replaces.
-        callbacks = unit.callbacks_ref()
-        engine = callbacks if isinstance(callbacks, Engine) and attachment.is_root is not None else None
+        engine = None if attachment.is_root is None else engine_of(unit)
         if attachment.is_root is not False:
             refuse_forked()  # the root, or a module that may become it: inner ones run inside of its forward
         if attachment.asked_sync is not None and torch.is_grad_enabled() and not is_in_backward():
@@ -136,11 +134,11 @@ class Hooks:
         if engine is None:
             with _NO_RANGE if innermost_transform() is None else beside_transforms():
                 engine = live_engine(attachment, in_forward=True)
-        while self._running and not unit.holders and not is_in_backward():
+        while self._running and not unit.forward.holders and not is_in_backward():
             conversion = self._running.pop()[0]  # an interrupt has ended this forward without the forward hooks
             if conversion is not None:
                 conversion.take_back()
-        precision, device, conversion = unit.precision, None, None
+        precision, device, conversion = unit.settings.precision, None, None
         # Only the inputs of the outermost forward come from user code, perhaps on another device.
         if not engine.forwards:
             engine.logs = logger.isEnabledFor(logging.DEBUG)
@@ -158,10 +156,11 @@ class Hooks:
         if not torch.is_grad_enabled():
             return args, kwargs
         # Autograd leaves the unit last where it leaves the module whose forward came first; a checkpoint recomputes that last.
-        if unit.begun_by == id(module) and (unit.holders == 1 or is_in_backward()):
+        use = unit.forward
+        if use.begun_by == id(module) and (use.holders == 1 or is_in_backward()):
             if innermost_transform() is None:
                 args = self._watch_inputs(args, kwargs, engine.comm_ctx.device.type)
-            unit.begun_at = get_ident(), torch_private.num_nodes_made()
+            use.begun_at = get_ident(), torch_private.num_nodes_made()
         growing: list[Any] = []
         for each in (*args, *kwargs.values()):  # a comprehension would be one more call
             if not isinstance(each, torch.Tensor) and can_grow(each):
@@ -192,7 +191,7 @@ class Hooks:
     def after_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
         unit, returned = self._unit, output
-        engine = unit.callbacks_ref()
+        engine = engine_of(unit)
         conversion, growing, held, num_nodes = self._running.pop() if self._running else _NOTHING
         put_in = tensors_in(growing) if growing else []  # before the caller's tensors are in the containers again
         if conversion is not None:
@@ -212,12 +211,13 @@ class Hooks:
             numbers = [*map(torch_private.node_number, watched)]
             if numbers and min(numbers) < num_nodes:
                 watched = [each for each, number in zip(watched, numbers, strict=True) if number >= num_nodes]
-            unit.backward.is_unseen = not watched and num_made > 0
+            for member in (unit, *unit.beside):
+                member.backward.is_unseen = not watched and num_made > 0
             if put_in:  # what the module has put into its arguments leaves it, too
                 ids = {*map(id, watched)}
                 added = [each for each in put_in if each.requires_grad and id(each) not in ids]
                 watched += [each for each in added if held.get(id(each)) != (each, each.grad_fn)]
-        if not isinstance(engine, Engine):
+        if engine is None:
             return output
         if engine.logs or innermost_transform() is not None or is_profiling():
             with _range("post_forward", unit.name, engine.logs):
@@ -231,14 +231,14 @@ class Hooks:
             for tensor in watched:
                 # This also regenerates the grad_fn of a view that is out of date: register_hook would crash.
                 number = torch_private.node_number(tensor) if tensor.device.type == on else sys.maxsize
-                pre_backward = functools.partial(self.before_backward, unit.num_packs, unit.begun_at, (thread, number))
+                pre_backward = functools.partial(self.before_backward, unit.num_packs, unit.forward.begun_at, (thread, number))
                 tensor.register_hook(pre_backward)
                 # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
                 # stays.
                 base = torch_private.base_of_view(tensor)
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(pre_backward)
-        dtype = unit.precision.output_dtype
+        dtype = unit.settings.precision.output_dtype
         return output if dtype is None else Conversion(dtype, copies=True)(output)
 
     def _search(self, module: nn.Module, num_nodes: int, num_made: int) -> None:
@@ -273,8 +273,8 @@ class Hooks:
             num_packs, begun_at: of the unit, at the output's forward.
             place: of the node that has made the output.
         """
-        engine = self._unit.callbacks_ref()
-        if isinstance(engine, Engine):
+        engine = engine_of(self._unit)
+        if engine is not None:
             if engine.logs or innermost_transform() is not None or is_profiling():
                 with _range("pre_backward", self._unit.name, engine.logs):
                     engine.reach(place)
@@ -286,8 +286,8 @@ class Hooks:
     @dynamo_disabled
     def reach(self, place: Place, _: object) -> None:
         """Post-backward hook, at the first gradient of an input; ``place``: of the node that has made the input."""
-        engine = self._unit.callbacks_ref()
-        if isinstance(engine, Engine):
+        engine = engine_of(self._unit)
+        if engine is not None:
             engine.reach(place)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Hooks:
@@ -305,7 +305,7 @@ def keep_buffers_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
 
     def before_forward(module: nn.Module, _: Any) -> None:
         attachment = attachment_of(module)
-        if attachment is not None and (attachment.unit.may_diverge or attachment.unit.diverges):
+        if attachment is not None and (attachment.unit.settings.may_diverge or attachment.unit.engine_side.diverges):
             return  # other ranks may run no forward now
         if module not in calm:
             broadcast_from_first(list(module.buffers()), group)

@@ -63,7 +63,7 @@ def init_parameters(
     was_meta = {name for name, param in module.named_parameters() if param.is_meta}
     _materialize(module, units, device)
     params = dict(module.named_parameters())
-    meshes = [group.axes.mesh for unit in units for group in unit.groups]
+    meshes = [unit.settings.axes.mesh for unit in units if unit.params]
     meshes += [param.device_mesh for param in params.values() if isinstance(param, DTensor)]  # with tensor parallelism
     with _generators_of_first(max(meshes, key=DeviceMesh.size, default=None)):
         whole = _WholeParameters(units, {id(params[name]) for name in was_meta if name in params})
@@ -92,7 +92,7 @@ def _init_modules(module: nn.Module) -> None:
 
 def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device | str | None) -> None:
     """Move tensors from meta to a device, with undefined values; tied parameters stay tied."""
-    places = [group.storage for unit in units for group in unit.groups]
+    places = [unit.settings.storage for unit in units if unit.params]
     of_params = device or (places[0].storage_device if places else torch.device("cpu"))
     of_others = device or (places[0].device if places else torch.device("cpu"))
 
@@ -114,13 +114,13 @@ def _materialize(module: nn.Module, units: Iterable[Unit], device: torch.device 
     for (first, name), *others in registrations.values():
         for owner, other in others:
             setattr(owner, other, getattr(first, name))
-    for group in (group for unit in units for group in unit.groups):
-        group.ensure_packed()
-        for param in fresh.intersection(group.params):
+    for unit in units:
+        unit.ensure_packed()
+        for param in fresh.intersection(unit.params):
             fill(param.sharded)
-        if group.extended.params:
+        if unit.memory.extended.params:
             raise ConfigError(
-                f"init_parameters: {group.extended.params[0].fqn} has its own all-gather: initialize it before sharding"
+                f"init_parameters: {unit.memory.extended.params[0].fqn} has its own all-gather: initialize it before sharding"
             )
 
 
@@ -274,18 +274,18 @@ def unwritten_in(module: nn.Module, *, buffers_only: bool = False) -> list[str]:
 
 def check_materialized(attachments: Sequence[Attachment]) -> None:
     """Adopt what is registered before the first forward.  Raises: StateError for parameters on meta, or on another device."""
-    groups = [group for each in attachments for group in each.unit.groups]
-    for group in groups:
-        group.adopt_registered()
-    params = [param for group in groups for param in group.params]
+    units = [unit for each in attachments for unit in each.units]
+    for unit in units:
+        unit.adopt_registered()
+    params = [param for unit in units for param in unit.params]
     on_meta = [param.fqn for param in params if param.sharded.device.type == "meta"]
     if on_meta:
         raise StateError(
             "Call shardwise.init_parameters(model), or to_empty() and load a checkpoint. FSDP parameters should be "
             f"materialized from meta device before training, but the following were still on meta device: {on_meta}"
         )
-    offloaded = [group for group in groups if isinstance(group.storage.offload, CPUOffloadPolicy)]
-    on_device = [(p.fqn, p.local.device) for group in offloaded for p in group.params if p.local.device.type != "cpu"]
+    offloaded = [unit for unit in units if isinstance(unit.settings.storage.offload, CPUOffloadPolicy)]
+    on_device = [(p.fqn, p.local.device) for unit in offloaded for p in unit.params if p.local.device.type != "cpu"]
     if on_device:
         raise StateError(
             "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "

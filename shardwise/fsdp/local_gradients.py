@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import torch_private
 from shardwise.errors import StateError
-from shardwise.fsdp.mesh import names_of
+from shardwise.fsdp.mesh import DataParallelMeshDims, names_of
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.waiting_gradients import WaitingGradient, is_summed_later, waits_for_sync
 
 Gradients = dict[ShardedParam, torch.Tensor]
@@ -20,47 +19,25 @@ _USUAL = frozenset([torch.Tensor])
 _DTYPE, _IS_SPARSE, _KEEPS_DTYPE = map(operator.attrgetter, ("dtype", "is_sparse", "keeps_dtype"))
 
 
-def take_gradients(group: ParamGroup, some: Iterable[ShardedParam] | None = None) -> Gradients:
-    """Return the local gradients of the full parameters in their reduce dtypes, and clear ``.grad`` of those.
-
-    ``some``: parameters of the group; None: all.
-    """
-    taken: Gradients = {}
-    for param in group.params if some is None else some:
-        full = param.full
-        if full is not None and (gradient := full.grad) is not None:
-            full.grad = None  # sums over backwards are made of gradients in reduce dtypes
-            taken[param] = gradient
-    swap, wanted = group.swap, group.reduce_dtypes
-    # User code may have frozen some after forward.
-    if swap is None or group.in_place or swap.num_trainable < len(swap.fulls):
-        taken = {param: gradient for param, gradient in taken.items() if param.sharded.requires_grad}
-    # Usual gradients are plain dense tensors in their reduce dtypes already.
-    gradients, dtypes = taken.values(), {*map(_DTYPE, taken.values())}
-    is_usual = {*map(type, gradients)} <= _USUAL and all(map(operator.is_, map(wanted.get, dtypes), dtypes))
-    if is_usual and not (any(map(_IS_SPARSE, gradients)) or any(map(_KEEPS_DTYPE, taken))):
-        return taken
-    return {param: local_form(gradient, param, group) for param, gradient in taken.items()}
+def are_usual(gradients: Gradients, reduce_dtypes: Mapping[torch.dtype, torch.dtype]) -> bool:
+    """Return True if ``gradients`` are plain dense tensors in their reduce dtypes already."""
+    values, dtypes = gradients.values(), {*map(_DTYPE, gradients.values())}
+    are_plain = {*map(type, values)} <= _USUAL and all(map(operator.is_, map(reduce_dtypes.get, dtypes), dtypes))
+    return are_plain and not (any(map(_IS_SPARSE, values)) or any(map(_KEEPS_DTYPE, gradients)))
 
 
-def local_form(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -> torch.Tensor:
-    """Return ``gradient`` of the full parameter as a dense local tensor in its reduce dtype."""
+def local_form(gradient: torch.Tensor, param: ShardedParam, dims: DataParallelMeshDims | None) -> torch.Tensor:
+    """Return ``gradient`` of the full parameter as a dense local tensor; ``dims``: of the data-parallel mesh."""
     if gradient.is_sparse:  # of an embedding: ranks have different rows, so reduce all of them
         gradient = gradient.to_dense()
-    if type(gradient) is not torch.Tensor:
-        gradient = _local_gradient(gradient, param, group)
-    dtype = None if param.keeps_dtype else group.reduce_dtypes.get(gradient.dtype)
-    dtype = dtype or group.reduce_dtype(param)
-    return gradient if gradient.dtype is dtype else gradient.to(dtype)
-
-
-def _local_gradient(gradient: torch.Tensor, param: ShardedParam, group: ParamGroup) -> torch.Tensor:
+    if type(gradient) is torch.Tensor:
+        return gradient
     gradient = torch_private.wait_tensor(gradient)
     if not isinstance(gradient, DTensor):
         return gradient
     assert param.inner_spec is not None
     placements = list(param.inner_spec.placements)
-    dims, names = group.axes.dp_mesh_dims, gradient.device_mesh.mesh_dim_names
+    names = gradient.device_mesh.mesh_dim_names
     if dims is not None and names is not None:
         # On a full SPMD mesh leave the data-parallel axes as they are: the reduction sums over them.
         for name in (*names_of(dims.shard), *names_of(dims.replicate)):

@@ -27,7 +27,6 @@ from shardwise.fsdp.divergence import ServeHook, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.init_parameters import materializing
 from shardwise.fsdp.param import refuse_gradients
-from shardwise.fsdp.param_group import ParamGroup
 from shardwise.fsdp.roots import (
     bind_units,
     live_engine,
@@ -67,7 +66,7 @@ def policy(
     if unknown:
         raise ConfigError(f"a unit policy has no field {unknown}.{did_you_mean(unknown[0], known)} It has {known}")
     attachments = _attachments_in(module, recurse)
-    units = [each.unit for each in attachments]
+    units = [unit for each in attachments for unit in each.units]
     if not units:
         raise ConfigError(
             f"{type(module).__name__} contains no sharded module; call fully_shard or replicate on it first"
@@ -100,7 +99,7 @@ class StateForTools:
     step of the root.  Here the root's engine ends everything, so a group has nothing to do.
 
     Attributes:
-        of: an attachment, a group or a parameter.
+        of: an attachment, a unit (torch's param group) or a parameter.
 
     Raises: StateError for a name that is not in ``_READ_BY_TOOLS``.
     """
@@ -126,33 +125,32 @@ def _all_states(attachment: Attachment) -> list[StateForTools]:
 
 def _only_group(attachment: Attachment) -> StateForTools | None:
     module: Any = next(iter(attachment.unit.modules))
-    group = module._single_group("_fsdp_param_group")
-    return group and StateForTools(group)
+    unit = module._single_unit("_fsdp_param_group")
+    return StateForTools(unit) if unit.params else None
 
 
-def _kept_over(group: ParamGroup) -> object:
+def _kept_over(unit: Unit) -> object:
     """Return the axes over which parameters stay sharded after forward, None if they stay whole."""
-    unit = group.params[0].unit()
-    return group.sub_axes or (group.axes if unit.policy.reshard_after_forward else None)
+    return unit.settings.sub_axes or (unit.settings.axes if unit.policy.reshard_after_forward else None)
 
 
 _READ_BY_TOOLS: dict[str, Callable[[Any], object]] = {
     # of a module
     "_is_root": lambda attachment: attachment.is_root,
     "_lazy_init": lambda attachment: partial(live_engine, attachment),
-    "_mp_policy": lambda attachment: attachment.unit.precision,
+    "_mp_policy": lambda attachment: attachment.unit.settings.precision,
     "_state_ctx": StateForTools,
     "all_states": _all_states,
-    "_fsdp_param_groups": lambda attachment: [*map(StateForTools, attachment.unit.groups)],
+    "_fsdp_param_groups": lambda attachment: [StateForTools(unit) for unit in attachment.units if unit.params],
     "_fsdp_param_group": _only_group,
     "_root_post_backward_final_callback": lambda attachment: provisional_engine(attachment).end_step,
-    # of a group
-    "fsdp_params": lambda group: [*map(StateForTools, group.params)],
-    "mesh_info": lambda group: group.axes,
+    # of a unit
+    "fsdp_params": lambda unit: [*map(StateForTools, unit.params)],
+    "mesh_info": lambda unit: unit.settings.axes,
     "post_forward_mesh_info": _kept_over,
-    "_reshard_after_forward": lambda group: _kept_over(group) is not None,
-    "_module_fqn": lambda group: group.params[0].unit().name,
-    "post_backward": lambda group: lambda: None,
+    "_reshard_after_forward": lambda unit: _kept_over(unit) is not None,
+    "_module_fqn": lambda unit: unit.name,
+    "post_backward": lambda unit: lambda: None,
     # of a parameter
     "sharded_param": lambda param: param.sharded,
     "_param_fqn": lambda param: param.fqn,
@@ -165,18 +163,17 @@ _READ_BY_TOOLS: dict[str, Callable[[Any], object]] = {
 class UnshardHandle:
     """A launched unshard."""
 
-    def __init__(self, unit: Unit | None = None) -> None:
-        self._unit = unit
+    def __init__(self, units: Sequence[Unit] = ()) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Make the full parameters readable on the current stream and register them; a second call does nothing."""
-        unit, self._unit = self._unit, None
-        if unit is None:
-            return
-        unit.wait()
-        engine = engine_of(unit)
-        if engine is None or engine.comm_ctx.pass_tracker.number is None:
-            unit.keep()  # writes of user code to full parameters are refused
+        units, self._units = self._units, ()
+        for unit in units:
+            unit.wait()
+            engine = engine_of(unit)
+            if engine is None or engine.comm_ctx.pass_tracker.number is None:
+                unit.keep()  # writes of user code to full parameters are refused
 
 
 class GradientReductionHandle:
@@ -200,17 +197,17 @@ class GradientReductionHandle:
 
 @contextmanager
 def converting(
-    groups: Sequence[ParamGroup], units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
+    own: Sequence[Unit], units: Iterable[Unit], fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> Generator[Callable[[torch.Tensor], torch.Tensor]]:
     """Yield the function to apply to the tensors of a module in place of ``fn``.
 
     Args:
-        groups: the groups of the module's own unit.
+        own: the module's own unit, and those beside it.
         units: the units whose parameters its tree uses.
     """
-    for group in groups:
-        group.adopt_registered()
-    params = [param for group in groups for param in group.params]
+    for unit in own:
+        unit.adopt_registered()
+    params = [param for unit in own for param in unit.params]
     for param in params:
         param.accumulator = None  # a conversion may swap the contents of two parameters, which torch refuses beside it
     places = [at.setattr_module for unit in units for param in unit.params for at in param.registrations]
@@ -281,7 +278,7 @@ class FSDPModule(_Base):
         tables = {
             id(torch_private.parameters_of(each)) for each in cast(nn.Module, self).modules()
         }  # a unit may have others
-        for unit in (each.unit for each in _attachments_in(cast(nn.Module, self), recurse=True)):
+        for unit in self._units(recurse=True):
             for param in unit.params if unit.has_copies else ():
                 if param.sharded.grad is None or tables.isdisjoint([id(at.parameters) for at in param.registrations]):
                     continue
@@ -320,8 +317,9 @@ class FSDPModule(_Base):
         """
         attachment = self._attachment()
         provisional_engine(attachment)
-        attachment.unit.unshard()
-        handle = UnshardHandle(attachment.unit)
+        for unit in attachment.units:
+            unit.unshard()
+        handle = UnshardHandle(attachment.units)
         if async_op:
             return handle
         handle.wait()
@@ -329,7 +327,8 @@ class FSDPModule(_Base):
 
     def reshard(self) -> None:
         """Free this module's own full parameters and register the shards."""
-        self._attachment().unit.reshard()
+        for unit in self._attachment().units:
+            unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Reshard all units and drop the state of a failed step.
@@ -374,10 +373,10 @@ class FSDPModule(_Base):
         Raises: ConfigError for another name.
         """
         unit = self._attachment().unit
-        unit.transport = check_transport(transport)
+        wanted = unit.settings.transport = check_transport(transport)
         engine = engine_of(unit)
         if engine is not None:
-            engine.comm_ctx.transport = unit.transport
+            engine.comm_ctx.transport = wanted
             bind_units(engine)
 
     def set_allow_rank_divergence(self, enabled: bool) -> None:
@@ -394,7 +393,7 @@ class FSDPModule(_Base):
         Raises: StateError if this is not the root module.
         """
         attachment = self._root("set_allow_rank_divergence")
-        attachment.unit.may_diverge = enabled
+        attachment.unit.settings.may_diverge = enabled
         roots_to_come.pop(attachment, None)
         if enabled and not attachment.is_root:
             roots_to_come[attachment] = None
@@ -414,7 +413,7 @@ class FSDPModule(_Base):
         A ``Join`` with other objects raises ValueError: each engine that ranks may leave has a process group of its own.
         """
         attachment = self._attachment()
-        attachment.unit.may_diverge = True
+        attachment.unit.settings.may_diverge = True
         engine = live_engine(attachment)
         set_divergence(engine, True)
         by_all = kwargs.get("divide_by_initial_world_size", True)
@@ -499,7 +498,7 @@ class FSDPModule(_Base):
         if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in self._units(recurse):
-            unit.keeps_for_backward = False
+            unit.settings.keeps_for_backward = False
         self._replace_policies(recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -551,7 +550,7 @@ class FSDPModule(_Base):
         """
         check_whole("max_input_buffers", max_input_buffers, 1)
         for unit in self._units(recurse):
-            unit.max_reductions = max_input_buffers
+            unit.settings.max_reductions = max_input_buffers
         set_limits(self._engine())
 
     # ---- prefetch and events ----
@@ -569,16 +568,16 @@ class FSDPModule(_Base):
         if num_bytes is not None:
             check_whole("num_bytes", num_bytes, 0, "; 0 stands for the peak of prefetching one unit")
         engine = provisional_engine(self._root("set_gather_ahead_bytes"))
-        self._attachment().unit.ahead_bytes = num_bytes
+        self._attachment().unit.settings.ahead_bytes = num_bytes
         set_limits(engine)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Unshard ``modules``, in order, when the forward of this one starts, instead of the plan's prefetches."""
-        self._unit().forward_prefetch = _unit_refs(modules)
+        self._unit().settings.forward_prefetch = _unit_refs(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Unshard ``modules``, in order, when the backward of this one starts, instead of the plan's prefetches."""
-        self._unit().backward_prefetch = _unit_refs(modules)
+        self._unit().settings.backward_prefetch = _unit_refs(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next step's all-gathers wait only for ``event``, recorded after the optimizer; used once."""
@@ -612,23 +611,22 @@ class FSDPModule(_Base):
 
         Raises: ConfigError with several meshes, or with ``stream`` on a mesh with replicas.
         """
-        group = self._single_group("set_all_reduce_hook")
-        if stream is not None and group is not None and group.axes.replicate_mesh_dim is not None:
+        settings = self._single_unit("set_all_reduce_hook").settings
+        if stream is not None and settings.axes.replicate_mesh_dim is not None:
             raise ConfigError("stream cannot be set when using native HSDP")
-        unit = self._unit()
-        unit.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+        settings.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters on a separate process group, concurrently with all-gathers; call it on every rank of the mesh."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in self._units(recurse):
-            for group in unit.groups:
-                if group.axes.shard_mesh_dim is None:
-                    continue
-                ranks = tuple(dist.get_process_group_ranks(group.axes.mesh.get_group(group.axes.shard_mesh_dim)))
-                if enable and ranks not in made:
-                    made[ranks] = group_of(ranks)
-                group.custom.reduce_group = made[ranks] if enable else None
+            axes = unit.settings.axes
+            if axes.shard_mesh_dim is None:
+                continue
+            ranks = tuple(dist.get_process_group_ranks(axes.mesh.get_group(axes.shard_mesh_dim)))
+            if enable and ranks not in made:
+                made[ranks] = group_of(ranks)
+            unit.settings.custom.reduce_group = made[ranks] if enable else None
         bind_units(self._engine())
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -636,13 +634,13 @@ class FSDPModule(_Base):
 
         Raises: UsageError if a custom collective is set, which allocates its own buffers.
         """
-        for group in self._unit().groups:
-            if group.custom.all_gather is not None or group.custom.reduce_scatter is not None:
+        for custom in [unit.settings.custom for unit in self._attachment().units]:
+            if custom.all_gather is not None or custom.reduce_scatter is not None:
                 raise UsageError(
                     "set_allocate_memory_from_process_group_for_comm cannot be used together with set_custom_all_gather "
                     "or set_custom_reduce_scatter: a custom communication allocates its own buffers"
                 )
-            group.custom.allocates_from_group = enable
+            custom.allocates_from_group = enable
         bind_units(self._engine())
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -675,32 +673,29 @@ class FSDPModule(_Base):
         return attachment
 
     def _units(self, recurse: bool) -> list[Unit]:
-        return [each.unit for each in _attachments_in(self, recurse)]
+        return [unit for each in _attachments_in(cast(nn.Module, self), recurse) for unit in each.units]
 
     def _replace_policies(self, recurse: bool, **changes: Any) -> None:
         for unit in self._units(recurse):
             unit.policy = replace(unit.policy, **changes)
 
-    def _single_group(self, method: str) -> ParamGroup | None:
-        groups = self._unit().groups
-        if len(groups) > 1:
+    def _single_unit(self, method: str) -> Unit:
+        if self._unit().beside:
             raise ConfigError(
                 f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn): "
                 "it would be ambiguous across groups with different meshes."
             )
-        return groups[0] if groups else None
+        return self._unit()
 
     def _set_custom(self, kind: str, comm: CustomCollective) -> None:
-        group = self._single_group(f"set_custom_{kind}")
-        if group is not None:
-            setattr(group.custom, kind, comm)
-            bind_units(self._engine())
+        setattr(self._single_unit(f"set_custom_{kind}").settings.custom, kind, comm)
+        bind_units(self._engine())
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # Module.to and the like convert the shards; they are packed again at the next unshard.
         self.reshard()
-        units = {owner for unit in self._units(recurse=True) for owner in (unit, *unit.tied_units)}
-        with converting(self._unit().groups, units, fn) as convert:
+        units = {owner for unit in self._units(recurse=True) for owner in unit.family}
+        with converting(self._attachment().units, units, fn) as convert:
             convert = materializing(convert, self._attachment())
             return torch_private.apply_of_next_class(cast(Any, self), FSDPModule, convert, *args, **kwargs)
 

@@ -231,6 +231,13 @@ class ShardedParam:
                     "prune do. Call them, and remove parameters, before fully_shard (or replicate)"
                 )
 
+    def uncounted(self) -> StateError:
+        """Return the error for a write to the full parameter that torch has not counted."""
+        return StateError(
+            f"a write to {self.fqn} in forward, or while it was unsharded, through .data, has not reached the shards, since "
+            f"torch does not count it. Write under torch.no_grad(): {self.fqn.rpartition('.')[2]}.copy_(values)"
+        )
+
     def check_data(self) -> None:
         """Raise StateError if the DTensor has another storage than before, but the same local tensor."""
         if self.counted() is self.local and self.storage != torch_private.storage_id(self.sharded):

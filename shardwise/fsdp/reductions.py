@@ -19,10 +19,9 @@ from shardwise.fsdp.gradients import (
     launch_reductions,
     split,
 )
-from shardwise.fsdp.local_gradients import Gradients, add_gradients, take_gradients
+from shardwise.fsdp.local_gradients import Gradients, add_gradients
 from shardwise.fsdp.param import ShardedParam
-from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.unit import FULL, Unit
+from shardwise.fsdp.unit import HELD, Unit
 from shardwise.fsdp.waiting_gradients import is_summed_later
 from shardwise.observe import Op, begin, end, listeners
 from shardwise.plan.schedule import Buckets
@@ -89,11 +88,7 @@ class Reductions:
         if buckets := () if len(self._exec_order.units) > 1 else self._split_of(unit):
             self._send_parts(launch, buckets, gradients)
         else:
-            for group in unit.groups:
-                mine = gradients
-                if len(unit.groups) > 1:
-                    mine = {param: gradient for param, gradient in gradients.items() if param in group.members}
-                self._send(launch, group, mine)
+            self._send(launch, gradients)
         if listeners:
             unit.emit(Op.REDUCE, sum(each.staging_bytes for each in launch.reductions))
 
@@ -113,12 +108,12 @@ class Reductions:
         if params not in self._exec_order.agreed:
             self._exec_order.agree_on_gradients(unit, params)
 
-    def _send(self, launch: Launch, group: ParamGroup, gradients: Gradients) -> None:
+    def _send(self, launch: Launch, gradients: Gradients) -> None:
         """Launch the reductions of ``gradients``, those of large ones apart."""
-        is_large = not group.is_collective and self._is_all_reduced(launch.unit)
+        is_large = not launch.unit.memory.is_collective and self._is_all_reduced(launch.unit)
         for way in (launch_large, launch_reductions) if is_large else (launch_reductions,):
             try:
-                launched = way(launch, group, gradients)
+                launched = way(launch, gradients)
             except RuntimeError as error:
                 if not concerns_others(error):
                     raise
@@ -131,21 +126,20 @@ class Reductions:
     def early_buckets(self, unit: Unit) -> Buckets | None:
         """Return the buckets of ``unit`` that may be reduced before its backward ends; None if there are none."""
         are_reduced_as_they_come = unit.policy.sync and not unit.policy.reduces_unused and not unit.earlier.partial
-        if not (are_reduced_as_they_come and unit.state is FULL and (buckets := self._split_of(unit))):
+        if not (are_reduced_as_they_come and unit.held is HELD and (buckets := self._split_of(unit))):
             return None
         return Buckets(buckets, unit.backward.arrived)
 
     def launch_early(self, unit: Unit, buckets: Buckets) -> None:
         """Reduce the buckets that are complete.  Raises: the same as :meth:`launch`."""
-        group = unit.groups[0]
         if self.open_launch is None:
-            self._compare(unit, frozenset([param for param in group.params if param.sharded.requires_grad]))
+            self._compare(unit, frozenset([param for param in unit.params if param.sharded.requires_grad]))
             self.open_launch = self._new_launch(unit, ())
         if listeners:
             begin(self._exec_order.track.name, "reduce", unit.name)
         complete, held = list(buckets.take()), self.open_launch.held
-        params = [group.params[ordinal] for bucket in complete for ordinal in bucket]
-        gradients = take_gradients(group, params)
+        params = [unit.params[ordinal] for bucket in complete for ordinal in bucket]
+        gradients = unit.take_gradients(params)
         if held:
             gradients = add_gradients({param: held[param] for param in params if param in held}, gradients)
         self._send_parts(self.open_launch, complete, gradients)
@@ -156,21 +150,19 @@ class Reductions:
         """Return the buckets of ``unit``, which is alone, if it has several."""
         if not self._is_all_reduced(unit):
             return ()
-        group = unit.groups[0]
-        made_from = group.num_packs, [param.sharded.requires_grad for param in group.params]
-        if group.split[0] != made_from:
-            group.split = made_from, split(group)
-        return group.split[1] if len(group.split[1]) > 1 else ()
+        made_from, known = (unit.num_packs, [param.sharded.requires_grad for param in unit.params]), unit.reduction
+        if known.split[0] != made_from:
+            known.split = made_from, split(unit)
+        return known.split[1] if len(known.split[1]) > 1 else ()
 
     def _send_parts(self, launch: Launch, buckets: Iterable[tuple[int, ...]], gradients: Gradients) -> None:
-        group = launch.unit.groups[0]
         for bucket in buckets:
-            params = [group.params[ordinal] for ordinal in bucket]
-            self._send(launch, group, {param: gradients.pop(param) for param in params if param in gradients})
+            params = [launch.unit.params[ordinal] for ordinal in bucket]
+            self._send(launch, {param: gradients.pop(param) for param in params if param in gradients})
 
     def _is_all_reduced(self, unit: Unit) -> bool:
         """Return True if gradients of ``unit`` take one all-reduce and nothing else."""
-        if len(unit.groups) != 1 or not is_summed(unit.groups[0]) or unit.all_reduce_hook is not None:
+        if not is_summed(unit) or unit.settings.all_reduce_hook is not None:
             return False
         return unit.policy.syncs_replicas if self.syncs_replicas is None else self.syncs_replicas
 
@@ -239,11 +231,10 @@ class Reductions:
         self._leave()
         launched, self.deferred = self.deferred, []
         for launch in launched:
-            for group in launch.unit.groups[:1]:
-                if group.sums is not None:
-                    self.summed |= launch.params
-                    if not group.sums.is_last:
-                        launch.unused = {*launch.params}  # only whole sums are set, and hooks see them
+            if (sums := launch.unit.settings.sums) is not None:
+                self.summed |= launch.params
+                if not sums.is_last:
+                    launch.unused = {*launch.params}  # only whole sums are set, and hooks see them
         params: list[ShardedParam] = []
         for launch in launched:
             for lot in [reduction.params for reduction in launch.reductions]:
@@ -256,7 +247,7 @@ class Reductions:
                     reduction.show()
                 error = reduction.set_gradients(is_hooked, launch)
                 failed = failed or error
-            launch.unit.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again
+            launch.unit.reduction.num_commits += 1  # an optimizer changes the shards next: the unit is gathered again
             if listeners:
                 launch.unit.emit(Op.COMMIT)
         return params, (is_followed, failed)

@@ -26,13 +26,11 @@ from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchang
 from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.errors import StateError
 from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, roots_to_come, units_in
-from shardwise.fsdp.comm_context import CommContext
+from shardwise.fsdp.comm_context import CommContext, UnitComm
 from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.init_parameters import check_materialized
-from shardwise.fsdp.param_group import GroupComm, ParamGroup
-from shardwise.fsdp.unit import Unit
-from shardwise.fsdp.user_writes import StepChecks
+from shardwise.fsdp.unit import StepChecks, Unit
 from shardwise.plan.grouping import compress_paths
 from shardwise.plan.schedule import PrefetchBudget
 
@@ -52,10 +50,10 @@ def new_engine(units: list[Unit], is_alone: bool = False) -> Engine:
 
     Raises: DesyncError if ranks have other parameters or compression.
     """
-    for group in (group for unit in units for group in unit.groups):
-        group.ensure_packed()  # parameters that user code has tied since leave their groups
-    device = next((group.device for unit in units for group in unit.groups), torch.device("cpu"))
-    wanted: list[Transport] = [unit.transport for unit in units if unit.transport is not None]
+    for unit in units:
+        unit.ensure_packed()  # parameters that user code has tied since leave their units
+    device = next((unit.settings.storage.device for unit in units if unit.params), torch.device("cpu"))
+    wanted: list[Transport] = [unit.settings.transport for unit in units if unit.settings.transport is not None]
     engine = Engine(CommContext.on(device, wanted[0] if wanted else default_transport()))
     engine.adopt(units)
     engine.exec_order.mismatch_check = mismatch_check = None if is_alone else _mismatch_check(units, device)
@@ -70,11 +68,11 @@ def new_engine(units: list[Unit], is_alone: bool = False) -> Engine:
     if mismatch_check is not None and device.type != "cpu":
         watch_device(device)
         engine.exec_order.compare_parameters()  # kernels of a gather whose sizes differ between ranks hang
-    groups = [(number, group) for number, unit in enumerate(units) for group in unit.groups]
-    policies = [f"unit {number}: {group.compression.policy}" for number, group in groups if group.compression]
+    asked = [(number, unit.settings.compression) for number, unit in enumerate(units)]
+    policies = [f"unit {number}: {compression.policy}" for number, compression in asked if compression]
     if mismatch_check is not None and policies:
         mismatch_check.check_facts("compression policies", policies)
-    set_divergence(engine, bool(units) and units[0].may_diverge)
+    set_divergence(engine, bool(units) and units[0].settings.may_diverge)
     return engine
 
 
@@ -87,7 +85,7 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
     if is_allowed is (engine.divergence is not None):
         return
     for unit in engine.units:
-        unit.diverges, unit.schedule = is_allowed, None
+        unit.engine_side.diverges, unit.engine_side.schedule = is_allowed, None
         unit.reshard()  # ranks that took different ways differ in what is full, and in what their last forwards have shown
         unit.backward.is_unseen = False
     engine.divergence = engine.reductions.syncs_replicas = None
@@ -105,13 +103,13 @@ def set_divergence(engine: Engine, is_allowed: bool) -> None:
 
 def set_limits(engine: Engine) -> None:
     """Set how many reduce-scatter inputs may be allocated at once, the most that a unit allows, and the prefetch budget."""
-    num_bytes = engine.units[0].ahead_bytes if engine.units else None
-    engine.reductions.max_inputs = max((unit.max_reductions for unit in engine.units), default=1)
+    num_bytes = engine.units[0].settings.ahead_bytes if engine.units else None
+    engine.reductions.max_inputs = max((unit.settings.max_reductions for unit in engine.units), default=1)
     engine.exec_order.budget = PrefetchBudget(num_bytes=num_bytes, max_reductions=engine.reductions.max_inputs)
 
 
 def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | None:
-    meshes = [group.axes.mesh for unit in units for group in unit.groups]
+    meshes = [unit.settings.axes.mesh for unit in units if unit.params]
     largest = max(meshes, key=lambda mesh: mesh.size(), default=None)
     store = None if largest is None or largest.size() == 1 else torch_private.default_store()
     if largest is None or store is None:
@@ -124,54 +122,55 @@ def _mismatch_check(units: list[Unit], device: torch.device) -> MismatchCheck | 
     return mismatch_check
 
 
-def communicators(group: ParamGroup, comm_ctx: CommContext) -> GroupComm:
-    """Return the communicators of ``group`` for its settings, on the streams and buffer pool of ``comm_ctx``."""
-    axes, streams = group.axes, comm_ctx.streams
+def communicators(unit: Unit, comm_ctx: CommContext) -> UnitComm:
+    """Return the communicators of ``unit`` for its settings, on the streams and buffer pool of ``comm_ctx``."""
+    asked, streams = unit.settings, comm_ctx.streams
+    axes, compression = asked.axes, asked.compression
 
     def over(
         process_group: dist.ProcessGroup,
         stream: SideStream,
         coding: Coding | None = None,
         fetch: SideStream | None = None,
-        custom: CustomCollectives = group.custom,
+        custom: CustomCollectives = asked.custom,
     ) -> GroupCommunicator:
         pool = comm_ctx.pool
-        if coding is not None and group.compression is not None:
-            return CompressedCommunicator(group.compression, process_group, stream, pool, custom, fetch)
+        if coding is not None and compression is not None:
+            return CompressedCommunicator(compression, process_group, stream, pool, custom, fetch)
         return GroupCommunicator(process_group, stream, pool, comm_ctx.pass_tracker, custom, fetch)
 
     has_replicas = axes.num_replicas > 1
     shards = reduce = replicas = sub = None
-    if group.is_collective and axes.shard_mesh_dim is not None:
+    if unit.memory.is_collective and axes.shard_mesh_dim is not None:
         process_group = axes.mesh.get_group(axes.shard_mesh_dim)
-        fetch = streams.fetch if group.storage.is_offloaded else None
-        shards = over(process_group, streams.gather, group.gather_coding, fetch)
-        coding = None if has_replicas else group.reduce_coding
-        reduce = over(group.custom.reduce_group or process_group, streams.reduce, coding)
+        fetch = streams.fetch if asked.storage.is_offloaded else None
+        shards = over(process_group, streams.gather, unit.gather_coding, fetch)
+        coding = None if has_replicas else unit.reduce_coding
+        reduce = over(asked.custom.reduce_group or process_group, streams.reduce, coding)
     if has_replicas:
-        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, group.reduce_coding)
-    if group.sub_axes is not None:
-        process_group = group.sub_axes.mesh.get_group(group.sub_axes.shard_mesh_dim)
-        sub = over(process_group, streams.gather, custom=replace(group.custom, all_gather=None))
-    if (sums := group.sums) is not None:
+        replicas = over(axes.mesh.get_group(axes.replicate_mesh_dim), streams.replicas, unit.reduce_coding)
+    if (smaller := asked.sub_axes) is not None:
+        process_group = smaller.mesh.get_group(smaller.shard_mesh_dim)
+        sub = over(process_group, streams.gather, custom=replace(asked.custom, all_gather=None))
+    if (sums := asked.sums) is not None:
         if reduce is None and replicas is None:  # one rank sums its microbatches in the same order
             replicas = over(axes.mesh.get_group(0), streams.replicas)
         passes = comm_ctx.pass_tracker
         reduce, replicas = (None if way is None else sums.communicator(way, passes) for way in (reduce, replicas))
-    return GroupComm(shards, reduce, replicas, comm_ctx.pool, streams, sub)
+    return UnitComm(shards, reduce, replicas, comm_ctx.pool, streams, sub)
 
 
 def bind_units(engine: Engine) -> None:
-    """Bind every group of the engine's units to its communicators and the pool; call it again after a setting changed."""
+    """Bind the engine's units to their communicators and the pool; call it again after a setting changed."""
     users: dict[tuple[dist.ProcessGroup, LinkProvider], LinkUsers] = {}
     comm_ctx = engine.comm_ctx
-    for group in (group for unit in engine.units for group in unit.groups):
-        comm = communicators(group, comm_ctx)
-        group.bind(comm)
+    for unit in engine.units:
+        comm = communicators(unit, comm_ctx)
+        unit.bind(comm)
         ways = [(comm.shards, "gathers"), (comm.reduce, "reduces"), (comm.replicas, "sums")]
-        for way, kind in ways if group.sums is None else [*ways, (comm.replicas, "reduces")]:
-            if (found := _linked(group, way)) is not None:
-                getattr(users.setdefault(found, LinkUsers()), kind).append(group)
+        for way, kind in ways if unit.settings.sums is None else [*ways, (comm.replicas, "reduces")]:
+            if (found := _linked(unit, way)) is not None:
+                getattr(users.setdefault(found, LinkUsers()), kind).append(unit)
     for (process_group, provider), its in users.items() if engine not in _alone else ():
         name = process_group.group_name
         link = comm_ctx.links.get(name)
@@ -183,21 +182,22 @@ def bind_units(engine: Engine) -> None:
             comm_ctx.pass_tracker.register(process_group, link.prepare)
 
 
-def _linked(group: ParamGroup, way: GroupCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
-    """Return the process group of ``way`` and the provider of its links; None if ``group`` cannot use a link there."""
-    if way is None or isinstance(way, CompressedCommunicator):
+def _linked(unit: Unit, way: GroupCommunicator | None) -> tuple[dist.ProcessGroup, LinkProvider] | None:
+    """Return the process group of ``way`` and the provider of its links; None if ``unit`` cannot use a link there."""
+    if way is None or isinstance(way, CompressedCommunicator) or not unit.params:
         return None
-    provider = provider_of(way.group, (group.device, group.storage.storage_device))
+    storage = unit.settings.storage
+    provider = provider_of(way.group, (storage.device, storage.storage_device))
     return None if provider is None else (way.group, provider)
 
 
-def may_share_memory(group: ParamGroup) -> bool:
-    """Return True if ranks of this host may read the shards of ``group`` in shared memory."""
-    dim = group.axes.shard_mesh_dim
-    if dim is None or not group.is_collective or default_transport() != "auto":
+def may_share_memory(unit: Unit) -> bool:
+    """Return True if ranks of this host may read the shards of ``unit`` in shared memory."""
+    axes, storage = unit.settings.axes, unit.settings.storage
+    if axes.shard_mesh_dim is None or not unit.memory.is_collective or default_transport() != "auto":
         return False
-    devices = group.device, group.storage.storage_device
-    return group.gather_coding is None and provider_of(group.axes.mesh.get_group(dim), devices) is not None
+    devices = storage.device, storage.storage_device
+    return unit.gather_coding is None and provider_of(axes.mesh.get_group(axes.shard_mesh_dim), devices) is not None
 
 
 def live_engine(attachment: Attachment, in_forward: bool = False) -> Engine:
@@ -222,7 +222,7 @@ def provisional_engine(attachment: Attachment) -> Engine:
     """Return an engine for calls before the first forward (``unshard``); the root's engine replaces it later."""
     engine = engine_of(attachment.unit)
     if engine is None or engine in _alone:
-        engine = attachment.engine = new_engine([attachment.unit])
+        engine = attachment.engine = new_engine([*attachment.units])
     return engine
 
 
@@ -236,7 +236,7 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
     _name_units(root, attachments)  # first, since errors name units
     for inner in attachments[1:]:
         is_manual = inner.engine is not None and inner.engine.manual.is_on
-        if inner.unit.may_diverge or is_manual:
+        if inner.unit.settings.may_diverge or is_manual:
             method = "set_manual_backward_finalization" if is_manual else "set_allow_rank_divergence"
             raise StateError(f"{method} must be called on the root FSDP module; it was called on {inner.unit.name}")
         if inner.is_root is not None and engine_of(inner.unit) is not None:
@@ -247,16 +247,16 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
             )
     check_materialized(attachments)
     # Backward reads the parameters of the root next, so freeing them after its forward would save nothing.
-    if attachment.unit.keeps_for_backward:
-        attachment.unit.policy = replace(attachment.unit.policy, reshard_after_forward=False)
-    units = [each.unit for each in attachments]
-    is_alone = may_be_alone and not any(group.is_collective for unit in units for group in unit.groups)
-    for_gradients = [unit.heard_by for unit in units]
+    for unit in attachment.units if attachment.unit.settings.keeps_for_backward else ():
+        unit.policy = replace(unit.policy, reshard_after_forward=False)
+    units = [unit for each in attachments for unit in each.units]
+    is_alone = may_be_alone and not any(unit.memory.is_collective for unit in units)
+    for_gradients = [unit.engine_side.heard_by for unit in units]
     engine = new_engine(units, is_alone)
     for make in check_makers:
         engine.checks = make(root, attachments, engine)
     for unit in engine.units:
-        unit.checks = weakref.proxy(engine.checks)  # which know modules of the tree, and those own the unit
+        unit.engine_side.checks = weakref.proxy(engine.checks)  # which know modules of the tree, and those own the unit
     for inner in attachments:
         if inner.engine is not None:
             engine.is_last_backward &= inner.engine.is_last_backward
@@ -264,7 +264,7 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
             engine.post_optim_event = engine.post_optim_event or inner.engine.post_optim_event
     if is_alone:
         for unit, callbacks in zip(units, for_gradients, strict=True):
-            unit.heard_by = callbacks  # a gradient may come before the first forward of the root
+            unit.engine_side.heard_by = callbacks  # a gradient may come before the first forward of the root
         attachment.engine = engine
         return engine
     for inner in attachments:
@@ -279,9 +279,10 @@ def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
     names = units_in(root)
     paths = {id(param): name for name, param in root.named_parameters()}
     for each in attachments:
-        each.unit.name = compress_paths(names.get(each.unit, [""]))
-        for param in each.unit.params:
-            param.fqn = paths.get(id(param.sharded), param.fqn)
+        for number, unit in enumerate(each.units, 1):
+            unit.name = compress_paths(names.get(unit, [""])) + f" (mesh {number})" * (number > 1)
+            for param in unit.params:
+                param.fqn = paths.get(id(param.sharded), param.fqn)
 
 
 def serve_others(params: Sequence[torch.Tensor]) -> None:

@@ -1,47 +1,59 @@
-"""A unit: the parameters of one ``fully_shard`` or ``replicate`` call, which unshard and reshard together."""
+"""A unit: parameters of one ``fully_shard`` or ``replicate`` call on one mesh, which unshard and reshard together."""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.collectives.compressed import Coding, takes
 from shardwise.collectives.protocol import Handle
-from shardwise.collectives.routes import Transport
 from shardwise.consistency.failure_report import concerns_others
-from shardwise.fsdp.backward import NOWHERE, UnitBackward
-from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, take_gradients
-from shardwise.fsdp.param import Registration, ShardedParam
-from shardwise.fsdp.param_group import ParamGroup
-from shardwise.fsdp.precision import MixedPrecisionPolicy
-from shardwise.fsdp.user_writes import StepChecks, Written, check_sub, find_writes, take_written
+from shardwise.errors import StateError
+from shardwise.fsdp.backward import NOWHERE, Place, UnitBackward
+from shardwise.fsdp.comm_context import UnitComm
+from shardwise.fsdp.flat_buffer import FlatBucket, ReduceLayout
+from shardwise.fsdp.local_gradients import EarlierGradients, Gradients, are_usual, local_form
+from shardwise.fsdp.param import Registration, ShardedParam, manager_of
+from shardwise.fsdp.settings import UnitSettings
+from shardwise.fsdp.tables import Snapshot, Tables, Written
+from shardwise.fsdp.unit_memory import UnitMemory
+from shardwise.layout import by_size
 from shardwise.observe import Call, Op, Track, begin, emit, listeners, unit_in_words
 from shardwise.plan.schedule import UnitPolicy
 
-# ---- The states of a unit.
-
-
 _GRAD, _IS_NOT = operator.attrgetter("grad"), operator.is_not
 
-
-class UnitState(Enum):
-    """Which parameters of a unit are registered, and have memory."""
-
-    SHARDED = "sharded"  # the shards are registered, and this rank has nothing else
-    GATHERING = "gathering"  # the all-gather is launched; the full parameters may not be read yet
-    FULL = "full"  # the full parameters have memory
-    SUB = "sub"  # after forward it was resharded to a smaller mesh, and the parameters on that mesh are registered
+# ---- The state of a unit: what its modules have, and whether full parameters have memory.
 
 
-SHARDED, GATHERING, FULL, SUB = UnitState
+class Registered(Enum):
+    """Which form of the parameters the modules have."""
+
+    SHARDS = "shards"
+    SUB = "shards on a smaller mesh"  # after forward, until backward
+    FULL = "full"
+
+
+class Memory(Enum):
+    """Whether full parameters have memory."""
+
+    NONE = "none"
+    COMING = "coming"  # the all-gather is launched; they may not be read yet
+    HELD = "held"
+
+
+SHARDS, SUB, FULL = Registered
+NONE, COMING, HELD = Memory
 
 
 class StepCallbacks(Protocol):
@@ -53,6 +65,10 @@ class StepCallbacks(Protocol):
 
     def gradient_arrived(self, unit: Unit, ordinal: int) -> None:
         """Act on the gradient of parameter ``ordinal``: it completes a bucket, or no hook of an output has run yet."""
+        ...
+
+    def forget_seen(self) -> None:
+        """Compare nothing with former shards, which a unit is about to give up."""
         ...
 
 
@@ -82,94 +98,167 @@ class SharedSchedule(Protocol):
         ...
 
 
-class Unit:
-    """The parameters of one ``fully_shard`` or ``replicate`` call, which FSDP2 calls a param group.
-
-    ``state`` says which parameters are registered.  Each transition is one method: :meth:`unshard` only launches the
-    all-gather, so that it overlaps the computation of other units; :meth:`wait` ends it and registers the full parameters.
-    ``backward`` is the progress of the running backward; ``earlier`` holds what earlier backwards left.
+class StepChecks:
+    """The events that checks of user programs listen to; this one checks nothing.  The checks are in ``shardwise.checks``.
 
     Attributes:
-        groups: the unit's parameters, one group per mesh.
-        policy: the unit's settings; setters replace it by another immutable value.
-        version: of the shards that full parameters were gathered from; it changes when a shard is written to.
-        gathered_in: number of the forward or backward in which this version was read; None outside of any.
-        handles: of the all-gather in flight, one per group; None for a group that has nothing to wait for.
-        shows_shards: the unit stays unsharded between passes, and the shards are registered.
-        reshards_late: modules have written to full parameters, so it is resharded when the pass is over.
-        num_packs: how often the parameters of all groups were packed, as of the begin of the pass.
-        number: index among the units of its engine.
-        may_diverge: the user lets ranks take different ways; the root's counts.  diverges: its engine does.
-        schedule: set if ranks may take different ways and a gather of this unit needs all of them; else None.
-        name: paths of the unit's modules in the root, from the first forward on.
-        track: the events of its engine.
-        num_commits: how often gradients of the unit have been set; an optimizer is expected to change the shards after each.
-        tied_units: units that own tied parameters that this unit's modules use.
-        holders: the number of forwards that are using the full parameters now.
-        num_aliases: :meth:`count_aliases` when a forward began.
-        awaited: ids of the modules that have not run yet in the current forward; with several modules the last one ends it.
-        begun_by, begun_at: the id of the module that began the last forward, and where in the graph it began.
-        keeps_for_backward: the user did not pass ``reshard_after_forward``, so a root stays full after a forward, but only
-            for its backward: not after a forward without a graph.
-        max_reductions: how many reduce-scatter inputs may be allocated at once; the largest of an engine's units counts.
-        transport: the transport that the user chose for this unit; the root's counts.
-        checks: those of its engine.
-        ahead_bytes: the prefetch limit in bytes that the user chose for this unit; the root's counts.
-        forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: the plan's.
-        all_reduce_hook: the user's function that gets the section after the reduce-scatter, or after the all-reduce.
-        callbacks_ref: returns the engine, which a unit may not import; None before there is one.
-        heard_by: returns the engine for a gradient; for plain parameters it makes one before the first forward.
+        is_on: checks that cost more than a comparison of lists are made in the running pass.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, policy: UnitPolicy) -> None:
+    is_on = False
+
+    def begin_forward(self) -> None:
+        """A forward of the root begins."""
+
+    def see_change(self) -> None:
+        """User code has changed parameters since the last pass, as the comparison of ``Snapshot`` shows."""
+
+    def end_unit(self, unit: Unit) -> None:
+        """The forward of ``unit`` has ended, whose full parameters are still registered; called while ``is_on``."""
+
+    def use_again(self, unit: Unit) -> None:
+        """``unit`` begins another pass with the full parameters that it has; called while ``is_on``."""
+
+    def see_writes(self, unit: Unit, written: Sequence[ShardedParam]) -> None:
+        """The forward of ``unit`` has written to its parameters ``written``."""
+
+    def end_backward(self) -> None:
+        """Gradients have been set: all ranks have finished their forwards."""
+
+
+@dataclass(slots=True)
+class EngineSide:
+    """What the engine of a unit has told it.
+
+    Attributes:
+        callbacks_ref: returns the engine, which a unit may not import; None before there is one.
+        heard_by: returns the engine for a gradient; for plain parameters it makes one before the first forward.
+        checks: those of the engine.
+        diverges: ranks may take different ways.
+        schedule: set if ranks may take different ways and a gather of this unit needs all of them; else None.
+    """
+
+    callbacks_ref: Callable[[], StepCallbacks | None] = _no_engine
+    heard_by: Callable[[], StepCallbacks | None] = _no_engine
+    checks: StepChecks = field(default_factory=StepChecks)
+    diverges: bool = False
+    schedule: SharedSchedule | None = None
+
+
+@dataclass(slots=True)
+class UnitForward:
+    """The use of a unit in forwards.
+
+    Attributes:
+        holders: the number of forwards that are using the full parameters now.
+        awaited: ids of the modules that have not run yet in the current forward; with several modules the last one ends it.
+        begun_by, begun_at: the id of the module that began the last forward, and where in the graph it began.
+        num_aliases: :meth:`Unit.count_aliases` when a forward began.
+    """
+
+    holders: int = 0
+    awaited: set[int] = field(default_factory=set[int])
+    begun_by: int = -1
+    begun_at: Place = NOWHERE
+    num_aliases: int = 0
+
+
+@dataclass(slots=True)
+class UnitReduction:
+    """What reductions of a unit's gradients look up, and what they have counted.
+
+    Attributes:
+        by_size: the parameters in their order in memory, large ones first.
+        dtypes: gradient dtype -> reduce dtype, for parameters without a dtype of their own.  A gradient dtype with more than
+            one reduce dtype is missing.
+        gradient_dtypes: the dtypes of ``.grad`` of all parameters, cached until user code changes something.
+        layouts: of reductions, by dtype and parameters.
+        split: the buckets of a unit that is alone, and what they depend on.
+        num_commits: how often gradients of the unit have been set; an optimizer is expected to change the shards after each.
+        num_replica_sums: how many all-reduces over replicas are due so far, those that a later backward makes included.
+    """
+
+    by_size: list[ShardedParam]
+    dtypes: dict[torch.dtype, torch.dtype] = field(default_factory=dict[torch.dtype, torch.dtype])
+    gradient_dtypes: set[torch.dtype] | None = None
+    layouts: dict[tuple[object, ...], ReduceLayout] = field(default_factory=dict[tuple[object, ...], ReduceLayout])
+    split: tuple[object, tuple[tuple[int, ...], ...]] = None, ()
+    num_commits: int = 0
+    num_replica_sums: int = 0
+
+
+class Unit:
+    """Parameters of one ``fully_shard`` or ``replicate`` call that share a mesh, which FSDP2 calls a param group.
+
+    One collective gathers them, and one per dtype reduces their gradients.  Parameters of the call on another mesh
+    (``shard_placement_fn``) make another unit, :attr:`beside` this one.
+
+    ``registered`` and ``held`` say what there is; each transition is one method: :meth:`unshard` only launches the all-gather,
+    so that it overlaps the computation of other units; :meth:`wait` ends it and registers the full parameters; :meth:`reshard`
+    frees them.
+
+    Attributes:
+        settings: what the user has asked for.  policy: the part that planning compares, replaced as a whole by setters.
+        params: the parameters in the order of the modules.
+        name: paths of the unit's modules in the root, from the first forward on.  number: index among the units of its engine.
+        track: the events of its engine.
+        tables: what is registered on the modules.  memory: where parameters are.  reduction: how gradients are reduced.
+        forward: its use in forwards.  backward: the progress of the running backward.
+        earlier: the gradients that earlier backwards left.
+        registered: which form the modules have.  held: whether full parameters have memory.
+        fresh_as_of: of the shards that full parameters were gathered from: their version, which changes when one is written to,
+            and the number of the forward or backward in which it was read (None outside of any).
+        handle: of the all-gather in flight; None if there is nothing to wait for.
+        reshards_late: modules have written to full parameters, so it is resharded when the pass is over.
+        tied_units: units that own tied parameters that this unit's modules use.
+        beside: the units of other meshes of the same modules; they are used and ended with this one.
+        engine_side: what its engine has told it.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        settings: UnitSettings,
+        policy: UnitPolicy,
+        params: Sequence[ShardedParam] = (),
+    ) -> None:
         self.adopt_modules(modules)
-        self.groups: list[ParamGroup] = []
-        self.precision = precision
-        self.policy = policy
-        self.name = ""
-        self.track = Track("no engine")
-        self.state = SHARDED
-        self.version = self.num_packs = 0
-        self.gathered_in: int | None = None
-        self.handles: Sequence[Handle | None] = ()
-        self.shows_shards = self.reshards_late = False
-        self.number = -1
-        self.may_diverge = self.diverges = False
-        self.schedule: SharedSchedule | None = None
-        self.backward = UnitBackward()
-        self.earlier = EarlierGradients()
-        self.num_commits = 0
+        self.settings, self.policy = settings, policy
+        self.name, self.number, self.track = "", -1, Track("no engine")
+        self.forward, self.backward, self.earlier = UnitForward(), UnitBackward(), EarlierGradients()
+        self.registered, self.held = SHARDS, NONE
+        self.fresh_as_of: tuple[int, int | None] = 0, None
+        self.handle: Handle | None = None
+        self.reshards_late = False
         self.tied_units: tuple[Unit, ...] = ()
-        self.holders = self.num_aliases = 0
-        self.awaited: set[int] = set()
-        self.begun_by, self.begun_at = -1, NOWHERE
-        self.keeps_for_backward = False
-        self.max_reductions = 1
-        self.transport: Transport | None = None
-        self.ahead_bytes: int | None = None
-        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.checks = StepChecks()
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.callbacks_ref: Callable[[], StepCallbacks | None] = _no_engine
-        self.heard_by: Callable[[], StepCallbacks | None] = _no_engine
+        self.beside: tuple[Unit, ...] = ()
+        self.engine_side = EngineSide()
+        self.own(params)
+
+    def own(self, params: Sequence[ShardedParam]) -> None:
+        """Manage ``params``."""
+        self.params = [*params]
+        self.reduction = UnitReduction([self.params[index] for index in by_size([param.shard for param in params])])
+        axes = self.settings.axes
+        # A shard axis of one rank takes no collectives, except with tensor parallelism: torch's tests count them there.
+        has_tensor_parallelism = any(param.inner_spec is not None for param in params)
+        is_cut = axes.shard_mesh_dim is not None and (axes.num_shards > 1 or has_tensor_parallelism)
+        self.memory = UnitMemory(self.settings, bool(params) and is_cut)
+        self.tables = Tables(self.params, self.memory)
 
     def adopt_modules(self, modules: Sequence[nn.Module]) -> None:
         """Become the unit of ``modules``.  References are weak, since the modules own the unit."""
         self._modules = tuple(weakref.ref(module) for module in modules)
-        self.has_one_module = len(modules) == 1
+
+    @property
+    def has_one_module(self) -> bool:
+        """True if the unit is that of one module."""
+        return len(self._modules) == 1
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """Those of the unit's modules that are alive."""
         return tuple(module for ref in self._modules if (module := ref()) is not None)
-
-    @property
-    def params(self) -> Sequence[ShardedParam]:
-        """All parameters of all groups."""
-        if len(self.groups) == 1:
-            return self.groups[0].params
-        return [param for group in self.groups for param in group.params]
 
     def use_tied(self, owner: Unit) -> None:
         """Record that this unit's modules use tied parameters of ``owner``."""
@@ -180,73 +269,186 @@ class Unit:
         """Use ``param``, which another unit may own, at ``places`` of this unit's modules."""
         owner: Unit = param.unit()
         param.registrations += places
-        for group in owner.groups:
-            group.seen = None  # the tables are made again
+        owner.tables.seen = None  # the tables are made again
         self.use_tied(owner)
+
+    # ---- facts for planning, reports and links ----
+
+    @property
+    def main_buckets(self) -> Sequence[FlatBucket]:
+        """The present buckets; empty before the first packing."""
+        return self.memory.buckets
+
+    def largest_reductions(self) -> list[tuple[int, int]]:
+        """Return (elements of a section, bytes of an element) of the reduction of all parameters, per reduce dtype."""
+        by_dtype: dict[torch.dtype, int] = {}
+        for param in self.params:
+            dtype = self.memory.reduce_dtype(param)
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + param.shard.section_numel
+        num_parts = 1 if self.settings.sums is None else self.settings.sums.most_parts
+        return [(num_parts * numel, dtype.itemsize) for dtype, numel in by_dtype.items()]
 
     @property
     def gather_staging(self) -> tuple[int, bool]:
-        """Bytes that a launched all-gather allocates, and whether they include all full parameters."""
-        stagings = [group.gather_staging(self.policy.keeps_full_memory) for group in self.groups]
-        if not self.policy.keeps_full_memory and all(is_in_place for _, is_in_place in stagings):
-            return sum(num_bytes for num_bytes, _ in stagings), bool(stagings)
-        # If only some groups gather in place, the full parameters are counted at the wait.
-        held = sum(group.full_bytes for group, (_, each) in zip(self.groups, stagings, strict=True) if each)
-        return sum(num_bytes for num_bytes, _ in stagings) - held, False
-
-    @property
-    def route(self) -> str:
-        """The names of the links that gather the parameters; before the first forward ``collectives``."""
-        return ", ".join(dict.fromkeys(route for group in self.groups if (route := group.route)))
+        """Bytes that a launched all-gather allocates, and whether they include the full parameters."""
+        shards, comm = self.memory.shards, None if self.memory.bound_comm is None else self.memory.bound_comm.shards
+        if shards is None or not self.memory.is_collective:
+            return 0, False
+        if self.memory.link is not None:
+            return 0, False
+        # The buffer of a collective becomes the full parameter: one tensor, as it is, in a pooled buffer.
+        is_pooled = comm is not None and comm.gathers_to_pool and not self.policy.keeps_full_memory
+        is_plain = self.gather_coding is None and not self.memory.extended.params
+        return shards.packed_bytes, is_pooled and is_plain and shards.are_full(self.memory.fulls)
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters beyond the shards; 0 if the policy keeps them, since a step does not allocate them."""
-        return 0 if self.policy.keeps_full_memory else sum(group.full_bytes for group in self.groups)
+        return 0 if self.policy.keeps_full_memory else self.memory.full_bytes
+
+    @property
+    def route(self) -> str:
+        """The transport for messages: the name of a link or "collectives", with codings; "" if nothing is sent."""
+        ways = {"gather": self.gather_coding, "reduce": self.reduce_coding}
+        coded = [f"{way} {coding}" for way, coding in ways.items() if coding]
+        link = self.memory.link
+        via = ["collectives" if link is None else link.name] if self.memory.is_collective else []
+        return ", ".join([*via, *coded])
+
+    @property
+    def gather_coding(self) -> Coding | None:
+        """The coding in which parameters are gathered; None: uncompressed."""
+        compression = self.settings.compression
+        if compression is None or self.settings.axes.num_shards == 1 or not any(map(self.is_coded, self.params)):
+            return None
+        return compression.policy.gather
+
+    @property
+    def reduce_coding(self) -> Coding | None:
+        """The coding in which gradients are reduced (between replicas if there are any); None: uncompressed."""
+        compression = self.settings.compression
+        if compression is None or self.settings.num_ranks == 1 or not any(map(self.is_coded, self.params)):
+            return None
+        return compression.policy.reduce
+
+    def is_coded(self, param: ShardedParam) -> bool:
+        """Return True if ``param`` is compressed when its unit is."""
+        coded = self.settings.compression
+        return coded is not None and takes(coded.policy, param.fqn, param.shard.shape, param.dtype.itemsize)
+
+    @property
+    def compares_reductions(self) -> bool:
+        """True if the transport itself detects that ranks reduce different gradients."""
+        comm = self.memory.comm
+        link = comm.reduce.planned_link if comm.reduce is not None else None
+        return comm.replicas is None and (comm.reduce is None or (link is not None and link.compares_contents))
+
+    @property
+    def num_packs(self) -> int:
+        """How often the parameters of the modules were packed: a graph of an earlier packing is stale."""
+        return self.memory.num_packs + sum([each.memory.num_packs for each in self.beside])
 
     @property
     def has_copies(self) -> bool:
         """True if full parameters, or those of a smaller mesh, are registered: an optimizer step makes them stale."""
-        return self.state is FULL or self.state is SUB
+        return self.held is HELD or (self.held is NONE and self.registered is SUB)
 
     def emit(self, op: Op, num_bytes: int = 0, in_place: bool = False) -> None:
         """Tell listeners that the unit has done ``op``; call it only if there are any."""
         emit(self.track.name, Call(op, self.name, num_bytes, in_place))
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        callbacks = self.callbacks_ref()
+        callbacks = self.engine_side.callbacks_ref()
         return error if callbacks is None else callbacks.explain(error, f"all-gather of {unit_in_words(self.name)}")
 
-    # ---- parameters ----
+    # ---- what user code has changed between passes ----
+
+    def bind(self, comm: UnitComm) -> None:
+        """Use ``comm`` for collectives and memory from now on."""
+        self.tables.seen = None  # until here user code may have patched extensions on shards
+        self.memory.bind(comm)
+
+    def ensure_packed(self, in_step: bool = False) -> None:
+        """Detect whether user code has replaced parameters or their memory, or changed their dtype; repack if it has.
+
+        ``in_step``: a forward has checked already, and its backward begins.
+        """
+        if self.tables.check(in_step):
+            return
+        if (callbacks := self.engine_side.callbacks_ref()) is not None:
+            callbacks.forget_seen()  # snapshots hold former shards
+        is_first = self.memory.num_packs == 0
+        self.tables.forget()
+        self.reduction.gradient_dtypes = None
+        if not is_first:  # else they have just been sharded
+            self.adopt_registered()
+            for param in self.params:
+                param.check_data()
+                param.follow_local()
+        for param in self.params:
+            param.storage = torch_private.storage_id(param.sharded)
+        if self.memory.settle(self.params, self.reduction.by_size):
+            self.tables.forget(is_repacked=True)
+            found: dict[torch.dtype, set[torch.dtype]] = {}
+            for param in self.params:
+                if not param.keeps_dtype:
+                    full_dtype = param.dtype_of_full(self.settings.precision)
+                    found.setdefault(full_dtype, set()).add(self.memory.reduce_dtype(param))
+            self.reduction.dtypes = {full: wanted.pop() for full, wanted in found.items() if len(wanted) == 1}
+        self.tables.see()
+
+    def adopt_registered(self) -> None:
+        """Adopt what is registered on the modules as the shards; parameters that user code put there count as a packing."""
+        for param in [*self.params]:
+            if self._keep_tied(param):
+                param.check_ties()
+                at = param.registrations[0]
+                self.memory.num_packs += not param.is_own(at.parameters.get(at.name))
+                param.adopt_registered()
+
+    def _keep_tied(self, param: ShardedParam) -> bool:
+        """Hand places of ``param`` that user code has tied to another parameter over to that; return False if none is left."""
+        user: Unit = param.unit()
+        for at in [*param.registrations]:
+            owner = manager_of(at.parameters.get(at.name))
+            if owner is None or owner is param or owner.unit() is None:
+                continue
+            if self.engine_side.callbacks_ref() is not None:
+                raise StateError(
+                    f"{param.fqn} was tied to {owner.fqn} after the first forward, or after unshard(): tie parameters before"
+                )
+            param.registrations = [each for each in param.registrations if each is not at]
+            user.tie(owner, [at])
+        if not param.registrations:
+            self.params.remove(param)
+            self.reduction.by_size.remove(param)
+            self.tables.seen = None
+        return bool(param.registrations)
+
+    # ---- unshard and reshard ----
 
     def unshard(self, pass_number: int | None = None) -> None:
         """Launch the all-gather, unless the full parameters are up to date or their all-gather is in flight.
 
         ``pass_number``: the number of the running forward or backward, in which shards do not change; None outside of any.
         """
-        groups, before = self.groups, self.state
-        if before is GATHERING or before is FULL:
+        was_idle = self.held is NONE and self.registered is SHARDS
+        if self.held is not NONE:
             if self._is_from_now(pass_number):
                 self._serve_others(pass_number)
                 return
-            if before is GATHERING:
+            if self.held is COMING:
                 self.discard()
-        version, in_pass = self.num_commits << 40, before is SHARDED and pass_number is not None
-        for group in groups:
-            version += group.last_version if in_pass and group.seen is not None else group.version()
-        from_sub = before is SUB and self.version == version
-        is_written = False
-        for group in groups:
-            if pass_number is None and not from_sub:
-                group.ensure_packed()
-            is_written |= group.is_written
-            group.is_written = False
-        if pass_number is None or is_written or before is not SHARDED:
-            for group in groups[:1]:  # the current stream may have just written to the shards
-                group.comm.streams.gather.wait_current()
-        if before is SUB:
-            check_sub(self.name, self.params)
-        schedule = self.schedule
+        memory, version, is_sub = self.memory, self._version(pass_number), self.registered is SUB
+        from_sub = is_sub and self.fresh_as_of[0] == version
+        if pass_number is None and not from_sub:
+            self.ensure_packed()
+        if pass_number is None or memory.is_written or not was_idle:
+            memory.comm.streams.gather.wait_current()  # the current stream may have just written to the shards
+            memory.is_written = False
+        if is_sub:
+            self._check_sub()
+        schedule = self.engine_side.schedule
         if schedule is not None and pass_number is not None:
             # Ranks that take different ways still have to launch the same collectives: this gather is either the next one of
             # the schedule, or the gathers before it, which only other ranks need, are launched first.
@@ -257,117 +459,116 @@ class Unit:
         if listeners:
             begin(self.track.name, "unshard", self.name)
         try:
-            handles: list[Handle | None] = []
-            for group in groups:  # a comprehension would be one more call
-                handles.append(group.gather_from_sub() if from_sub else group.gather())
+            self.handle = memory.gather_from_sub() if from_sub else memory.gather()
         except RuntimeError as error:
             if not concerns_others(error):
                 raise
             raise self._explained(error) from error
-        self.handles, self.state, self.version, self.gathered_in = handles, GATHERING, version, pass_number
+        self.held, self.fresh_as_of = COMING, (version, pass_number)
         if listeners:
             self.emit(Op.UNSHARD, *self.gather_staging)
 
     def _serve_others(self, pass_number: int | None) -> None:
         """Launch the all-gather for other ranks alone if it is next: this rank has the full parameters."""
-        schedule = self.schedule
+        schedule = self.engine_side.schedule
         if schedule is not None and pass_number is not None and schedule.gathers[schedule.cursor] == self.number:
             schedule.serve_next()
 
     def wait(self, pass_number: int | None = None) -> None:
         """Wait for the all-gather, launching it if it is not in flight, and register the full parameters."""
-        is_gathered = False
-        if self.state is FULL and self._is_from_now(pass_number):
+        is_gathered = not (self.held is HELD and self._is_from_now(pass_number))
+        if not is_gathered:
             self._serve_others(pass_number)
-            if not self.shows_shards and (pass_number is None or pass_number == self.gathered_in):
+            if self.registered is FULL and (pass_number is None or pass_number == self.fresh_as_of[1]):
                 return
-            if self.checks.is_on and not is_in_backward():  # weights are exchanged outside of one
-                self.checks.use_again(self.name, self.groups)
+            checks = self.engine_side.checks
+            if checks.is_on and not is_in_backward():  # weights are exchanged outside of one
+                checks.use_again(self)
         else:
-            if self.state is not GATHERING or pass_number is None or pass_number != self.gathered_in:
+            if self.held is not COMING or pass_number is None or pass_number != self.fresh_as_of[1]:
                 self.unshard(pass_number)
-            is_gathered = True
             if listeners:
                 begin(self.track.name, "wait", self.name)
-            try:
-                for handle in self.handles:
-                    if handle is not None:
-                        handle.wait()
-            except RuntimeError as error:
-                raise self._explained(error) from error
-        num_packs = 0  # of the packing to which gradients of this pass belong
-        for group in self.groups:
-            group.register_full()
-            num_packs += group.num_packs
-        self.num_packs = num_packs
-        if is_gathered:
-            self.state, self.handles = FULL, ()
-        else:
-            self.gathered_in = pass_number
-        self.shows_shards = False
+            if self.handle is not None:
+                try:
+                    self.handle.wait()
+                except RuntimeError as error:
+                    raise self._explained(error) from error
+                self.handle = None
+        self.tables.register_full()
+        if self.memory.sub is not None:
+            self.memory.drop_sub()
+        self.registered, self.held = FULL, HELD
+        if not is_gathered:
+            self.fresh_as_of = self.fresh_as_of[0], pass_number
         if pass_number is None:
             self.listen()
         if is_gathered and listeners:
             self.emit(Op.WAIT, self.full_bytes)
+
+    def wait_with_tied(self, pass_number: int | None) -> None:
+        """Wait for the full parameters that the unit's modules use: those beside it and tied ones included."""
+        for member in self.family:
+            member.wait(pass_number)
+
+    @property
+    def family(self) -> tuple[Unit, ...]:
+        """The units whose parameters the modules use: this one, those beside it, and owners of tied parameters."""
+        return (self, *self.beside, *self.tied_units)
 
     def reshard(self, in_pass: bool = False) -> None:
         """Copy writes to full parameters into the shards, free the full parameters and register the sharded ones.
 
         If there are writes and other ranks may be reading the shards (``in_pass``), the unit stays full to the end of the pass.
         """
-        if self.state is SHARDED:
-            return
-        if self.state is GATHERING:
+        if self.held is COMING:
             self.discard()
             return
-        if self.state is SUB and not in_pass:
-            check_sub(self.name, self.params)
-        was_full = self.state is FULL
+        if self.registered is SUB and not in_pass:
+            self._check_sub()
+        was_full = self.held is HELD
         if was_full:
-            written = find_writes(self.groups)
+            written = self.tables.find_writes()
             if written and in_pass:
                 self.reshards_late = True
                 return
             if listeners:
                 begin(self.track.name, "reshard", self.name)
-            if written:
-                take_written(written)
-        for group in self.groups:
-            group.register_sharded(self.policy.keeps_full_memory)
-        self.state = SHARDED
+            self.take_written(written)
+        elif self.registered is SHARDS:
+            return
+        self._register_sharded()
         if was_full and listeners:
             self.emit(Op.RESHARD, self.full_bytes)
 
+    def _register_sharded(self) -> None:
+        self.tables.register_sharded()
+        if not self.policy.keeps_full_memory:
+            self.memory.drop()
+        if self.memory.sub is not None:
+            self.memory.drop_sub()
+        self.registered, self.held = SHARDS, NONE
+
     def discard(self) -> None:
         """Cancel an all-gather that was not waited for."""
-        for handle in self.handles:
-            if handle is not None:
-                handle.cancel()
-        for group in self.groups:
-            group.register_sharded(self.policy.keeps_full_memory)
-        self.state, self.handles = SHARDED, ()
+        if self.handle is not None:
+            self.handle.cancel()
+            self.handle = None
+        self._register_sharded()
 
     def free_kept_memory(self) -> None:
         """Free the memory of full parameters that a sharded unit keeps, after the policy that kept it has changed."""
-        if self.state is SHARDED or self.state is SUB:
-            for group in () if self.policy.keeps_full_memory else self.groups:
-                group.drop()
+        if self.held is NONE and not self.policy.keeps_full_memory:
+            self.memory.drop()
 
     def abandon(self) -> None:
         """Reset the unit after a failure: sharded, in no forward and no backward; an all-gather in flight is cancelled."""
-        self.holders = 0
-        self.awaited = set()
+        self.forward.holders, self.forward.awaited = 0, set()
         self.backward.leave()
         self.reshards_late = False
         self.discard()
 
-    # ---- use in a forward ----
-
-    def wait_with_tied(self, pass_number: int | None) -> None:
-        """Wait for the full parameters that the unit's modules use, tied ones included."""
-        self.wait(pass_number)
-        for member in self.tied_units:
-            member.wait(pass_number)
+    # ---- the end of a forward ----
 
     def count_aliases(self) -> int:
         """Return how many tensors use the memory of the full parameters; needed only while saved-tensor hooks are active.
@@ -375,62 +576,62 @@ class Unit:
         A hook may store such a tensor to recognize others by address (activation offloading does), so no other parameter
         may get this address before backward.
         """
-        packings = [group.packing for group in self.groups if group.packing is not None]
-        return sum(buffer.num_holders for packing in packings for buffer in packing.fulls)
+        return sum(buffer.num_holders for buffer in self.memory.fulls)
 
     def abort_forward(self) -> None:
         """Reshard what no other forward uses, after one of the unit's modules raised."""
-        self.awaited = set()
-        for member in (self, *self.tied_units):
-            member.holders -= 1
-            if not member.holders:
+        self.forward.awaited = set()
+        for member in self.family:
+            member.forward.holders -= 1
+            if not member.forward.holders:
                 member.reshard()
 
     def reshard_after_forward(self) -> None:
         """Apply ``policy.reshard_after_forward``, unless something reads the full parameters before backward does."""
-        backward, policy = self.backward, self.policy
+        backward, checks, wanted = self.backward, self.engine_side.checks, self.policy.reshard_after_forward
         if backward.keeps_for_graph or (backward.is_unseen and torch.is_grad_enabled()):
             return  # a double backward, or a backward that no hook announces, reads them
         # Saved-tensor hooks (activation offloading) may have stored an alias of a full parameter; its memory must stay then.
         has_hooks = torch_private.saved_tensor_hooks(True) is not None and torch.is_grad_enabled()
-        if has_hooks and self.count_aliases() > self.num_aliases:
+        if has_hooks and self.count_aliases() > self.forward.num_aliases:
             return
-        if self.checks.is_on and self.state is FULL:
-            self.checks.end_unit(self.groups)
-        wanted = policy.reshard_after_forward
-        if wanted is False or self.state is not FULL:
+        if self.held is not HELD:
             return
-        if (
-            wanted is True
-            or not self.groups
-            or self.diverges  # a rank that skips the unit has no part on the smaller mesh
-            or any(group.sub_axes is None or group.extended.params for group in self.groups)
-        ):
+        if checks.is_on:
+            checks.end_unit(self)
+        if wanted is False:
+            return
+        sub = self.settings.sub_axes
+        # A rank that skips the unit, where ranks may take different ways, has no part on the smaller mesh.
+        if wanted is True or sub is None or self.engine_side.diverges or self.memory.extended.params or not self.params:
             self.reshard(in_pass=True)
             return
-        if find_writes(self.groups):
+        if self.tables.find_writes():
             self.reshards_late = True
             return
-        for group in self.groups:
-            group.cut_to_sub(policy.keeps_full_memory)
-        self.state = SUB
+        self.memory.cut_to_sub(sub)
+        if not self.policy.keeps_full_memory:
+            self.memory.drop()
+        self.registered, self.held = SUB, NONE
         if listeners:
             self.emit(Op.RESHARD, self.full_bytes)
 
-    # ---- changes by user code ----
+    # ---- writes of user code to parameters ----
+
+    def _version(self, pass_number: int | None) -> int:
+        # Commits count, since a rank whose shards are empty sees no write of the optimizer, yet has to gather when the others
+        # do.  In a pass the version is what the check at its begin has read.
+        tables = self.tables
+        is_known = pass_number is not None and tables.seen is not None
+        return (self.reduction.num_commits << 40) + (tables.last_version if is_known else tables.count_versions())
 
     def _is_from_now(self, pass_number: int | None) -> bool:
         """Return True if the shards have not changed since they were gathered."""
         if pass_number is None:
             self.take_writes()
-        elif self.gathered_in == pass_number:
+        elif self.fresh_as_of[1] == pass_number:
             return True
-        # Commits count, since a rank whose shards are empty sees no write of the optimizer, yet has to gather when the others
-        # do.  In a pass the version is what the check at its begin has read.
-        version, in_pass = self.num_commits << 40, pass_number is not None
-        for group in self.groups:
-            version += group.last_version if in_pass and group.seen is not None else group.version()
-        return self.version == version
+        return self.fresh_as_of[0] == self._version(pass_number)
 
     def take_writes(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
         """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.
@@ -438,23 +639,68 @@ class Unit:
         Every rank copies its own rows, so all ranks must have written the same values.  ``on_written`` is called first,
         with the written parameters.
         """
-        if self.state is FULL and (written := find_writes(self.groups)):
+        if self.held is HELD and (written := self.tables.find_writes()):
             if on_written is not None:
                 on_written(self, written)
-            take_written(written)
+            self.take_written(written)
+
+    def take_written(self, written: Written) -> None:
+        """Copy this rank's rows of the ``written`` parameters to the shards.
+
+        If a gather casts or compresses, only elements that differ from its result are copied: others would lose precision.
+        """
+        for param in written:
+            full, local = param.full, param.local.detach()
+            assert full is not None
+            with torch.no_grad():
+                rows, gathered = self.own_rows(param, full)
+                if rows.dtype is not local.dtype or self.gather_coding is not None:
+                    rows = torch.where(rows != gathered, rows.to(local.dtype), local.to(rows.device))
+                local.copy_(rows)
+            self.memory.is_written = True
+            torch.autograd.graph.increment_version(param.sharded)
+            param.gathered_version = param.version
+            params, _, versions, _ = self.tables.registered
+            versions[params.index(param)] = torch_private.version_of(full)
+
+    def own_rows(self, param: ShardedParam, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rows of ``full``, and the shard after a gather: cast, or compressed and decompressed."""
+        cut, whole = param.shard, torch_private.local_of(full).data
+        rows = cut.rows(self.settings.axes.shard_rank)
+        mine = whole if cut.is_whole else whole.narrow(cut.dim, rows.start, len(rows))
+        local, compression = param.local.detach().to(whole.device), self.settings.compression
+        if compression is None or self.gather_coding is None:
+            return mine, local.to(whole.dtype)
+        return mine, compression.round_trip(local, param.fqn, cut.shape, whole.dtype)
+
+    def _check_sub(self) -> None:
+        """Raise StateError if the parameters on the smaller mesh were written to, or have gradients."""
+        for param in self.params:
+            sub = param.subsharded
+            if sub is None:
+                continue
+            version, (seen, was_trainable) = torch_private.versions_of([sub])[0], param.sub_seen
+            is_changed = version != seen or sub.grad is not None or torch_private.gradient_hooks([sub])
+            param.sub_seen, sub.grad = (version, sub.requires_grad), None
+            if sub.requires_grad is not was_trainable:  # user code has frozen or thawed what was registered
+                param.sharded.requires_grad_(sub.requires_grad)
+            if is_changed:
+                raise StateError(
+                    f"{param.fqn} ({unit_in_words(self.name)}) was written to, used in a loss or given a hook between forward "
+                    "and backward, when its form on the smaller mesh of reshard_after_forward was registered, which is not "
+                    "trained. Do so in forward or after backward, or call reshard() or unshard() on the module first"
+                )
 
     def keep(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
         """Keep full parameters registered between passes; for ``on_written`` see :meth:`take_writes`."""
         self.take_writes(on_written)
-        for group in self.groups:
-            group.is_kept = True
+        self.tables.is_kept = True
         self.listen()
 
-    def register_shards(self) -> None:
+    def show_shards(self) -> None:
         """Register the shards while the unit stays unsharded, so that user code finds what optimizers have."""
-        for group in self.groups:
-            group.register_sharded(keeps_memory=True)
-        self.shows_shards = True
+        self.tables.register_sharded()
+        self.registered = SHARDS
 
     # ---- gradients ----
 
@@ -463,23 +709,42 @@ class Unit:
 
         Those of other units need no hook: they are freed after forward, so a backward reaches an output of the unit first.
         """
-        for group in self.groups:
-            group.listen(partial(_gradient_hook, weakref.ref(self)))
+        self.tables.listen(partial(_gradient_hook, weakref.ref(self)))
 
     @property
     def has_gradients(self) -> bool:
         """True if a full parameter that is not registered for ever has a gradient that was not taken."""
-        swaps = [group.swap for group in self.groups if group.swap is not None]
-        return any([any(map(_IS_NOT, map(_GRAD, swap.fulls), repeat(None))) for swap in swaps])  # noqa: C419 (fewer calls)
+        swap = self.tables.swap
+        return swap is not None and any(map(_IS_NOT, map(_GRAD, swap.fulls), repeat(None)))
 
-    def take_gradients(self) -> Gradients:
-        """End the unit's backward; return the gradients in their reduce dtypes, zeros for unused ones if the policy says so."""
+    def take_gradients(self, some: Iterable[ShardedParam] | None = None) -> Gradients:
+        """Return the local gradients of full parameters in their reduce dtypes, and clear ``.grad`` of those.
+
+        ``some``: parameters of the unit; None: all.
+        """
         taken: Gradients = {}
-        for group in self.groups:
-            gradients = take_gradients(group)
-            if self.policy.reduces_unused:
-                self.add_zeros(group, gradients)
-            taken.update(gradients)
+        for param in self.params if some is None else some:
+            full = param.full
+            if full is not None and (gradient := full.grad) is not None:
+                full.grad = None  # sums over backwards are made of gradients in reduce dtypes
+                taken[param] = gradient
+        swap, wanted = self.tables.swap, self.reduction.dtypes
+        # User code may have frozen some after forward.
+        if swap is None or self.memory.in_place or swap.num_trainable < len(swap.fulls):
+            taken = {param: gradient for param, gradient in taken.items() if param.sharded.requires_grad}
+        if are_usual(taken, wanted):
+            return taken
+        for param, gradient in taken.items():
+            local = local_form(gradient, param, self.settings.axes.dp_mesh_dims)
+            dtype = None if param.keeps_dtype else wanted.get(local.dtype)
+            taken[param] = local.to(dtype or self.memory.reduce_dtype(param))
+        return taken
+
+    def end_backward(self) -> Gradients:
+        """End the unit's backward; return its gradients, with zeros for unused ones if the policy says so."""
+        taken = self.take_gradients()
+        if self.policy.reduces_unused:
+            self.add_zeros(taken)
         if self.earlier.partial and self.sums_are_due:
             for param, sum_over_shards in self.earlier.partial.items():
                 if param not in taken:
@@ -492,12 +757,12 @@ class Unit:
         """True if a backward reduces the sums over shards of earlier ones over the replicas."""
         return bool(self.earlier.partial) and self.policy.sync and self.policy.syncs_replicas
 
-    def add_zeros(self, group: ParamGroup, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
+    def add_zeros(self, gradients: Gradients, sent: Container[ShardedParam] = ()) -> None:
         """Add zeros for trainable parameters without a gradient, except for those that were ``sent`` already."""
-        for param in group.params:
+        for param in self.params:
             if param.sharded.requires_grad and param not in sent and param not in gradients:
-                dtype = group.reduce_dtype(param)
-                gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=group.device)
+                dtype, device = self.memory.reduce_dtype(param), self.settings.storage.device
+                gradients[param] = torch.zeros(param.shard.shape, dtype=dtype, device=device)
 
 
 def _gradient_hook(this: weakref.ref[Unit], ordinal: int) -> Callable[[torch.Tensor], None]:
@@ -511,7 +776,7 @@ def _gradient_hook(this: weakref.ref[Unit], ordinal: int) -> Callable[[torch.Ten
         backward.arrived.add(ordinal)
         # Most gradients end here: the engine knows of this backward, and no bucket is complete.
         if not backward.is_running or (backward.buckets is not None and backward.buckets.is_ready()):
-            callbacks = unit.heard_by()
+            callbacks = unit.engine_side.heard_by()
             if callbacks is not None:
                 callbacks.gradient_arrived(unit, ordinal)
 
@@ -521,3 +786,47 @@ def _gradient_hook(this: weakref.ref[Unit], ordinal: int) -> Callable[[torch.Ten
 def is_in_backward() -> bool:
     """True while autograd runs a backward on this thread."""
     return torch_private.graph_task_id() != -1
+
+
+# ---- The check at the begin of a pass.
+
+
+_IS_AS_LEFT = operator.attrgetter("tables.is_as_left")
+
+
+class Gate:
+    """Compares, when a pass begins, what user code can change between passes: for all units of an engine at once."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = [unit for unit in units if unit.params]
+        self._parts: list[Snapshot | None] = []
+        self._joined: Snapshot | None = None
+        self._counted: list[int] = []
+
+    def forget(self) -> None:
+        """Compare nothing with what was seen: that holds shards which user code has replaced."""
+        self._parts, self._joined = [], None
+
+    def check(self, in_step: bool) -> bool:
+        """Note which shards were written to.  If anything else has changed, repack it and return True.
+
+        ``in_step``: a forward has checked already, and its backward begins.
+        """
+        units, joined, counted = self._units, self._joined, None
+        is_known = joined is not None and [unit.tables.seen for unit in units] == self._parts
+        if joined is not None and is_known and (joined.are_registered or all(map(_IS_AS_LEFT, units))):
+            counted = joined.versions(in_step)
+        if counted is None:
+            joined = None
+            for unit in units:
+                unit.ensure_packed(in_step)
+            self._parts, self._counted, self._joined = [unit.tables.seen for unit in units], [], None
+            if units and None not in self._parts:
+                extended = {param for unit in units for param in unit.memory.extended.params}
+                self._joined = Snapshot([param for unit in units for param in unit.params], extended)
+            return True
+        if counted != self._counted:
+            self._counted, rest = counted, iter(counted)
+            for unit in units:
+                unit.tables.note_versions([*islice(rest, len(unit.params))])
+        return False

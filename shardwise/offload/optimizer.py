@@ -142,9 +142,9 @@ class OffloadedStep:
 
     def _add(self, groups: Mapping[int, tuple[Params, Mapping[str, Any]]]) -> None:
         """Add units for the parameters of ``groups``, which are by index."""
-        found = [(number, group) for number, unit in enumerate(all_units()) for group in unit.groups]
-        number_of = {id(param.sharded): number for number, group in found for param in group.params}
-        places = {number: group.storage for number, group in found}
+        found = [*enumerate(all_units())]
+        number_of = {id(param.sharded): number for number, unit in found for param in unit.params}
+        places = {number: unit.settings.storage for number, unit in found}
         members: dict[int, dict[int, list[Sequence[ParamSlice]]]] = {}  # by number of the FSDP unit; -1: of none
         num_bytes: dict[int, int] = {}
         for index, (params, _) in groups.items():

@@ -202,6 +202,7 @@ class UnitFacts:
         gather_bytes: bytes of its launched all-gather.  in_place: they include its full parameters.
         full_bytes: its full parameters.  reduce_bytes: staging of its reduction.
         tied_units: units whose parameters its modules use too (weights tied across units).
+        beside: units of its modules on other meshes, which are used and end with it.
         forward_prefetch, backward_prefetch: units that the user wants unsharded when this one starts; None: as planned.
     """
 
@@ -212,6 +213,7 @@ class UnitFacts:
     full_bytes: int = 0
     reduce_bytes: int = 0
     tied_units: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
     forward_prefetch: tuple[int, ...] | None = None
     backward_prefetch: tuple[int, ...] | None = None
 
@@ -319,7 +321,8 @@ class _Simulation:
         wanted = self.upcoming(position, event) if explicit is None else explicit
         chosen = [unit for unit in wanted if unit not in self.is_full and unit not in self.is_gathering]
         for unit in chosen:
-            self.unshard(unit)
+            for member in (unit, *self.units[unit].beside):
+                self.unshard(member)
         self.prefetches[position] = tuple(chosen)
 
     def run(self) -> None:
@@ -332,7 +335,7 @@ class _Simulation:
 
     def entry(self, position: int, unit: int, event: StepEvent) -> None:
         facts = self.units[unit]
-        family = (unit, *facts.tied_units)
+        family = (unit, *facts.beside, *facts.tied_units)
         if event is StepEvent.PRE_FORWARD:
             for member in family:
                 self.holders[member] += 1

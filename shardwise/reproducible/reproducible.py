@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.clip import Limit
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.mesh import MeshAxes
 from shardwise.fsdp.roots import bind_units
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.waiting_gradients import waits_for_sync
@@ -75,23 +75,22 @@ class Reproducible:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, num_microbatches: int, seed: int = 0
     ) -> None:
         attachments = {found: None for each in model.modules() if (found := attachment_of(each)) is not None}
-        found = [(each.unit, group) for each in attachments for group in each.unit.groups]
+        found = [unit for each in attachments for unit in each.units if unit.params]
         if not found:
             raise ConfigError(
                 f"Reproducible: {type(model).__name__} contains no sharded module; call fully_shard or replicate on it first"
             )
-        for unit, group in found:
-            _refuse(unit, group)
-        axes = {_axes_of(group): group for _, group in found}
+        for unit in found:
+            _refuse(unit)
+        axes = {_axes_of(unit.settings.axes): unit.settings.axes for unit in found}
         if len(axes) > 1:
             raise ConfigError(
                 f"Reproducible: parameters are on data-parallel meshes of {sorted(each[:2] for each in axes)} (shards, "
                 "replicas); all must be on one mesh, since each rank computes the same microbatches for all of them"
             )
-        ((num_shards, num_replicas, shard, replica), group), *_ = axes.items()
-        self.axes = group.axes
+        ((num_shards, num_replicas, shard, replica), self.axes), *_ = axes.items()
         if optimizer is not None:
-            own = {*map(id, [*model.parameters(), *(param.sharded for _, group in found for param in group.params)])}
+            own = {*map(id, [*model.parameters(), *(param.sharded for unit in found for param in unit.params)])}
             if any(id(param) not in own for each in optimizer.param_groups for param in each["params"]):
                 raise ConfigError(
                     f"Reproducible: the optimizer has parameters of another model; give it those of this {type(model).__name__}"
@@ -100,12 +99,11 @@ class Reproducible:
         self.place = BatchPlace(num_microbatches, num_shards, num_replicas, shard, replica)
         self.model, self._seed, self.step = model, seed, 0
         self.observer: StepObserver | None = None
-        self._found = found
-        self._units = [*dict.fromkeys(unit for unit, _ in found)]
+        self._units = found
         self._sums: list[GroupSums] = []
-        for _, group in found:
-            group.sums = GroupSums(self.place, group.is_collective)
-            self._sums.append(group.sums)
+        for unit in found:
+            sums = unit.settings.sums = GroupSums(self.place, unit.memory.is_collective)
+            self._sums.append(sums)
         for engine in self._engines():
             bind_units(engine)
 
@@ -126,8 +124,8 @@ class Reproducible:
             raise UsageError(
                 f"Reproducible.microbatches() was called in microbatch {place.number} of a loop over it; end that loop first"
             )
-        for unit, group in self._found:
-            _refuse(unit, group)
+        for unit in self._units:
+            _refuse(unit)
         for engine in self._engines():
             engine.reductions.summed.clear()  # of a loop that was left early, whose gradients may have been cleared
         self._show_gradients()
@@ -136,7 +134,7 @@ class Reproducible:
                 raise StateError(waits_for_sync(param.fqn))
         for sums in self._sums:
             sums.clear()
-        buffers, params = dict(self.model.named_buffers()), [each for _, group in self._found for each in group.params]
+        buffers, params = dict(self.model.named_buffers()), [each for unit in self._units for each in unit.params]
         tensors = [*buffers.values(), *(param.sharded for param in params)]
         versions, before = versions_of(tensors), {name: buffer.clone() for name, buffer in buffers.items()}
         if self.observer is not None:
@@ -238,20 +236,19 @@ class Reproducible:
         self.step, self._seed = int(state_dict["step"]), int(state_dict["seed"])
 
 
-def _axes_of(group: ParamGroup) -> tuple[int, ...]:
-    axes = group.axes
+def _axes_of(axes: MeshAxes) -> tuple[int, ...]:
     replica = 0 if axes.replicate_mesh_dim is None else axes.mesh.get_local_rank(axes.replicate_mesh_dim)
     return axes.num_shards, axes.num_replicas, axes.shard_rank, replica
 
 
-def _refuse(unit: Unit, group: ParamGroup) -> None:
+def _refuse(unit: Unit) -> None:
     """Raise ConfigError for settings by which gradients depend on the number of ranks."""
     found = {
-        "compression, whose errors follow from the shards": group.compression is not None,
-        "set_custom_reduce_scatter": group.custom.reduce_scatter is not None,
-        "set_all_reduce_hook": unit.all_reduce_hook is not None,
+        "compression, whose errors follow from the shards": unit.settings.compression is not None,
+        "set_custom_reduce_scatter": unit.settings.custom.reduce_scatter is not None,
+        "set_all_reduce_hook": unit.settings.all_reduce_hook is not None,
         "set_gradient_divide_factor (divide the loss instead)": unit.policy.divide_factor is not None,
-        "set_allow_rank_divergence": unit.may_diverge or unit.diverges,
+        "set_allow_rank_divergence": unit.settings.may_diverge or unit.engine_side.diverges,
     }
     for what, is_set in found.items():
         if is_set:

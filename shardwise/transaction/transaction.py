@@ -141,9 +141,9 @@ def save_units(saved: Saved, attachments: Sequence[Attachment]) -> None:
 
     saved.then(forget_step)
     for attachment in attachments:
-        saved.then(_unit_as_it_is(attachment.unit))
-        for compression in [group.compression for group in attachment.unit.groups]:
-            if compression is not None:
+        for unit in attachment.units:
+            saved.then(_unit_as_it_is(unit))
+            if (compression := unit.settings.compression) is not None:
                 saved.num_bytes += compression.residual_bytes
                 saved.then(compression.mark())
     saved.then(drop_engines)
@@ -160,7 +160,7 @@ def _unit_as_it_is(unit: Unit) -> Undo:
     held, partial, unsynced = dict(earlier.held), dict(earlier.partial), set(earlier.unsynced)
     undos = [
         as_they_are([unit], "policy"),
-        as_they_are(unit.groups, "num_replica_sums"),
+        as_they_are([unit.reduction], "num_replica_sums"),
     ]
 
     def restore() -> None:
@@ -510,7 +510,7 @@ class Ledger:
             naming_lost_peers(
                 lambda ddp=ddp: torch_private.settle_buckets(ddp), "a transaction cannot begin", members, mine
             )
-        saved, earlier = self.saved, [each.unit.earlier for each in self._attachments]
+        saved, earlier = self.saved, [unit.earlier for each in self._attachments for unit in each.units]
         saved.begin()
         saved.undo_forward = saved.copy("forward", self._written_by_forward())
         with withdrawn(each.waiting for each in earlier):
@@ -556,7 +556,7 @@ class Ledger:
 
     def _written_by_forward(self) -> list[torch.Tensor]:
         """Return the parameters that the model itself writes: embeddings with ``max_norm`` do; shards of those that are."""
-        model, params = self._model(), [param for each in self._attachments for param in each.unit.params]
+        model, params = self._model(), [param for each in self._attachments for unit in each.units for param in unit.params]
         shards = {id(form): param.sharded for param in params for form in (param.full, param.registered_form)}
         modules = (
             [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)] if model else []

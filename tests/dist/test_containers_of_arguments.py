@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import ConfigError, MixedPrecisionPolicy, StateError, fully_shard, register_fsdp_forward_method
-from shardwise.fsdp.unit import FULL
+from shardwise.fsdp.unit import HELD
 
 # Every float32 tensor has to be cast, and rounding does not hide what is lost.
 WIDER = MixedPrecisionPolicy(param_dtype=torch.float64)
@@ -452,7 +452,7 @@ def test_a_unit_whose_outputs_need_no_gradient_trains_as_on_one_process(returned
     assert_trains_alike(model, plain)
     model(torch.ones(2, 6)).mean().backward()
     assert model.quantizer.unused.weight.grad is None
-    assert not any(unit.state is FULL for unit in engine_of(model).units)
+    assert not any(unit.held is HELD for unit in engine_of(model).units)
 
 
 KEPT = ("of a layer behind the output", "output is the input", "output is not used", "hidden", "in a list")
@@ -494,7 +494,7 @@ def test_a_loss_that_a_unit_keeps_as_an_attribute_trains_as_on_one_process(kept:
         fully_shard(each, reshard_after_forward=True)
     fully_shard(model)
     assert_trains_alike(model, UsesKept(kept))
-    assert not any(unit.state is FULL for unit in engine_of(model).units)
+    assert not any(unit.held is HELD for unit in engine_of(model).units)
 
 
 class Teacher(nn.Module):
@@ -515,5 +515,5 @@ def test_a_unit_that_builds_no_graph_is_sharded_after_forward() -> None:
     fully_shard(model[0], reshard_after_forward=True)
     fully_shard(model)
     loss = model(torch.ones(2, 6)).sum()
-    assert engine_of(model).units[1].state is not FULL
+    assert engine_of(model).units[1].held is not HELD
     loss.backward()

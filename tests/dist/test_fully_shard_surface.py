@@ -126,7 +126,7 @@ def test_parameters_of_one_unit_on_two_meshes() -> None:
     )
     attachment = attachment_of(model)
     assert attachment is not None
-    assert len(attachment.unit.groups) == 2
+    assert len(attachment.units) == 2
     assert model[0].weight.device_mesh.size() == 4
     assert model[1].weight.device_mesh.size() == 2
     with pytest.raises(ValueError, match="not supported with multiple param groups"):

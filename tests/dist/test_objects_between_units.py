@@ -10,7 +10,7 @@ from helpers.trains_alike import assert_trains_alike
 from torch import nn
 
 from shardwise import fully_shard, replicate
-from shardwise.fsdp.unit import FULL
+from shardwise.fsdp.unit import HELD
 
 
 class Boxed:
@@ -102,7 +102,7 @@ def test_blocks_whose_output_nobody_sees_stay_whole_until_their_gradients_have_c
         fully_shard(block, reshard_after_forward=True)
     fully_shard(model)
     assert_trains_alike(model, Takes(way))
-    assert not any(unit.state is FULL for unit in engine_of(model).units)
+    assert not any(unit.held is HELD for unit in engine_of(model).units)
     with torch.no_grad():
         model(torch.ones(2, 6))
-    assert not any(unit.state is FULL for unit in engine_of(model).units[1:])
+    assert not any(unit.held is HELD for unit in engine_of(model).units[1:])

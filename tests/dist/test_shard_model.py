@@ -140,7 +140,7 @@ def test_explicit_units_stay_as_they_are() -> None:
     fully_shard(model.blocks[2], mesh=mesh, reshard_after_forward=False)
     inner = replicate(model.blocks[4].up) if size == 2 else fully_shard(model.blocks[4].up)
     kept = [module._attachment() for module in (model.blocks[2], inner)]
-    before = [(each.unit, each.unit.policy, [group.axes for group in each.unit.groups]) for each in kept]
+    before = [(each.unit, each.unit.policy, [unit.settings.axes for unit in each.units]) for each in kept]
     shard_model(model, min_unit_bytes=HUGE, reshard_after_forward=True)
     assert [module._attachment() for module in (model.blocks[2], inner)] == kept
     assert units(model) == ["", "blocks.0-1", "blocks.2", "blocks.3-4", "blocks.4.up"]
@@ -149,7 +149,7 @@ def test_explicit_units_stay_as_they_are() -> None:
         reference(x).square().mean().backward()
         model(x.chunk(size)[rank]).square().mean().backward()
         assert_same(model, reference, where=f"step {step}")
-    assert [(each.unit, each.unit.policy, [group.axes for group in each.unit.groups]) for each in kept] == before
+    assert [(each.unit, each.unit.policy, [unit.settings.axes for unit in each.units]) for each in kept] == before
     assert before[0][2][0].mesh is mesh
     assert model._attachment().unit.policy.reshard_after_forward is True
     assert model.blocks[0]._attachment() is model.blocks[1]._attachment()

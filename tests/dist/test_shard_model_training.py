@@ -13,7 +13,7 @@ from helpers.stacked import BLOCK, HUGE, MODELS, build, inputs
 from torch import nn
 
 from shardwise import fully_shard, shard_model
-from shardwise.fsdp.unit import FULL
+from shardwise.fsdp.unit import HELD
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -87,4 +87,4 @@ def test_backward_leaves_a_list_of_half_frozen_modules_at_its_first_one() -> Non
                     output.backward(retain_graph=True)
                 output.backward()
         assert_same(model, reference, where=f"step {step}")
-        assert model.blocks[0]._attachment().unit.state is not FULL
+        assert model.blocks[0]._attachment().unit.held is not HELD

@@ -12,7 +12,7 @@ from fuzz.codes import Codes
 from shardwise import observe
 from shardwise.fsdp.attachment import attachment_of
 from shardwise.fsdp.engine import Engine, engine_of
-from shardwise.fsdp.unit import FULL, Unit
+from shardwise.fsdp.unit import HELD, Unit
 from shardwise.observe import Call, Op
 from shardwise.plan.schedule import StepPlan
 
@@ -40,8 +40,7 @@ def most_full(
 def _padding_of(unit: Unit) -> int:
     layouts = [
         (bucket.layout, bucket.full_dtype.itemsize)
-        for group in unit.groups
-        for bucket in group.main_buckets
+        for bucket in unit.main_buckets
         if bucket.travels
     ]
     return sum(
@@ -86,13 +85,13 @@ class Watch(observe.Listener):
             if self._calls:
                 self._compare(engine.exec_order.plan)
             self._calls = []
-            self._before = {unit.name: unit.full_bytes for unit in engine.units if unit.state is FULL}
+            self._before = {unit.name: unit.full_bytes for unit in engine.units if unit.held is HELD}
             self._most = most_full((), self._before, self._padding)
             return
         self._calls.append(call)
         if call.op is Op.WAIT:
             self._most = max(self._most, registered_bytes(model, self._ignored))
-            count = sum(unit.state is FULL for unit in engine.units)
+            count = sum(unit.held is HELD for unit in engine.units)
             if self._most_units is not None and count > self._most_units:
                 self._found.append(f"{count} units were full at once, expected {self._most_units} at most")
 

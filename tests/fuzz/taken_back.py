@@ -59,7 +59,7 @@ def _end_at_every_module() -> None:
 
     def begins(self: Engine, unit: Unit, module: Any) -> None:
         watch(self, unit, module)
-        unit.begun_by = id(module)
+        unit.forward.begun_by = id(module)
 
     cast(Any, Engine).before_forward = begins
 

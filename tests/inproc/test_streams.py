@@ -21,7 +21,7 @@ from shardwise.collectives import c10d
 from shardwise.collectives.streams import CommStreams, SideStream
 from shardwise.fsdp import gradients
 from shardwise.fsdp.gradients import Reduction
-from shardwise.fsdp.param_group import ParamGroup
+from shardwise.fsdp.unit_memory import UnitMemory
 
 ORDERS = ("wait_current", "wait_event", "current_waits")
 Site = tuple[str, ...]  # the function that orders, how, which lane
@@ -318,8 +318,8 @@ def test_what_is_kept_and_waited_for_is_missed(owner: Any, method: str, change: 
 
 @pytest.mark.parametrize("name", ["writes to full parameters", "replaces"])
 def test_what_the_engine_writes_to_shards_is_missed_if_gathers_do_not_wait_for_it(name: str) -> None:
-    unnoticed = property(lambda group: False, lambda group, value: None)
-    with mock.patch.object(ParamGroup, "is_written", unnoticed, create=True):
+    unnoticed = property(lambda memory: False, lambda memory, value: None)
+    with mock.patch.object(UnitMemory, "is_written", unnoticed, create=True):
         found = run(replace(called(name), num_steps=2)).violations
     assert found
     assert found[0].startswith("race: _allgather_base_"), found[0]

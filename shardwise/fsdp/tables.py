@@ -1,0 +1,366 @@
+"""Which form of each parameter is registered on its modules: compared and switched for a whole unit, at C speed.
+
+``param.sharded`` and ``param.full`` take turns in the ``_parameters`` of modules.  Between passes user code may put anything
+there, change dtypes, devices and ``requires_grad``, or give a shard other memory.  A Python loop that looks for all of that, for
+every parameter in every forward and backward, costs several times what a small unit computes; so :class:`Tables` are made when
+parameters are packed, and ``map`` compares and switches whole columns of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import compress
+
+import torch
+from torch import nn
+
+from shardwise import torch_private
+from shardwise.errors import StateError
+from shardwise.fsdp.param import ShardedParam, refuse_gradients
+from shardwise.fsdp.unit_memory import UnitMemory
+
+_ADDRESS = torch.Tensor.data_ptr
+_FACTS_OF_LOCAL, _GRAD_DTYPE = operator.attrgetter("dtype", "device"), operator.attrgetter("grad_dtype")
+_IS, _REQUIRES_GRAD, _VERSION = operator.is_, operator.attrgetter("requires_grad"), torch_private.version_of
+_PLACE = operator.attrgetter("address")
+_TARGET: Callable[[weakref.ref[torch.Tensor]], torch.Tensor | None] = weakref.ref.__call__
+_MOST_PLACES = 16  # of the memory of full parameters whose addresses are kept
+Registry = dict[str, nn.Parameter | None]
+Written = list[ShardedParam]  # whose full parameters a forward has written to
+# Returns the hook of the gradient of a parameter, by ordinal.
+OnGradient = Callable[[int], Callable[[torch.Tensor], None]]
+
+
+class Snapshot:
+    """The shards of one unit, or of several, at a time when all of them were registered and packed.
+
+    Args:
+        params: the parameters.
+        extended: those of them with an all-gather extension; the addresses of others are compared.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam], extended: Container[ShardedParam]) -> None:
+        self._shards = shards = [param.sharded for param in params]
+        rows = [(at.parameters, at.name, param.sharded) for param in params for at in param.registrations]
+        *self._places, self._forms = zip(*rows, strict=True) if rows else ((), (), ())
+        locals_ = torch_private.locals_of(shards)
+        # Weak, so that memory is freed when user code replaces it.
+        self._locals = [*map(weakref.ref, _apart(locals_, shards))]
+        self._is_addressed = [param not in extended for param in params]
+        self._addresses = [*map(_ADDRESS, compress(locals_, self._is_addressed))]
+        pairs = zip(self._is_addressed, locals_, strict=True)
+        self._is_bare = [not (is_addressed and local.data_ptr()) for is_addressed, local in pairs]
+        self._facts, self._wants = self._facts_of(locals_), [*map(_REQUIRES_GRAD, shards)]
+
+    def _facts_of(self, locals_: Sequence[torch.Tensor]) -> list[object]:
+        # The storage of a DTensor changes if ``.data`` is assigned to; dtype and device change with the address, if any.
+        bare = map(_FACTS_OF_LOCAL, compress(locals_, self._is_bare))
+        return [*bare, *map(_GRAD_DTYPE, self._shards), *map(torch_private.storage_id, self._shards)]
+
+    @property
+    def are_registered(self) -> bool:
+        """True if the shards are registered."""
+        return all(map(_IS, self._forms, map(dict.get, *self._places)))
+
+    def versions(self, in_step: bool) -> list[int] | None:
+        """Return the version counters of the shards; None if user code has changed something else than values.
+
+        ``in_step``: the backward begins whose forward has made the full check.  Then ``grad_dtype`` and storages are not
+        checked again.
+        """
+        shards = self._shards
+        locals_ = torch_private.locals_of(shards)
+        apart = locals_ if len(self._locals) == len(locals_) else _apart(locals_, shards)
+        if (
+            not all(map(_IS, apart, map(_TARGET, self._locals)))
+            or [*map(_ADDRESS, compress(locals_, self._is_addressed))] != self._addresses
+            or [*map(_REQUIRES_GRAD, shards)] != self._wants
+            or not (in_step or self._facts_of(locals_) == self._facts)
+        ):
+            return None
+        return [*map(operator.add, map(_VERSION, shards), map(_VERSION, locals_))]
+
+
+def _apart(locals_: list[torch.Tensor], shards: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Return those of ``locals_`` that are not the shards themselves: torch swaps no tensors with weak references."""
+    return compress(locals_, map(operator.is_not, locals_, shards))
+
+
+class Swap:
+    """The columns by which full parameters, and the sharded ones again, are registered without a Python loop.
+
+    They are made when parameters are registered for the first time, and again after user code has changed something.  A tied
+    parameter has a row for each of its places.  A module with its own ``__setattr__`` (LSTM) is told afterwards.
+
+    Attributes:
+        fulls: the full parameters.
+        num_trainable: how many of them are trainable.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self.fulls = fulls = [full for param in params if (full := param.full) is not None]
+        self.num_trainable = sum(param.sharded.requires_grad for param in params)
+        pairs = zip(params, fulls, strict=True)
+        self._rows = rows = [(at, full, param) for param, full in pairs for at in param.registrations]
+        self.places = [at.parameters for at, _, _ in rows], [at.name for at, _, _ in rows]
+        self.forms = [full for _, full, _ in rows], [param.sharded for _, _, param in rows]
+        self.wants = [*map(_REQUIRES_GRAD, self.forms[1])]
+        # Modules with their own ``__setattr__``, which is called after the registration.
+        self.with_setattr = [row for row in rows if row[0].setattr_module is not None]
+        by_registry: dict[int, tuple[Registry, dict[str, nn.Parameter], dict[str, nn.Parameter]]] = {}
+        for at, full, param in rows:
+            _, fulls_of, shards_of = by_registry.setdefault(id(at.parameters), (at.parameters, {}, {}))
+            fulls_of[at.name], shards_of[at.name] = full, param.sharded
+        self.by_registry = [*by_registry.values()]
+
+    def follow_freezing(self) -> None:
+        """Give shards the ``requires_grad`` that user code has set on full parameters since they were registered.
+
+        Raises: StateError if it has registered a hook on the gradient of one, which is not reduced.
+        """
+        ours = {param.hook_id for _, _, param in self._rows}
+        hooked = [full for full, _ in torch_private.post_accumulate_hooks(self.fulls, ours)]
+        hooked += [self.fulls[number] for number, _ in torch_private.gradient_hooks(self.fulls)]
+        if hooked:
+            fqn = next(param.fqn for _, full, param in self._rows if full is hooked[0])
+            raise StateError(
+                f"a hook was registered on the full form of {fqn}, whose gradient is that of this rank alone. Remove it, and "
+                "register it on the shard, outside of forward and backward: it then gets the reduced gradient"
+            )
+        for (_, full, param), wanted in zip(self._rows, self.wants, strict=True):
+            if full.requires_grad is not wanted:
+                param.sharded.requires_grad_(full.requires_grad)
+
+    @property
+    def has_full(self) -> bool:
+        """True if the full parameters are registered."""
+        return all(map(_IS, self.forms[0], map(dict.get, *self.places)))
+
+
+class Tables:
+    """What one unit has registered, and the version counters by which writes of user code are seen.
+
+    Attributes:
+        seen: what user code could change, as the last full check has found it; None: the next check looks at everything.
+        swap: the columns by which forms are switched; None: the next :meth:`register_full` makes them.
+        registered: the parameters in buckets, their full parameters that were registered last, and version counters and
+            addresses of these, if user code has not written to them.
+        last_version: the sum of the version counters of the shards, as of the last check; shards do not change in a pass.
+        is_kept: full parameters stay registered between passes, where user code can reach them.
+        on_gradient: makes the hooks of the full parameters' gradients; None: they have none.
+    """
+
+    def __init__(self, params: list[ShardedParam], memory: UnitMemory) -> None:
+        self._params, self._memory = params, memory
+        self.seen: Snapshot | None = None
+        self.swap: Swap | None = None
+        self.registered: tuple[list[ShardedParam], list[nn.Parameter], list[int], list[int]] = [], [], [], []
+        self._addresses: dict[object, list[int]] = {}  # of full parameters, by that of their memory
+        self.last_version = 0
+        self._has_new_versions = True  # the version counters of full parameters do not reflect the shards' yet
+        self.is_kept = False
+        self.on_gradient: OnGradient | None = None
+
+    # ---- what user code has changed ----
+
+    @property
+    def is_as_left(self) -> bool:
+        """True if on every module either all shards or all full parameters are registered."""
+        # A swap knows nothing of parameters in place, so its ``has_full`` would not speak for the whole unit.
+        seen, swap = self.seen, None if self._memory.in_place else self.swap
+        return seen is not None and (seen.are_registered or (swap is not None and swap.has_full))
+
+    def check(self, in_step: bool) -> bool:
+        """Return True, with versions noted, if user code has changed nothing but values; ``in_step``: see :class:`Snapshot`."""
+        counted = self.seen.versions(in_step) if self.seen is not None and self.is_as_left else None
+        if counted is not None:
+            self.note_versions(counted)
+        return counted is not None
+
+    def see(self) -> None:
+        """Note what is registered now, for later checks."""
+        self.seen = Snapshot(self._params, self._memory.extended.params)
+        self.count_versions()
+
+    def forget(self, is_repacked: bool = False) -> None:
+        """Forget what was seen; ``is_repacked``: and the full parameters that were registered."""
+        self.seen = self.swap = None
+        if is_repacked:
+            self.registered = [], [], [], []
+
+    def note_versions(self, counted: Sequence[int]) -> None:
+        """Take the version counters of the shards."""
+        self.last_version, self._has_new_versions = 0, True
+        for param, version in zip(self._params, counted, strict=True):
+            param.last_version = version + param.version_base
+            self.last_version += param.last_version
+
+    def count_versions(self) -> int:
+        """Return a number that changes with every write to a shard that torch counts."""
+        self.note_versions(torch_private.versions_of([param.sharded for param in self._params]))
+        return self.last_version
+
+    # ---- full parameters on the modules ----
+
+    def register_full(self) -> None:
+        """Register the full parameters on the modules."""
+        self.is_kept = False
+        if self._has_new_versions:
+            self._follow_writes()
+        memory, swap = self._memory, self.swap
+        registered = () if swap is None else [*map(dict.get, *swap.places)]
+        if (
+            swap is None
+            or not (all(map(_IS, swap.forms[1], registered)) or all(map(_IS, swap.forms[0], registered)))
+            or [*map(_REQUIRES_GRAD, swap.forms[0])] != swap.wants
+        ):
+            swap = self._make_swap()
+        for registry, fulls_of, _ in swap.by_registry:
+            registry.update(fulls_of)
+        for at, full, _ in swap.with_setattr:
+            at.call_setattr(full)
+        # What writes of user code to full parameters are recognized by (:meth:`find_writes`); few addresses take turns.
+        params, fulls, versions, _ = self.registered
+        addresses = self._addresses.get(place := tuple(map(_PLACE, memory.fulls)))
+        if addresses is None:
+            if len(self._addresses) > _MOST_PLACES:
+                self._addresses.clear()
+            addresses = self._addresses[place] = [*map(_ADDRESS, fulls)]
+        self.registered = params, fulls, versions, addresses
+        if memory.in_place:
+            self._check_not_replaced(memory.in_place)
+            self._own_forms_in_place()
+
+    def _make_swap(self) -> Swap:
+        """Make full parameters, or adapt those there are, at the first unshard, and when user code has changed something."""
+        self._check_not_replaced(self._params)
+        memory = self._memory
+        params = [param for bucket in memory.buckets for param in bucket.params]
+        for param in params:
+            if param.full is None:
+                param.full, param.is_hooked = memory.make_full(param), False
+            elif memory.aliases_shard(param) and not _lies_as_sharded(param):
+                # Keep the parameter object, which a graph may reference, and point it to the new memory of the shard.
+                param.full.data = memory.make_full(param).detach()
+        for param in (*params, *memory.extended.params):
+            full = param.registered_form = param.full
+            assert full is not None
+            param.manage(full)
+            self._sync_requires_grad(param, full)
+        swap = self.swap = Swap([*params, *memory.extended.params])
+        fulls = swap.fulls[: len(params)]
+        self.registered = params, fulls, [*map(_VERSION, fulls)], []
+        self._addresses.clear()
+        return swap
+
+    def _own_forms_in_place(self) -> None:
+        """Let parameters that stay registered be their own full form."""
+        for param in self._memory.in_place:
+            if param.full is not param.sharded:
+                param.full, param.is_hooked = param.sharded, False
+            self._sync_requires_grad(param, param.sharded)
+
+    def _follow_writes(self) -> None:
+        """Bump the version counters of full parameters whose shards were written to.
+
+        A stale backward then raises, as it does on one process.
+        """
+        self._has_new_versions = False
+        written = [param for param in self._params if param.last_version != param.gathered_version]
+        for param in written:
+            param.gathered_version = param.last_version
+        fulls = [param.full for param in written if param.full is not None and param.full is not param.sharded]
+        if fulls:
+            torch.autograd.graph.increment_version(fulls)
+            params, fulls, _, addresses = self.registered
+            self.registered = params, fulls, [*map(_VERSION, fulls)], addresses
+
+    @staticmethod
+    def _check_not_replaced(params: Iterable[ShardedParam]) -> None:
+        """Raise StateError if user code has replaced a parameter since the gather was launched or planned."""
+        for param in params:
+            for registration in param.registrations:
+                current = registration.parameters.get(registration.name)
+                if current is not param.sharded and not param.is_own(current):
+                    param.check_places()
+                    raise StateError(
+                        f"{param.fqn} was replaced while a forward or backward ran. Replace it before or after"
+                    )
+
+    def find_writes(self) -> Written:
+        """Return the parameters of a full unit that the running or last forward has written to; the same on every rank.
+
+        Raises: StateError if ``.data`` was assigned to, or user code wrote between passes; such a write is dropped.
+        """
+        found: Written = []
+        params, fulls, versions, addresses = self.registered
+        if self.is_kept and self.swap is not None:
+            self.swap.follow_freezing()
+        if [*map(_VERSION, fulls)] == versions and [*map(_ADDRESS, fulls)] == addresses:
+            return found
+        for index, (param, full) in enumerate(zip(params, fulls, strict=True)):
+            if full.data_ptr() != addresses[index]:  # point it to the memory that gathers fill again
+                full.data = self._memory.make_full(param).detach()
+                versions[index] = torch_private.version_of(full)
+                raise param.uncounted()
+            if torch_private.version_of(full) != versions[index] and not self._memory.aliases_shard(param):
+                if self.is_kept:
+                    versions[index] = torch_private.version_of(full)
+                    torch.autograd.graph.increment_version(param.sharded)  # it is gathered again
+                    raise StateError(
+                        f"{param.fqn} was written to while it was unsharded after a forward or by unshard(): the write is "
+                        "dropped. To write, call reshard() on the module, then write to the shards under torch.no_grad()"
+                    )
+                found.append(param)
+        return found
+
+    # ---- hooks on gradients ----
+
+    def listen(self, on_gradient: OnGradient) -> None:
+        """Hook the gradients of all full parameters, from now on; ``on_gradient(ordinal)`` returns the hook of one."""
+        if self.on_gradient is None:
+            self.on_gradient = on_gradient
+            self._own_forms_in_place()
+            for param in self._params:
+                if param.full is not None:
+                    self._sync_requires_grad(param, param.full)
+
+    def _sync_requires_grad(self, param: ShardedParam, full: nn.Parameter) -> None:
+        """Set ``requires_grad`` of ``full`` to the shard's; if trainable, hook its gradient if :meth:`listen` was called."""
+        wanted = param.sharded.requires_grad
+        if full.requires_grad is not wanted:
+            full.requires_grad_(wanted)
+        if wanted and not param.is_hooked and self.on_gradient is not None:
+            param.hook_id = full.register_post_accumulate_grad_hook(self.on_gradient(param.ordinal)).id
+            param.is_hooked = True
+        if wanted:
+            refuse_gradients([param])  # it may have been frozen
+
+    # ---- shards on the modules ----
+
+    def register_sharded(self) -> None:
+        """Register the sharded parameters on the modules.
+
+        A parameter that user code has put in the place of a full one stays registered, as on one process.
+        """
+        swap = self.swap
+        if swap is not None and all(map(_IS, swap.forms[0], map(dict.get, *swap.places))):
+            for registry, _, shards_of in swap.by_registry:
+                registry.update(shards_of)
+            for at, _, param in swap.with_setattr:
+                at.call_setattr(param.sharded)
+            return
+        for param in self._params:
+            for registration in param.registrations:
+                if param.is_own(registration.parameters.get(registration.name)):
+                    registration.put(param.sharded)
+
+
+def _lies_as_sharded(param: ShardedParam) -> bool:
+    """Return True if the full parameter has the address and strides of this rank's shard, which user code may have moved."""
+    local, full = param.local, param.full
+    if full is None or full.data_ptr() != local.data_ptr():
+        return False
+    return torch_private.local_of(full).stride() == local.stride()
