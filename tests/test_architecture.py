@@ -268,7 +268,7 @@ def test_no_function_returns_a_bare_tuple_of_many() -> None:
 
 # Classes of more attributes that stay whole, and the one idea of each.  (Records, values of named fields, are not counted.)
 ONE_IDEA = {
-    "fsdp/param_group.py:ParamGroup": "where a parameter's forms, its memory and its ways to other ranks meet",
+    "fsdp/unit_memory.py:UnitMemory": "one packing of parameters, and the gather that fills it",
     "fsdp/unit.py:Unit": "one set of parameters: what it is, what users have set of it, and what was done with it",
     "fsdp/gradients.py:Reduction": "gradients on their way: what each leg of it leaves for the next",
     "fsdp/engine.py:Engine": "it says when: the values to which it says so",

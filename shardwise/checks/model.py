@@ -43,7 +43,10 @@ def check_values(root: nn.Module, attachments: Sequence[Attachment], mismatch_ch
     fresh = attachments if any(each.is_materialized for each in attachments) else ()
     local = [json.dumps(["", name]) for name in unwritten_in(root)] if fresh else []
     for unit in (unit for each in fresh for unit in each.units):
-        starts_here, shard_rank = [(param.fqn, _start_of(param)) for param in unit.params], unit.settings.axes.shard_rank
+        starts_here, shard_rank = (
+            [(param.fqn, _start_of(param)) for param in unit.params],
+            unit.settings.axes.shard_rank,
+        )
         local += [json.dumps([name, start, shard_rank]) for name, start in starts_here if start is not None]
     every = local if mismatch_check is None else mismatch_check.union("values", local)
     starts: dict[str, list[int]] = defaultdict(list)

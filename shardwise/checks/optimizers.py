@@ -15,6 +15,7 @@ from shardwise import observe
 from shardwise.errors import ConfigError, StateError
 from shardwise.fsdp.engine import Engine, live_engines, on_new_units
 from shardwise.fsdp.roots import serve_others
+from shardwise.observe import unit_in_words
 
 _logger = logging.getLogger("shardwise")
 _warned: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines with a warning about steps without any gradient
@@ -51,7 +52,7 @@ def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any = (), kwar
     engines = [engine for engine in live_engines if engine.heeds_steps]
     stepped = _stepped(optimizer) if engines else set[int]()
     for engine in engines:
-        engine.check_step(stepped)
+        _refuse_early(engine, stepped)
         if engine.awaits_backward:
             _look_for_gradients(engine, stepped)
         if not engine.is_in_step:
@@ -105,6 +106,32 @@ def _check_forms(optimizer: torch.optim.Optimizer) -> None:
         )
     if not unknown:  # else the closure runs the first forward: it is checked after the step
         _checked[key] = weakref.ref(optimizer, lambda _: _checked.pop(key, None))
+
+
+def _refuse_early(engine: Engine, stepped: set[int]) -> None:
+    """Raise StateError if an optimizer steps on a parameter of ``engine``, one of the ids ``stepped``, too early."""
+    for param in [param for unit in engine.units for param in unit.params if id(param.sharded) in stepped]:
+        where = unit_in_words(param.unit().name)
+        if param.full is not None and param.full is not param.sharded and param.full.grad is not None:
+            engine.forget_step()
+            raise StateError(
+                f"a backward has computed a gradient of {param.fqn} without reaching an output of {where}, from a tensor that "
+                "forward has left elsewhere: it is not reduced. Return that tensor from forward, or keep it in an attribute of "
+                "the module"
+            )
+        if engine.forwards:
+            raise StateError(
+                f"an optimizer steps inside a forward of {unit_in_words(engine.forwards[0][0].name)}, or an interrupt has "
+                "ended that. Step after it; after an interrupt call reset_iter_state() on the root module first"
+            )
+        if engine.manual.awaits_completion:
+            raise StateError(
+                f"an optimizer steps on {param.fqn} ({where}) before the gradients of its last backward are complete, in "
+                f"manual backward finalization; {engine.manual.missing} on the root module first"
+            )
+        mark = param.unit().earlier.waiting.get(param)
+        if mark is not None and param.sharded.grad is mark:
+            raise StateError(f"an optimizer steps too early: {mark.why}")
 
 
 def _look_for_gradients(engine: Engine, stepped: set[int]) -> None:

@@ -213,8 +213,8 @@ class LinkedBucket(Protocol):
         """Move the section to memory of :attr:`LinkProvider.take_shareable`; ``place`` stays None if there is none."""
 
 
-class LinkedGroup(Protocol):
-    """The part of a parameter group that links use."""
+class LinkedUnit(Protocol):
+    """The part of a unit that links use."""
 
     @property
     def main_buckets(self) -> Sequence[LinkedBucket]:
@@ -228,17 +228,17 @@ class LinkedGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkUsers:
-    """The parameter groups that use a link, in the order of the units.
+    """The units that use a link, in their order.
 
     Attributes:
-        gathers: groups that all-gather by it.
-        reduces: groups that reduce-scatter by it.
-        sums: groups that all-reduce by it.
+        gathers: units that all-gather by it.
+        reduces: units that reduce-scatter by it.
+        sums: units that all-reduce by it.
     """
 
-    gathers: list[LinkedGroup] = field(default_factory=list[LinkedGroup])
-    reduces: list[LinkedGroup] = field(default_factory=list[LinkedGroup])
-    sums: list[LinkedGroup] = field(default_factory=list[LinkedGroup])
+    gathers: list[LinkedUnit] = field(default_factory=list[LinkedUnit])
+    reduces: list[LinkedUnit] = field(default_factory=list[LinkedUnit])
+    sums: list[LinkedUnit] = field(default_factory=list[LinkedUnit])
 
 
 class LinkSource(Protocol):

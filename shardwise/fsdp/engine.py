@@ -626,7 +626,9 @@ class Engine:
                 continue
             if unit.held is HELD and unit.has_gradients:
                 unit.earlier.hold(unit.end_backward())
-            if self._leaves_full(unit) and not unit.engine_side.diverges:  # then other ranks would not know of this gather
+            if (
+                self._leaves_full(unit) and not unit.engine_side.diverges
+            ):  # then other ranks would not know of this gather
                 unit.wait_with_tied(None)
                 unit.keep()
 
@@ -663,30 +665,6 @@ class Engine:
         self.reset()
         for unit in self.units:
             unit.earlier.forget()
-
-    def check_step(self, stepped: set[int]) -> None:
-        """Raise StateError if an optimizer steps on a parameter, one of the ids ``stepped``, too early."""
-        for param in [param for unit in self.units for param in unit.params if id(param.sharded) in stepped]:
-            if param.full is not None and param.full is not param.sharded and param.full.grad is not None:
-                self.forget_step()
-                raise StateError(
-                    f"a backward has computed a gradient of {param.fqn} without reaching an output of "
-                    f"{unit_in_words(param.unit().name)}, from a tensor that forward has left elsewhere: it is not reduced. "
-                    "Return that tensor from forward, or keep it in an attribute of the module"
-                )
-            if self.forwards:
-                raise StateError(
-                    f"an optimizer steps inside a forward of {unit_in_words(self.forwards[0][0].name)}, or an interrupt has "
-                    "ended that. Step after it; after an interrupt call reset_iter_state() on the root module first"
-                )
-            if self.manual.awaits_completion:
-                raise StateError(
-                    f"an optimizer steps on {param.fqn} ({unit_in_words(param.unit().name)}) before the gradients of its last "
-                    f"backward are complete, in manual backward finalization; {self.manual.missing} on the root module first"
-                )
-            mark = param.unit().earlier.waiting.get(param)
-            if mark is not None and param.sharded.grad is mark:
-                raise StateError(f"an optimizer steps too early: {mark.why}")
 
     def reset(self) -> None:
         """Reshard every unit; unsynced gradients of earlier backwards stay."""

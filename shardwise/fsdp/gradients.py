@@ -51,9 +51,7 @@ class Launch:
         return frozenset([param for reduction in self.reductions for param in reduction.params])
 
 
-def _make_layout(
-    unit: Unit, params: list[ShardedParam], dtype: torch.dtype, key: tuple[object, ...]
-) -> ReduceLayout:
+def _make_layout(unit: Unit, params: list[ShardedParam], dtype: torch.dtype, key: tuple[object, ...]) -> ReduceLayout:
     """Return the layout in which gradients of ``params`` are reduced in ``dtype``; ``unit`` caches it by ``key``."""
     if len(unit.reduction.layouts) >= _MOST_LAYOUTS:  # a model whose execution order keeps changing
         unit.reduction.layouts.clear()

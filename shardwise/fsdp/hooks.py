@@ -21,9 +21,10 @@ from shardwise.collectives.owned import broadcast_from_first
 from shardwise.consistency.liveness import refuse_forked
 from shardwise.fsdp.attachment import Attachment, attachment_of
 from shardwise.fsdp.backward import Place
-from shardwise.fsdp.casting import Args, Conversion, Kwargs, can_grow, tensors_in
+from shardwise.fsdp.casting import Args, Conversion, Kwargs, tensors_in
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.equal_values import SHARES_BUFFERS
+from shardwise.fsdp.forward_graph import Begun, ForwardGraph
 from shardwise.fsdp.roots import live_engine
 from shardwise.fsdp.unit import is_in_backward
 from shardwise.observe import log_for_torch, logger
@@ -60,13 +61,9 @@ def _range(what: str, unit: str, logs: bool) -> AbstractContextManager[object]:
     return _NO_RANGE
 
 
-# Of a forward that runs: the conversion of its arguments, those arguments that it may put tensors into, the tensors that these
-# held before with their nodes, and how many nodes this thread had made.
-_Held = dict[int, tuple[torch.Tensor, torch.autograd.graph.Node | None]]
-_Running = tuple[Conversion | None, list[Any], _Held, int]
-
-_NOTHING: _Running = None, [], {}, 0
-_MOST_SIZES = 32  # graphs of other sizes are not searched: modules whose every graph differs would pay in every step
+# Of a forward that runs: the conversion of its arguments, and what its graph began with.
+_Running = tuple[Conversion | None, Begun]
+_NOTHING: _Running = None, ([], {}, 0)
 
 
 class Hooks:
@@ -76,8 +73,7 @@ class Hooks:
         self._attachment = attachment
         self._unit = attachment.unit
         self._running: list[_Running] = []
-        self._sizes: set[int] = set()  # numbers of graph nodes of the forwards after which attributes were searched
-        self._keepers: list[tuple[weakref.ref[nn.Module], str]] = []  # attributes that had a tensor of the graph then
+        self._graph = ForwardGraph()
 
     def install(self) -> None:
         """Register the forward hooks on the unit's modules, and those of state dicts on all that own a parameter."""
@@ -147,7 +143,7 @@ class Hooks:
         if not (dtype is device is None):
             conversion = Conversion(dtype, device)
             args, kwargs = conversion.arguments(args, kwargs)
-        self._running.append((conversion, [], {}, sys.maxsize))  # ``after_forward`` runs also if this raises
+        self._running.append((conversion, ([], {}, sys.maxsize)))  # ``after_forward`` runs also if this raises
         if engine.logs or innermost_transform() is not None or is_profiling():
             with _range("pre_forward", unit.name, engine.logs):
                 engine.before_forward(unit, module)
@@ -161,12 +157,7 @@ class Hooks:
             if innermost_transform() is None:
                 args = self._watch_inputs(args, kwargs, engine.comm_ctx.device.type)
             use.begun_at = get_ident(), torch_private.num_nodes_made()
-        growing: list[Any] = []
-        for each in (*args, *kwargs.values()):  # a comprehension would be one more call
-            if not isinstance(each, torch.Tensor) and can_grow(each):
-                growing.append(each)
-        held = {id(each): (each, each.grad_fn) for each in tensors_in(growing)} if growing else {}
-        self._running[-1] = conversion, growing, held, torch_private.num_nodes_made()
+        self._running[-1] = conversion, self._graph.begin((*args, *kwargs.values()))
         return args, kwargs
 
     def _watch_inputs(self, args: Args, kwargs: Kwargs, on: str) -> Args:
@@ -192,31 +183,15 @@ class Hooks:
         """Forward hook: reshard, hook the outputs for backward, cast the output.  It runs also if forward has raised."""
         unit, returned = self._unit, output
         engine = engine_of(unit)
-        conversion, growing, held, num_nodes = self._running.pop() if self._running else _NOTHING
-        put_in = tensors_in(growing) if growing else []  # before the caller's tensors are in the containers again
+        conversion, begun = self._running.pop() if self._running else _NOTHING
+        put_in = self._graph.put_in(begun)
         if conversion is not None:
             conversion.take_back()
-        watched: list[torch.Tensor] = []
+        ends: list[torch.Tensor] = []
         if builds_graph := torch.is_grad_enabled():
-            if isinstance(returned, torch.Tensor) and innermost_transform() is None:
-                watched = [returned] if returned.requires_grad else []
-            else:
-                watched = self._outputs_in_graph(returned)
-            num_made = torch_private.num_nodes_made() - num_nodes
-            if num_made and num_made not in self._sizes and len(self._sizes) < _MOST_SIZES:
-                self._search(module, num_nodes, num_made)
-            if self._keepers:
-                watched += self._kept(watched, num_nodes)
-            # What was there before this forward, leaves included, is not of its graph.
-            numbers = [*map(torch_private.node_number, watched)]
-            if numbers and min(numbers) < num_nodes:
-                watched = [each for each, number in zip(watched, numbers, strict=True) if number >= num_nodes]
+            ends, is_unseen = self._graph.ends(module, begun, returned, put_in)
             for member in (unit, *unit.beside):
-                member.backward.is_unseen = not watched and num_made > 0
-            if put_in:  # what the module has put into its arguments leaves it, too
-                ids = {*map(id, watched)}
-                added = [each for each in put_in if each.requires_grad and id(each) not in ids]
-                watched += [each for each in added if held.get(id(each)) != (each, each.grad_fn)]
+                member.backward.is_unseen = is_unseen
         if engine is None:
             return output
         if engine.logs or innermost_transform() is not None or is_profiling():
@@ -228,10 +203,12 @@ class Hooks:
             return output
         if builds_graph:
             on, thread = engine.comm_ctx.device.type, get_ident()
-            for tensor in watched:
+            for tensor in ends:
                 # This also regenerates the grad_fn of a view that is out of date: register_hook would crash.
                 number = torch_private.node_number(tensor) if tensor.device.type == on else sys.maxsize
-                pre_backward = functools.partial(self.before_backward, unit.num_packs, unit.forward.begun_at, (thread, number))
+                pre_backward = functools.partial(
+                    self.before_backward, unit.num_packs, unit.forward.begun_at, (thread, number)
+                )
                 tensor.register_hook(pre_backward)
                 # An in-place op on a view replaces the view's grad_fn and would lose the hook above; the grad_fn of its base
                 # stays.
@@ -240,30 +217,6 @@ class Hooks:
                     base.grad_fn.register_prehook(pre_backward)
         dtype = unit.settings.precision.output_dtype
         return output if dtype is None else Conversion(dtype, copies=True)(output)
-
-    def _search(self, module: nn.Module, num_nodes: int, num_made: int) -> None:
-        """Note which attributes of the modules of ``module`` keep tensors of its forward, such as auxiliary losses."""
-        self._sizes.add(num_made)
-        todo = [module]
-        for each in todo:
-            todo += [child for child in each.children() if attachment_of(child) is None]
-            for name, value in each.__dict__.items():
-                place, numbers = (weakref.ref(each), name), map(torch_private.node_number, tensors_in(value))
-                if place not in self._keepers and max(numbers, default=-1) >= num_nodes:
-                    self._keepers.append(place)
-
-    def _kept(self, known: list[torch.Tensor], num_nodes: int) -> list[torch.Tensor]:
-        """Return tensors of this forward, other than ``known``, in attributes: a backward may reach them before the output."""
-        ids = {*map(id, known)}
-        values = [owner.__dict__.get(name) for ref, name in self._keepers if (owner := ref()) is not None]
-        found = {id(each): each for each in tensors_in(values) if torch_private.node_number(each) >= num_nodes}
-        return [each for number, each in found.items() if number not in ids]
-
-    def _outputs_in_graph(self, returned: Any) -> list[torch.Tensor]:
-        found = tensors_in(returned) or tensors_in(returned, everywhere=True)
-        if innermost_transform() is not None:
-            found = [each for tensor in found for each in torch_private.graphs_of(tensor)]
-        return [each for each in found if each.requires_grad]
 
     @dynamo_disabled
     def before_backward(self, num_packs: int, begun_at: Place, place: Place, *_: object) -> None:

@@ -1,9 +1,9 @@
 """Which form of each parameter is registered on its modules: compared and switched for a whole unit, at C speed.
 
 ``param.sharded`` and ``param.full`` take turns in the ``_parameters`` of modules.  Between passes user code may put anything
-there, change dtypes, devices and ``requires_grad``, or give a shard other memory.  A Python loop that looks for all of that, for
-every parameter in every forward and backward, costs several times what a small unit computes; so :class:`Tables` are made when
-parameters are packed, and ``map`` compares and switches whole columns of them.
+there, change dtypes, devices and ``requires_grad``, or give a shard other memory.  A Python loop that looks for all of that,
+for every parameter in every pass, costs several times what a small unit computes.  So :class:`Tables` are made when parameters
+are packed, and ``map`` compares and switches whole columns of them.
 """
 
 from __future__ import annotations

@@ -439,7 +439,7 @@ class Unit:
                 return
             if self.held is COMING:
                 self.discard()
-        memory, version, is_sub = self.memory, self._version(pass_number), self.registered is SUB
+        memory, version, is_sub = self.memory, self._current_version(pass_number), self.registered is SUB
         from_sub = is_sub and self.fresh_as_of[0] == version
         if pass_number is None and not from_sub:
             self.ensure_packed()
@@ -618,7 +618,7 @@ class Unit:
 
     # ---- writes of user code to parameters ----
 
-    def _version(self, pass_number: int | None) -> int:
+    def _current_version(self, pass_number: int | None) -> int:
         # Commits count, since a rank whose shards are empty sees no write of the optimizer, yet has to gather when the others
         # do.  In a pass the version is what the check at its begin has read.
         tables = self.tables
@@ -631,7 +631,7 @@ class Unit:
             self.take_writes()
         elif self.fresh_as_of[1] == pass_number:
             return True
-        return self.fresh_as_of[0] == self._version(pass_number)
+        return self.fresh_as_of[0] == self._current_version(pass_number)
 
     def take_writes(self, on_written: Callable[[Unit, Written], None] | None = None) -> None:
         """Copy writes to full parameters into the shards; not in a pass, where other ranks may read the shards.

@@ -556,7 +556,8 @@ class Ledger:
 
     def _written_by_forward(self) -> list[torch.Tensor]:
         """Return the parameters that the model itself writes: embeddings with ``max_norm`` do; shards of those that are."""
-        model, params = self._model(), [param for each in self._attachments for unit in each.units for param in unit.params]
+        model, units = self._model(), [unit for each in self._attachments for unit in each.units]
+        params = [param for unit in units for param in unit.params]
         shards = {id(form): param.sharded for param in params for form in (param.full, param.registered_form)}
         modules = (
             [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)] if model else []

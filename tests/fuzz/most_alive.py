@@ -38,11 +38,7 @@ def most_full(
 
 
 def _padding_of(unit: Unit) -> int:
-    layouts = [
-        (bucket.layout, bucket.full_dtype.itemsize)
-        for bucket in unit.main_buckets
-        if bucket.travels
-    ]
+    layouts = [(bucket.layout, bucket.full_dtype.itemsize) for bucket in unit.main_buckets if bucket.travels]
     return sum(
         (layout.full_numel - sum(each.numel for each in layout.shards)) * itemsize for layout, itemsize in layouts
     )

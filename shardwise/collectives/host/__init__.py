@@ -121,11 +121,11 @@ class _AgreedSizes:
 
 
 class LinkSetup:
-    """Agrees on the link of one process group, and makes it; the parameter groups that use the link share this object.
+    """Agrees on the link of one process group, and makes it; the units that use the link share this object.
 
     Args:
         process_group: the ranks.
-        users: the parameter groups that gather, reduce and sum over the link.
+        users: the units that gather, reduce and sum over the link.
         transport: what this rank allows; the ranks use what all of them allow.
         pool: memory for staging.
         timeout_s: how long to wait for another rank.
@@ -140,7 +140,7 @@ class LinkSetup:
         timeout_s: float,
     ) -> None:
         self._process_group = process_group
-        self._users = [[weakref.ref(group) for group in each] for each in (users.gathers, users.reduces, users.sums)]
+        self._users = [[weakref.ref(unit) for unit in each] for each in (users.gathers, users.reduces, users.sums)]
         self._transport: Transport = transport
         self._pool = pool
         self._timeout_s = timeout_s
@@ -157,8 +157,8 @@ class LinkSetup:
         """
         if self._sizes is not None and not isinstance(self._link, HostLink):
             return self._link
-        users = LinkUsers(*([group for ref in refs if (group := ref()) is not None] for refs in self._users))
-        buckets = [bucket for group in users.gathers for bucket in group.main_buckets if bucket.travels]
+        users = LinkUsers(*([unit for ref in refs if (unit := ref()) is not None] for refs in self._users))
+        buckets = [bucket for unit in users.gathers for bucket in unit.main_buckets if bucket.travels]
         if self._sizes is None or any(bucket.number is None for bucket in buckets):
             sizes = _sizes_of(users, self._process_group.size())
             if sizes != self._sizes:
@@ -234,10 +234,10 @@ def can_link(process_group: dist.ProcessGroup, devices: Collection[torch.device]
 
 
 def _sizes_of(users: LinkUsers, num_ranks: int) -> _AgreedSizes:
-    buckets = [bucket for group in users.gathers for bucket in group.main_buckets if bucket.travels]
+    buckets = [bucket for unit in users.gathers for bucket in unit.main_buckets if bucket.travels]
     sections = tuple((str(each.dtype), each.layout.section_numel) for each in buckets)
-    reduced = [numel * itemsize for group in users.reduces for numel, itemsize in group.largest_reductions()]
-    summed = sum(numel * itemsize for group in users.sums for numel, itemsize in group.largest_reductions())
+    reduced = [numel * itemsize for unit in users.reduces for numel, itemsize in unit.largest_reductions()]
+    summed = sum(numel * itemsize for unit in users.sums for numel, itemsize in unit.largest_reductions())
     slot = slot_bytes(max(reduced, default=0), num_ranks)
     return _AgreedSizes(sections, slot, sum_slot_bytes(summed))
 
