@@ -27,7 +27,7 @@ from shardwise.arguments import explains_arguments, ids_of_ignored, unknown_argu
 from shardwise.collectives.compressed import CompressionPolicy
 from shardwise.collectives.owned import broadcast_from_first
 from shardwise.errors import ArgumentTypeError, ConfigError, StateError, UsageError
-from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch, units_in
+from shardwise.fsdp.attachment import attachment_of, is_managed_by_torch, names_of_units
 from shardwise.fsdp.build import Preset, ShardPlacementFn, build_unit
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.hooks import keep_buffers_equal, wrap_forward_method
@@ -36,7 +36,7 @@ from shardwise.fsdp.module import FSDPModule, mix_in
 from shardwise.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, offload_from, precision_from
 from shardwise.fsdp.roots import bind_units, provisional_engine
 from shardwise.fsdp.unit import Unit
-from shardwise.plan.grouping import UnitRow, UnitTable, compress_paths
+from shardwise.plan.grouping import UnitRow, UnitTable
 
 # ---- Describe the units of a model.
 
@@ -57,12 +57,12 @@ def describe_units(model: nn.Module) -> UnitTable:
         blocks.0-7        8     399,872  1.525 MiB     1.00  shared memory
         2 units, 436,864 parameters, 1.667 MiB
     """
-    paths = units_in(model)
-    if not paths:
+    names = names_of_units(model)
+    if not names:
         raise ConfigError(
             f"{type(model).__name__} contains no unit; call shard_model, fully_shard or replicate on it first"
         )
-    return UnitTable(tuple(_row(unit, compress_paths(names)) for unit, names in paths.items()))
+    return UnitTable(tuple(_row(unit, name) for unit, name in names.items()))
 
 
 def _row(unit: Unit, name: str) -> UnitRow:

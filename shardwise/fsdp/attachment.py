@@ -11,6 +11,7 @@ from shardwise import torch_private
 from shardwise.fsdp.engine import Engine
 from shardwise.fsdp.param import ShardedParam
 from shardwise.fsdp.unit import Unit
+from shardwise.plan.grouping import compress_paths
 
 # ---- The registry of all units: a new unit is refused parameters that the unit of an outer module has.
 
@@ -106,3 +107,13 @@ def units_in(model: nn.Module) -> dict[Unit, list[str]]:
             for unit in attachment.units:
                 found.setdefault(unit, []).append(path)
     return found
+
+
+def names_of_units(model: nn.Module) -> dict[Unit, str]:
+    """Return the names of the units of ``model``: the paths of their modules; further meshes of the same modules are numbered."""
+    paths, named = units_in(model), dict[Unit, str]()
+    for unit in paths:
+        for number, beside in enumerate(unit.beside, 2):
+            named[beside] = f"{compress_paths(paths[unit])} (mesh {number})".lstrip()
+        named.setdefault(unit, compress_paths(paths[unit]))
+    return {unit: named[unit] for unit in paths}

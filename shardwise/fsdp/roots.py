@@ -25,13 +25,12 @@ from shardwise.collectives.streams import SideStream, watch_device
 from shardwise.consistency.agreement import MismatchCheck, open_numbered_exchange
 from shardwise.consistency.process_groups import group_of, patience_s
 from shardwise.errors import StateError
-from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, roots_to_come, units_in
+from shardwise.fsdp.attachment import Attachment, attachment_of, diverging, names_of_units, roots_to_come
 from shardwise.fsdp.comm_context import CommContext, UnitComm
 from shardwise.fsdp.divergence import Divergence, refuse_manual
 from shardwise.fsdp.engine import Engine, engine_of
 from shardwise.fsdp.init_parameters import check_materialized
 from shardwise.fsdp.unit import StepChecks, Unit
-from shardwise.plan.grouping import compress_paths
 from shardwise.plan.schedule import PrefetchBudget
 
 # ---- Engines, with communicators, links and buffer pools for every group of their units.
@@ -276,11 +275,11 @@ def _become_root(attachment: Attachment, may_be_alone: bool) -> Engine:
 
 
 def _name_units(root: nn.Module, attachments: Sequence[Attachment]) -> None:
-    names = units_in(root)
+    names = names_of_units(root)
     paths = {id(param): name for name, param in root.named_parameters()}
     for each in attachments:
-        for number, unit in enumerate(each.units, 1):
-            unit.name = compress_paths(names.get(unit, [""])) + f" (mesh {number})" * (number > 1)
+        for unit in each.units:
+            unit.name = names.get(unit, "")
             for param in unit.params:
                 param.fqn = paths.get(id(param.sharded), param.fqn)
 

@@ -1,0 +1,120 @@
+"""Parameters of one call on two meshes are two units, which are used together and end together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import FSDPMeshInfo, ShardPlacementResult, fully_shard
+
+MICROBATCHES = 2
+
+
+class Block(nn.Module):
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.dense, self.expert, self.recomputes = nn.Linear(6, 5), nn.Linear(5, 6), recomputes
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.expert(self.dense(x).tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.recomputes else self.inner(x)
+
+
+def plain(recomputes: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(recomputes) for _ in range(3)]).double()
+
+
+def sharded(meshes: DeviceMesh, recomputes: bool = False, **options: Any) -> Any:
+    """Return the model whose experts are sharded over two ranks each, and everything else over four."""
+    model, everyone = plain(recomputes), init_device_mesh("cpu", (4,))
+    experts = {param for block in model for param in block.expert.parameters()}
+
+    def place(param: nn.Parameter) -> ShardPlacementResult:
+        return ShardPlacementResult(Shard(0), FSDPMeshInfo(meshes["inner"] if param in experts else everyone, 0))
+
+    for block in model:
+        fully_shard(block, mesh=everyone, shard_placement_fn=place, **options)
+    return fully_shard(model, mesh=everyone, **options)
+
+
+def inputs(step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+    return torch.randn(3, 6, generator=generator, dtype=torch.float64)
+
+
+@contextmanager
+def syncing(model: Any, is_on: bool) -> Iterator[None]:
+    with shardwise.policy(model, sync=is_on):
+        yield
+
+
+def step_of(model: Any, optimizer: torch.optim.Optimizer, number: int, reference: bool, group: Any) -> None:
+    for micro in range(MICROBATCHES):
+        if reference:
+            model(inputs(number, micro)).square().sum().backward()
+        else:
+            with syncing(model, micro == MICROBATCHES - 1):
+                model(inputs(number, micro)).square().sum().backward()
+    for name, param in model.named_parameters() if reference else ():
+        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG, group=group if "expert" in name else None)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(4)
+def test_they_train_as_the_plain_model_and_so_does_a_copy(reshard: bool | None, recomputes: bool) -> None:
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    group, other = meshes["inner"].get_group(), plain()
+    model = sharded(meshes, recomputes, reshard_after_forward=reshard)
+    mine, its = (torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, other))
+    for number in range(4):
+        if number == 2:  # a state dict between two steps, parameters by hand, and a copy that goes on
+            model.load_state_dict(model.state_dict())
+            model[1].unshard()
+            assert model[1].expert.weight.shape == (6, 5)
+            model[1].reshard()
+            copied = copy.deepcopy(model)
+            state = copy.deepcopy(mine.state_dict())
+            model, mine = copied, torch.optim.SGD(copied.parameters(), lr=0.05, momentum=0.9)
+            mine.load_state_dict(state)
+        step_of(model, mine, number, False, group)
+        step_of(other, its, number, True, group)
+        for (name, param), want in zip(model.named_parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(param.full_tensor(), want, msg=lambda text, name=name: f"{number} {name} {text}")
+
+
+@on_ranks(4)
+def test_both_are_prefetched_and_described() -> None:
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = sharded(meshes)
+    rows = [row.name for row in shardwise.describe_units(model).rows]
+    assert rows == ["", "0", "0 (mesh 2)", "1", "1 (mesh 2)", "2", "2 (mesh 2)"]
+    for number in range(3):
+        with shardwise.trace(model) as trace:
+            model(inputs(number, 0)).square().sum().backward()
+    order = [f"{call.op.value} {call.unit}" for call in trace.calls]
+    for block in "12":
+        assert (
+            order.index(f"unshard {block} (mesh 2)")
+            < order.index(f"wait {int(block) - 1} (mesh 2)") + 2
+            < order.index(f"wait {block}")
+        )
+    reduced = [call.unit for call in trace.calls if call.op.value == "reduce"]
+    assert reduced == ["2", "2 (mesh 2)", "1", "1 (mesh 2)", "0", "0 (mesh 2)"]
