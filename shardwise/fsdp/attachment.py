@@ -110,7 +110,7 @@ def units_in(model: nn.Module) -> dict[Unit, list[str]]:
 
 
 def names_of_units(model: nn.Module) -> dict[Unit, str]:
-    """Return the names of the units of ``model``: the paths of their modules; further meshes of the same modules are numbered."""
+    """Return the names of the units of ``model``: paths of their modules; those of further meshes are numbered."""
     paths, named = units_in(model), dict[Unit, str]()
     for unit in paths:
         for number, beside in enumerate(unit.beside, 2):
