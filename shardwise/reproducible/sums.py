@@ -44,7 +44,7 @@ class PartialSum(NamedTuple):
 
 
 class GroupSums:
-    """The partial sums of one parameter group, by what is summed.
+    """The partial sums of one unit, by what is summed.
 
     Args:
         place: the microbatches of this rank.
