@@ -6,6 +6,7 @@ nothing has it any more.
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import tokenize
@@ -57,6 +58,7 @@ def parts_of(name: str) -> list[str]:
     return [part.lower() for part in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", name)]
 
 
+@functools.cache
 def tokens_of(path: Path) -> list[tokenize.TokenInfo]:
     return list(tokenize.generate_tokens(io.StringIO(path.read_text()).readline))
 

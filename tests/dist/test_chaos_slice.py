@@ -31,7 +31,6 @@ JOBS = [
     diverging(Program("fully_shard", "auto"), 2, "width"),
     diverging(Program("zero2", "auto"), 2, "frozen"),
     diverging(Program("whole_matrix", "auto"), 2, "extra block"),
-    elastic(4),
 ]
 
 
@@ -40,11 +39,12 @@ def campaign() -> Campaign:
     return Campaign()
 
 
-# What others of these say of two ranks, or of a host beside another.
+# What others of these say of two ranks, or of a host beside another; test_elastic.py kills ranks of elastic runs.
 MORE = [
     faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "kill", "between steps", rank=1),
     faulty(Program("fully_shard", "auto", ranks_per_host=2), 4, "late", "forward", rank=3),
     faulty(Program("fully_shard", "gloo"), 2, "kill", "reduction", rank=0),
+    elastic(4),
 ]
 CASES = [*JOBS, *(pytest.param(job, marks=pytest.mark.exhaustive) for job in MORE)]
 

@@ -60,7 +60,7 @@ def _of_all(buffers: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_buffers_that_differ_are_refused_by_name_on_every_rank(wait: bool, tmp_path: Path) -> None:
     model = _trained()
     names = "model/codes, model/norm.running_mean, model/norm.running_var, model/norm.num_batches_tracked; rank 0 and rank 1"

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ends import SHAPES, Gradients, Shapes, layout_for, whole
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.ways import LINKS, SUM_SLOT_BYTES, WAYS, Way, way_over
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -215,7 +215,7 @@ def test_ranks_that_sum_different_things_are_told_and_nobody_gets_numbers_of_bot
             assert bool((tensor == 1).all())
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_links_take_what_they_are_for_and_say_so_on_every_rank() -> None:
     for name in LINKS:
         with way_over(name) as way:
@@ -247,7 +247,7 @@ def test_collectives_on_their_way_together_do_not_mix() -> None:
             assert all(each.is_right() for each in (*gathers, *reductions)), name
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_second_wait_and_a_cancel_after_a_wait_do_nothing() -> None:
     for name in ways():
         with way_over(name) as way:
@@ -291,7 +291,7 @@ def test_what_is_cancelled_is_not_delivered_and_the_next_call_works() -> None:
             assert bool((full == -1.0).all()), name
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_memory_comes_back_once_whether_waited_for_or_cancelled() -> None:
     for name in ways():
         with way_over(name) as way:
@@ -304,7 +304,7 @@ def test_memory_comes_back_once_whether_waited_for_or_cancelled() -> None:
                 assert is_free(way), (name, mode)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_warm_span_allocates_nothing() -> None:
     for name in ("packed", *LINKS):
         with way_over(name) as way:
@@ -348,7 +348,7 @@ def test_one_rank_that_wants_collectives_sends_all_of_them_there() -> None:
                 way.link.close()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_a_rank_in_another_kind_of_span_is_named() -> None:
     with way_over("shared memory") as way:
         assert way.link is not None

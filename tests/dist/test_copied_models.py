@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import assert_same, average_gradients, gradient_of
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch import nn
 
 from shardwise import fully_shard, replicate, shard_model
@@ -43,7 +43,7 @@ def _reference(*numbers: int) -> nn.Sequential:
     return model
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_gradients_held_back_stay_with_the_model_and_its_copy_begins_without() -> None:
     model = _sharded()
     model.set_requires_gradient_sync(False)

@@ -15,18 +15,9 @@ from shardwise.consistency.agreement import open_agreement
 from shardwise.errors import TransportError
 
 DTYPES = [
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e8m0fnu,
-    torch.int16,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.int16, torch.uint16,
+    torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+]  # fmt: skip
 
 
 def _bits(tensor: torch.Tensor) -> list[int]:

@@ -35,7 +35,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("api", WRAPS)
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_every_api_yields_the_tensors_of_the_plain_model(api: str) -> None:
     assert_same(dict(full_tensors(WRAPS[api](Net(3)))), Net(3).state_dict())
 
@@ -106,7 +106,7 @@ def test_names_that_are_not_wanted_are_not_gathered() -> None:
 WIDTH, NUM_BLOCKS = 64, 6
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_no_more_than_one_unit_is_unsharded_at_a_time() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(NUM_BLOCKS)))
     for block in model:

@@ -64,7 +64,7 @@ def against_one_process(model: str, optimizer: str, reshard: bool | None, transp
     [
         ("sgd", "auto", 2),
         pytest.param("adamw-foreach", "gloo", 2, marks=pytest.mark.exhaustive),
-        ("adamw-foreach", "auto", 4),
+        pytest.param("adamw-foreach", "auto", 4, marks=pytest.mark.exhaustive),  # test_reference.py has four ranks, too
         ("adamw-fused", "gloo", 2),
     ],
 )
@@ -118,7 +118,7 @@ def against_peers(num_steps: int, transport: Transport) -> None:
     ("transport", "num_ranks"),
     [
         ("auto", 2),
-        ("gloo", 2),
+        pytest.param("gloo", 2, marks=pytest.mark.exhaustive),  # to the bit as "auto": test_transports.py
         pytest.param("collective", 2, marks=pytest.mark.exhaustive),
         pytest.param("auto", 4, marks=pytest.mark.exhaustive),
         ("collective", 4),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.inside import Recorder, engine_of, start_peak
 from helpers.models import Block, batch_for
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import build_sharded, loss_of, share
 from helpers.trains_alike import assert_trains_alike, batch
 from torch import nn
@@ -143,7 +143,7 @@ def registered(module: nn.Module) -> bool:
     return kind
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_registered_parameters() -> None:
     for reshard in (True, False, 2):
         model = build_sharded(reshard_after_forward=reshard)
@@ -343,7 +343,7 @@ def test_deleting_the_model_frees_it_at_once() -> None:
         gc.enable()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_steady_state_is_a_rank_s_share() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import average_gradients, is_incomplete
 from helpers.models import Block, batch_for, build
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import batch, build_sharded
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -249,7 +249,7 @@ def test_ranks_may_use_different_parameters() -> None:
         reference.zero_grad()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_meta_initialisation() -> None:
     for width in (7, 1):
         with torch.device("meta"):

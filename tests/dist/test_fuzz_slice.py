@@ -20,32 +20,12 @@ from helpers.ranks import on_ranks
 from shardwise.observe import Call, Op
 
 SEEDS: dict[str, tuple[int, ...]] = {
-    "structure": (0, 2, 6),
-    "aliases": (1, 2, 3),
-    "accumulation": (0, 3, 5),
-    "checkpointing": (1, 3, 4),
-    "changes": (0, 1, 4),
-    "byhand": (0, 1, 2),
-    "doors": (0, 1, 2),
-    "optimizers": (0, 1, 3),
-    "meshes": (0, 1, 2),
-    "precision": (0, 1, 2),
-    "compiled": (0,),
-    "resume": (0, 2, 3),
-    "hooks": (0, 1, 2),
-    "mixed": (0, 1, 2),
-    "zero": (0, 1, 2),
-    "groups": (0, 1),
-    "joins": (0, 1),
-    "copies": (1, 3),
-    "meta": (0, 1, 7, 10),
-    "losses": (0, 1),
-    "saves": (0, 1),
-    "sizes": (0, 1),
-    "beside": (0, 1),
-    "around": (2, 4),
-    "offload": (0, 1),
-}
+    "structure": (0, 2, 6), "aliases": (1, 2, 3), "accumulation": (0, 3, 5), "checkpointing": (1, 3, 4),
+    "changes": (0, 1, 4), "byhand": (0, 1, 2), "doors": (0, 1, 2), "optimizers": (0, 1, 3), "meshes": (0, 1, 2),
+    "precision": (0, 1, 2), "compiled": (0,), "resume": (0, 2, 3), "hooks": (0, 1, 2), "mixed": (0, 1, 2),
+    "zero": (0, 1, 2), "groups": (0, 1), "joins": (0, 1), "copies": (1, 3), "meta": (0, 1, 7, 10), "losses": (0, 1),
+    "saves": (0, 1), "sizes": (0, 1), "beside": (0, 1), "around": (2, 4), "offload": (0, 1),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def results_seen() -> Iterator[list[int]]:
         yield seen
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_the_parameter_of_a_unit_is_the_result_of_its_gather() -> None:
     bf16 = MixedPrecisionPolicy(torch.bfloat16)
     for rows in (12, 11):  # the last of two and of four ranks is a row short

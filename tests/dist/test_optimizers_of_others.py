@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.compare import CLOSE, EXACT, assert_same, full
 from helpers.models import batch_for, build
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import shard_units, step_on_drawn_gradients
 
 from shardwise import ConfigError, ShardedOptimizer, ZeroRedundancyOptimizer
@@ -192,7 +192,7 @@ def test_methods_of_a_whole_matrix_optimizer_and_unknown_names_are_refused() -> 
         optimizer.evil()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_sums_over_all_elements_are_those_of_all_ranks() -> None:
     plain = build("plain")
     model = shard_units(copy.deepcopy(plain))

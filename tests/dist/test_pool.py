@@ -111,7 +111,7 @@ def _make_groups_so(on_rank_0: str) -> None:
 
     def late(*args: object, **kwargs: object) -> None:
         make(*args, **kwargs)
-        time.sleep(0.5)
+        time.sleep(1.0)
 
     def never(*args: object, **kwargs: object) -> None:
         make(*args, **kwargs)
@@ -126,7 +126,7 @@ def test_no_rank_begins_before_all_are_connected() -> None:
     with WorkerPool(max_ranks=2, preload=PRELOAD) as own:
         own.run(_make_groups_so, on_rank_0="late")
         starts = own.run(time.monotonic)
-    assert abs(starts[0] - starts[1]) < 0.25, starts
+    assert abs(starts[0] - starts[1]) < 0.75, starts
 
 
 def test_a_rank_without_a_group_does_not_spoil_the_next_call() -> None:

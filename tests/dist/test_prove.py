@@ -25,7 +25,7 @@ from shardwise.prove.run import ProveOptions, compare_folders
 from shardwise.prove.sketch import sketch, sketch_of
 
 PROVE = [*COMMAND[: COMMAND.index("train")], "prove"]
-QUICK = ("hook_divides_again", "step_skipped_on_one_rank", "divided_by_hand", "shard_model")
+QUICK = ("hook_divides_again", "rate_by_rank", "divided_by_hand", "shard_model")
 
 
 def prove(folder: Path, text: str, ranks: int, options: Sequence[str] = ()) -> Ended:

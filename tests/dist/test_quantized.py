@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.compare import CLOSE, assert_equal, full
 from helpers.folders import folder_of_all
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch import nn
 
 from shardwise import checkpoint, fully_shard
@@ -142,7 +142,7 @@ def adapters(model: nn.Module) -> list[torch.Tensor]:
     return [full(param).detach() for param in model.parameters() if param.requires_grad]
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_adapters_on_a_quantized_base_train_as_one_process_and_the_base_keeps_its_codes() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     sharded, alone = train(shard(make()), rank, size), train(make(), 0, 1)

@@ -105,8 +105,8 @@ def test_engine_and_reference_train_alike(policy: str, optimizer: str) -> None:
         assert_train_alike(both(name, POLICIES[policy]), lambda step, name=name: batch(step, name), optimizer)
 
 
-@pytest.mark.parametrize(("policy", "num_ranks"), [("own", 2), ("half, reduced in float32", 2)])
-@on_ranks()
+@pytest.mark.parametrize("policy", [pytest.param("own", marks=pytest.mark.exhaustive), "half, reduced in float32"])
+@on_ranks(2)
 def test_engine_and_reference_accumulate_alike(policy: str) -> None:
     for name in MODELS:
         models = both(name, POLICIES[policy])

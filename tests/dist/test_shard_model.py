@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.compare import EXACT, assert_same
 from helpers.inside import Recorder
 from helpers.models import Block
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.stacked import BLOCK, HUGE, Stacked, build, inputs, mixed, uneven, units
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,7 +131,7 @@ def test_ignored_inner_and_tied_parameters_do_not_count() -> None:
     model(torch.randn(2, 7)).sum().backward()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_explicit_units_stay_as_they_are() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     reference = build("uneven")

@@ -128,17 +128,9 @@ def _specs() -> dict[str, ChunkShardingSpec]:
 def _wholes() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {
-        "plain": (3, 4),
-        "st_rows": (10, 3),
-        "st_columns": (3, 9),
-        "st_several": (17, 2),
-        "st_few_rows": (2, 3),
-        "st_absent": (4, 3),
-        "rows": (9, 4),
-        "few_rows": (3, 5),
-        "columns": (4, 6),
-        "vector": (7,),
-    }
+        "plain": (3, 4), "st_rows": (10, 3), "st_columns": (3, 9), "st_several": (17, 2), "st_few_rows": (2, 3),
+        "st_absent": (4, 3), "rows": (9, 4), "few_rows": (3, 5), "columns": (4, 6), "vector": (7,),
+    }  # fmt: skip
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 

@@ -156,7 +156,7 @@ def test_survivors_name_the_killed_rank_and_nothing_is_left(point: str, num_rank
     check_survivors(job, victim)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 def test_a_rank_killed_from_outside_at_any_instruction(seed: int, no_leak: object) -> None:
     chance = random.Random(seed)
     num_ranks = chance.choice((2, 4))
@@ -246,6 +246,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive  # the test before says with fewer processes where segments live
 def test_segments_larger_than_dev_shm(tmp_path: Path) -> None:
     mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
     apart = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

@@ -189,7 +189,7 @@ def as_users_have(case: OwnCase, values: Mapping[str, Mapping[str, Any]]) -> dic
     }
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_loaded_state_and_options_go_on_as_the_run_they_are_of() -> None:
     for kind, make in OWN.items():
         first, second = make(ONE_GROUP), make([(ONE_GROUP[0][0], {"lr": 9.0})])
@@ -232,7 +232,7 @@ def test_blank_states_look_like_live_ones_and_making_them_changes_nothing() -> N
         assert blank == forms(case.backend.states()), kind
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_local_states_need_nobody_else_and_have_the_names_of_all() -> None:
     for kind, make in OWN.items():
         case = make(ONE_GROUP)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.commands import COMMAND, options, start
+from helpers.commands import COMMAND, options
+from helpers.forked_commands import start_forked
 from helpers.network import listeners
 from helpers.ranks import on_ranks
 from helpers.runs import write_text
@@ -76,11 +77,14 @@ def test_a_rank_of_the_command_sends_nothing_to_a_stranger_in_its_group(tmp_path
     run, text = tmp_path / "run", write_text(tmp_path)
     words = [*COMMAND, *options(data=text, out=run, nproc=2)]
     place = {"WORLD_SIZE": "2", "SHARDWISE_STORE": str(tmp_path / "store"), "SHARDWISE_LAUNCHER_PID": str(os.getpid())}
-    with start(words, place | {"RANK": "0"}) as first:
+    with start_forked(words, place | {"RANK": "0"}) as first:
         while not (found := listeners([first.pid])):
             assert first.poll() is None
             time.sleep(0.02)
-        with stranger_at([each.port for each in found]) as stranger, start(words, place | {"RANK": "1"}) as second:
+        with (
+            stranger_at([each.port for each in found]) as stranger,
+            start_forked(words, place | {"RANK": "1"}) as second,
+        ):
             error = first.communicate(timeout=120)[1]
             second.kill()
             assert stranger.received() == 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.compare import full, local
 from helpers.inside import engine_of, link_name_of, parts_from
 from helpers.models import MODELS, batch_for, units_of
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import build_sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -367,7 +367,7 @@ def run_in_place_all_reduces() -> None:
         torch.testing.assert_close(full(param.grad), expected, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_large_gradients_are_all_reduced_where_they_are() -> None:
     """Held gradients of a backward that raises must not be overwritten by the sums of that backward."""
     with parts_from(60):  # the weights, not the biases

@@ -151,7 +151,7 @@ def test_overlapped_steps_cannot_be_clipped() -> None:
             zero.clip_grad_norm_(1.0)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_clipping_works_in_join() -> None:
     """Ranks that have joined clip nothing, and nobody waits for them."""
     rank = dist.get_rank()

@@ -100,7 +100,7 @@ def test_averaged_gradients_are_compared_once() -> None:
         assert seen.warnings == []
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_hooks_of_ddp_give_the_same_bits() -> None:
     """Rings, compression, low-rank approximation: what a rank gets is what all get."""
     hooks: list[tuple[Any, Any]] = [
@@ -297,7 +297,7 @@ def test_closures_may_average() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_joined_ranks_are_left_out() -> None:
     """Also one that has no inputs at all."""
     rank = dist.get_rank()

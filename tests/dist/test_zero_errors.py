@@ -68,7 +68,7 @@ def alone(check: Callable[[], None]) -> Callable[[], None]:
     return test
 
 
-@on_ranks(2, 4, timeout_s=60.0)
+@on_ranks(2, FOUR, timeout_s=60.0)
 @alone
 def test_other_parameters_on_one_rank_are_named() -> None:
     group, rank = _group(), dist.get_rank()

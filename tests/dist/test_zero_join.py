@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.compare import from_rank
-from helpers.ranks import on_ranks
+from helpers.ranks import FOUR, on_ranks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -113,7 +113,7 @@ def test_a_joined_rank_gets_the_gradients_of_its_share(partition: str) -> None:
         assert torch.equal(p, expected)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_steps_after_a_join_are_as_ever() -> None:
     """After the Join, and in a second one, steps are as ever."""
     model = _model()
@@ -138,7 +138,7 @@ def _step(model, optim) -> None:
     optim.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_early_termination_raises_on_every_rank() -> None:
     """With ``throw_on_early_termination`` every rank raises torch's errors."""
     model = _model()

@@ -61,7 +61,7 @@ def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_aliases_of_parameters_stay_live() -> None:
     """Taken before the optimizer was made, or between any changes of what trains and where it lies."""
     ways = (

@@ -126,7 +126,7 @@ def test_overlap_changes_no_bit() -> None:
         assert_equal(*results)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_unused_parameters_stay_and_accumulated_gradients_count() -> None:
     """A parameter nobody used does not change; gradients of no_sync() are part of the step."""
 
@@ -192,7 +192,7 @@ def test_a_joined_rank_steps_its_share() -> None:
         assert_equal(found, results[0], way)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_wrong_arguments_are_refused() -> None:
     ddp = _ddp(_model())
     no_overlap = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)

@@ -125,7 +125,7 @@ class PeakBytes(TorchDispatchMode):
         self.live -= size
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_consolidation_takes_one_tensor_beside_the_target() -> None:
     """Peak extra memory: the state on the target, one tensor or two elsewhere; the second time nothing moves."""
     for partition in ("whole", "even"):
@@ -159,7 +159,7 @@ def test_consolidation_takes_one_tensor_beside_the_target() -> None:
             zero.state_dict()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_state_that_does_not_fit_is_refused() -> None:
     model = _model()
     zero = _make("even", model)
@@ -176,7 +176,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
         zero.load_state_dict(factored)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_state_keeps_shape_and_values_in_any_memory_order() -> None:
     """Channels-last and transposed parameters: states keep shape and values, in whichever partition."""
     for partition, bucket_view in product(("whole", "even"), (False, True)):
@@ -201,7 +201,7 @@ def test_state_keeps_shape_and_values_in_any_memory_order() -> None:
                 assert torch.allclose(zero.state_dict()["state"][index]["exp_avg"], adam.state[p]["exp_avg"])
 
 
-@on_ranks(2, 4)
+@on_ranks(2, FOUR)
 def test_torch_does_not_step_for_state() -> None:
     """torch's functions make state by a step on zeros where they see none: they must see it, on every rank."""
     for partition, params in product(("whole", "even"), (_groups, lambda model: [*model.parameters()][:1])):

@@ -69,7 +69,7 @@ def test_state_dict() -> None:
     assert o.param_groups[0]["params"][0].device == x.device
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_lr_scheduler() -> None:
     x, x2 = (torch.tensor([1.0], requires_grad=True) for _ in range(2))
     o, o2 = ZeroRedundancyOptimizer([x], optimizer_class=SGD, lr=0.01), SGD([x2], lr=0.01)
@@ -92,7 +92,7 @@ def test_lr_scheduler() -> None:
     assert x.item() != 1.0
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_groups_put_in_place_of_the_old_are_followed() -> None:
     x = torch.tensor([1.0], requires_grad=True)
     o = ZeroRedundancyOptimizer([x], optimizer_class=SGD, lr=0.1)
@@ -103,7 +103,7 @@ def test_groups_put_in_place_of_the_old_are_followed() -> None:
     assert o.param_groups[0]["lr"] == 0.5
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_step_with_kwargs() -> None:
     kwarg: list[Any] = []
     x = torch.tensor([1.0], requires_grad=True)
@@ -114,7 +114,7 @@ def test_step_with_kwargs() -> None:
     assert x.item() == pytest.approx(0.9)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_step_with_extra_inner_key() -> None:
     x = torch.tensor([1.0], requires_grad=True)
     o = ZeroRedundancyOptimizer([x], optimizer_class=SGDWithNewKey, lr=0.1)
@@ -124,7 +124,7 @@ def test_step_with_extra_inner_key() -> None:
     assert x.item() == pytest.approx(0.9)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_step_without_closure() -> None:
     x = torch.tensor([1.0], requires_grad=True)
     o = ZeroRedundancyOptimizer([x], optimizer_class=SGDWithoutClosure, lr=0.1)
@@ -133,7 +133,7 @@ def test_step_without_closure() -> None:
     assert x.item() == pytest.approx(0.9)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_zero_grad() -> None:
     for partition in ("whole", "even"):
         torch.manual_seed(0)  # the same gradients on all ranks
@@ -150,7 +150,7 @@ def test_zero_grad() -> None:
         assert m.bias.grad is None
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_constructor() -> None:
     m = torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.Linear(10, 10), torch.nn.Linear(10, 10))
     weights, biases = [layer.weight for layer in m], [layer.bias for layer in m]
@@ -177,7 +177,7 @@ def test_constructor() -> None:
             ZeroRedundancyOptimizer(m.parameters(), SGD, **options)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_functional_optimizers() -> None:
     from torch.distributed.optim.functional_adam import _FunctionalAdam
 
@@ -187,7 +187,7 @@ def test_functional_optimizers() -> None:
     assert type(ZeroRedundancyOptimizer(x, _FunctionalAdam, overlap_with_ddp=True, lr=0.1).optim) is Adam
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, FOUR)
 def test_same_dense_param_type() -> None:
     sparse = torch.sparse_coo_tensor(size=(2, 3))
     for params in (

@@ -59,9 +59,7 @@ def draw(seed: int, area: str, max_ranks: int = 4) -> Case:
     if area == "resume":
         actions = _with_restart(random, actions, max_ranks)
     case = _with_able_doors(Case(seed, area, num_ranks, model, settings, tuple(actions), ()))
-    if not any(
-        suits(case, each) for each in OURS
-    ):  # nobody joins, syncs buffers, sees .data or begins apart and has the rest
+    if not any(suits(case, each) for each in OURS):  # none joins, sees .data or begins apart, and has the rest
         actions = [action for action in actions if not (isinstance(action, do.JoinLoop) or _assigns_data(action))]
         case = replace(case, settings=replace(settings, sync_buffers=False, apart=""), actions=tuple(actions))
     return replace(case, contenders=_draw_contenders(random, weights, case))

@@ -269,29 +269,10 @@ def _has_gradients(case: Case, contender: Contender) -> bool:
 
 
 RULES: tuple[Callable[[Case, Contender], bool], ...] = (
-    _has_mesh,
-    _has_gradients,
-    _has_policies,
-    _follows_steps,
-    _has_whole_matrices,
-    _averages,
-    _hooks_gradients,
-    _keeps_sums,
-    _is_compiled,
-    _syncs_buffers,
-    _notices_data,
-    _takes_strides,
-    _joins,
-    _has_units,
-    _defers_alike,
-    _has_own,
-    _ignores,
-    _wraps,
-    _torch_is_right,
-    _torch_can,
-    _clips_shards,
-    _means_the_same,
-)
+    _has_mesh, _has_gradients, _has_policies, _follows_steps, _has_whole_matrices, _averages, _hooks_gradients,
+    _keeps_sums, _is_compiled, _syncs_buffers, _notices_data, _takes_strides, _joins, _has_units, _defers_alike,
+    _has_own, _ignores, _wraps, _torch_is_right, _torch_can, _clips_shards, _means_the_same,
+)  # fmt: skip
 
 
 def _names_a_unit(action: do.Action) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 from helpers.commands import COMMAND, Ended, clean_environment
 from helpers.jobs import PRELOAD
+from shardwise.cli import LAUNCHER_VARIABLE
 from shardwise.loop import launch
 
 
@@ -131,6 +132,8 @@ def _run_command(
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     launch._start = _fork_rank  # pyright: ignore
+    if LAUNCHER_VARIABLE in environment:
+        environment[LAUNCHER_VARIABLE] = str(os.getppid())  # the server stands for the launcher
     _run_main(words, environment)
 
 

@@ -86,12 +86,8 @@ def matrices() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "plain": plain,
-    "mixed": mixed,
-    "frozen": frozen,
-    "tied": TiedModel,
-    "matrices": matrices,
-}
+    "plain": plain, "mixed": mixed, "frozen": frozen, "tied": TiedModel, "matrices": matrices,
+}  # fmt: skip
 
 
 def build(name: str, seed: int = 0) -> nn.Module:

@@ -94,17 +94,10 @@ def tokens() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "uneven": uneven,
-    "mixed": mixed,
-    "larger-first": larger_first,
-    "half-frozen": half_frozen,
-    "tied": tied,
-    "left-out": left_out,
-    "checkpointed": checkpointed,
-    "checkpointed-and-frozen": checkpointed_and_frozen,
-    "tokens": tokens,
-    "compiled": compiled,
-}
+    "uneven": uneven, "mixed": mixed, "larger-first": larger_first, "half-frozen": half_frozen, "tied": tied,
+    "left-out": left_out, "checkpointed": checkpointed, "checkpointed-and-frozen": checkpointed_and_frozen,
+    "tokens": tokens, "compiled": compiled,
+}  # fmt: skip
 
 
 def inputs(name: str, step: int, size: int) -> torch.Tensor:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch.distributed as dist
-from helpers.posts import announce_as, announce_elsewhere, gone_process, make_exchange, on_threads
+from helpers.posts import announce_as, gone_process, make_exchange, on_threads
 
 from shardwise import DesyncError
-from shardwise.consistency import failure_report
 from shardwise.consistency.agreement import MismatchCheck, StoreExchange
 from shardwise.consistency.failure_report import put
 
@@ -21,7 +18,7 @@ def _raises(exchange: StoreExchange, plan: list[str]) -> str:
 
 
 def test_a_rank_with_another_plan_and_the_first_name_each_other() -> None:
-    first, _, last = make_exchange(timeout_s=5.0)
+    first, _, last = make_exchange(timeout_s=1.0)  # rank 5 is waited for
     texts = on_threads(lambda each: _raises(each, ["x"] if each is last else ["y"]), [first, last])
     for text in texts:
         assert text.startswith("ranks have different collectives in a step: rank 4: y; rank 9: x\n")
@@ -43,27 +40,6 @@ def test_a_rank_that_left_without_a_word_is_named_alone() -> None:
     exchange[2].post("plan/1", '["collectives in a step", "y"]')
     announce_as(store, 5, gone_process())
     assert _raises(exchange[0], ["y"]).startswith("rank 5 is gone (it reported no exception")
-
-
-@pytest.mark.parametrize(
-    ("own", "left"),
-    [
-        ("Read error [10.0.0.2]:47776: Connection timed out", ""),
-        ("Connection closed by peer", "Read error [10.0.0.2]:47776: Connection timed out"),
-    ],
-)
-def test_ranks_on_a_host_that_does_not_answer_are_named_and_not_waited_for(
-    own: str, left: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failure_report, "_SAY_S", 1e6)
-    store = dist.HashStore()
-    exchange = make_exchange(store)
-    announce_as(store, 5, os.getpid())
-    announce_elsewhere(store, 9)
-    put(store, 5, left)
-    lines = str(MismatchCheck(exchange[0]).explain(RuntimeError(own), "call 3: wait of unit 'a'")).splitlines()
-    assert lines[1].startswith("rank 9 is on another host, from which no answer has come for 5 s: ")
-    assert lines[2].startswith("Ranks must run")
 
 
 def test_all_ranks_that_are_late_are_named_and_not_the_first_of_them_alone() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
-import pickle
 
 import pytest
 import torch
@@ -23,16 +20,6 @@ def test_a_carved_tensor_has_its_own_storage(dtype: torch.dtype) -> None:
     expected = torch.zeros(64, dtype=dtype)
     expected[8:20] = 1
     assert torch.equal(flat.view(torch.uint8), expected.view(torch.uint8))
-
-
-def test_it_saves_pickles_and_copies_only_itself() -> None:
-    flat = torch.arange(1_000_000.0)
-    part = suballocate(flat, 10, (5,))
-    stream = io.BytesIO()
-    torch.save(part, stream)
-    assert stream.tell() < 10_000
-    assert torch.equal(pickle.loads(pickle.dumps(part)), flat[10:15])
-    assert torch.equal(copy.deepcopy(part), flat[10:15])
 
 
 def test_a_memory_order_is_kept() -> None:

@@ -15,7 +15,7 @@ from helpers.posts import announce_as, announce_elsewhere, gone_process, make_ex
 
 from shardwise import DesyncError, TransportError, record
 from shardwise.consistency import failure_report
-from shardwise.consistency.agreement import begin_generation
+from shardwise.consistency.agreement import GroupAgreement, begin_generation
 from shardwise.consistency.failure_report import (
     ASKS,
     cited,
@@ -174,6 +174,18 @@ def test_a_backends_own_error_carries_what_is_known_of_the_others(
     assert written is not None
     assert "rank 1 is gone" in written.reasons[-1].text
     assert _words().endswith("Connection closed by peer; rank 1 is gone")
+
+
+def test_a_rank_that_reports_why_it_failed_is_cited_where_a_collective_of_a_group_fails(job: dist.Store) -> None:
+    for rank in (5, 9):
+        put(job, rank, f"DesyncError: rank {rank} is in consolidate_state_dict(to=0)")
+    assert dist.group.WORLD is not None
+    agreement = GroupAgreement(dist.group.WORLD, make_exchange(job)[0], has_peers=True)
+    found = str(agreement.explain("step() number 3", RuntimeError("Timed out waiting 20000ms")))
+    assert found.startswith(
+        "step() number 3: all ranks have failed; the last error of rank 5: DesyncError: rank 5 is in"
+    )
+    assert "the last error of rank 9" in found
 
 
 @pytest.mark.usefixtures("job")

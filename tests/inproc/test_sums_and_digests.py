@@ -1,10 +1,9 @@
-"""Partial sums are added in the order of the tree, and digests of the parts of a tensor add up."""
+"""Partial sums are added in the order of the tree."""
 
 from __future__ import annotations
 
 import torch
 
-from shardwise.prove.sketch import Box, digest
 from shardwise.reproducible.sums import add_alike, add_up
 from shardwise.reproducible.tree import Node
 
@@ -21,14 +20,3 @@ def test_sums_that_replicas_receive_later_do_not_use_the_memory_of_messages() ->
     found = add_alike([(Node(number, 1), value) for number, value in enumerate(arrived)])
     arrived.zero_()  # the next message
     assert [(node, value.tolist()) for node, value in found] == [(Node(0, 2), [2.0, 4.0]), (Node(2, 1), [4.0, 5.0])]
-
-
-def test_digests_of_parts_add_up_to_that_of_the_whole() -> None:
-    whole = torch.randn(5, 6, 3)
-    for dim in range(3):
-        parts, start = list[torch.Tensor](), 0
-        for part in whole.split((1, whole.shape[dim] - 1), dim):
-            offsets = tuple(start * (each == dim) for each in range(3))
-            parts.append(digest(part, Box(tuple(whole.shape), offsets, tuple(part.shape))))
-            start += part.shape[dim]
-        assert sum(parts) == digest(whole) != digest(whole.flip(dim))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import islice
 
 import pytest
-from chaos.campaign import diverging, draw, faulty, matrix, places_of, transacting
+from chaos.campaign import diverging, faulty, matrix, places_of, transacting
 from chaos.job import Ending, Job
 from chaos.judge import judge
-from chaos.outcomes import BEGIN, END, embed
-from chaos.program import DIVERGENCES, DOORS, Program
-
-from shardwise.testing.faults import PLACES
+from chaos.program import DOORS, Program
 
 SAME = ("aa", "bb")
 PROGRAM = Program("fully_shard", "auto")
@@ -71,16 +67,6 @@ def test_what_ddp_itself_raises_is_the_users_and_what_comes_from_our_optimizer_i
     assert "raw" in wrong(KILL, replace(raw, trace="torch/nn/parallel/distributed.py"), GONE)
 
 
-def test_the_same_seed_draws_the_same_jobs_and_every_job_can_be() -> None:
-    first, second = (random.Random(3), random.Random(3))
-    jobs = [draw(first) for _ in range(300)]
-    assert [job.text for job in jobs] == [draw(second).text for _ in range(300)]
-    assert {job.program.door for job in jobs} == {*DOORS, "elastic"}
-    assert {job.name for job in jobs if job.divergence} == {f"diverge: {name}" for name in DIVERGENCES}
-    for job in jobs:
-        assert job.fault is None or job.fault.at in PLACES
-
-
 def test_the_matrix_has_every_place_of_every_api() -> None:
     jobs = list(islice(matrix((2, 4)), None))
     for door in DOORS:
@@ -89,22 +75,9 @@ def test_the_matrix_has_every_place_of_every_api() -> None:
         assert killed == set(places_of(program, 4)) | set(places_of(program, 2))
 
 
-def test_a_table_replaces_what_is_between_the_markers_alone() -> None:
-    assert embed(f"a\n{BEGIN}\nold\n{END}\nb", "new") == f"a\n{BEGIN}\n\nnew\n\n{END}\nb"
-    with pytest.raises(ValueError, match="lacks a marker"):
-        embed("a", "new")
-
-
 def test_an_exception_in_a_transaction_that_ends_a_rank_is_wrong() -> None:
     retried = transacting(faulty(PROGRAM, 2, "raise", "forward", rank=1), "retry")
     assert "rank 0: the transaction did not undo it" in wrong(retried, NAMED, NAMED)
     assert wrong(retried, *WHOLE) == ""
     killed = transacting(faulty(PROGRAM, 2, "kill", "forward", rank=1), "retry")
     assert wrong(killed, NAMED, GONE) == ""
-
-
-def test_a_step_that_is_made_again_is_that_of_a_whole_run_and_one_that_is_skipped_of_a_run_without_it() -> None:
-    fault = faulty(PROGRAM, 2, "raise", "forward", rank=1)
-    assert transacting(fault, "retry").whole == PROGRAM
-    assert transacting(fault, "skip").whole == replace(PROGRAM, left_out_step=3)
-    assert transacting(faulty(PROGRAM, 2, "late", "forward", rank=1), "skip").whole == PROGRAM

@@ -48,7 +48,7 @@ def _fails(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--width", "32", "--heads", "5"], "not divisible by --heads"),
+        (["--width", "30", "--heads", "4"], "Try --width 32"),
         (["--batch", "7", "--nproc", "2"], "--batch 7"),
         (["--batch", "8", "--nproc", "2", "--accumulate", "3"], "Use --batch 6 or 12"),
         (["--nproc", "0"], "--nproc is 0"),

@@ -17,6 +17,7 @@ from fuzz.nodes import places
 from fuzz.optims import OPTIMIZERS
 from fuzz.render import path_of, render
 from fuzz.shrink import candidates, shrink
+from helpers.each import of_each
 from helpers.pairs import few
 
 STEP = (do.Forward(), do.Backward(), do.Step(), do.ZeroGrad())
@@ -31,18 +32,24 @@ def kinds(case: Case) -> set[str]:
     return {node.kind for _, node in places(case.model.root)}
 
 
-@pytest.mark.parametrize("area", AREAS)
-def test_a_seed_and_an_area_give_one_case(area: str) -> None:
+@of_each(AREAS)
+def test_a_seed_and_an_area_give_one_case_that_can_be_run_saved_and_written(area: str) -> None:
     cases = [draw(seed, area) for seed in range(10)]
     assert cases == [draw(seed, area) for seed in range(10)]
     assert len({to_json(case) for case in cases}) == 10
-
-
-@pytest.mark.parametrize("area", AREAS)
-def test_cases_survive_json(area: str) -> None:
-    for seed in range(10):
-        case = draw(seed, area)
+    for seed, case in enumerate(cases):
         assert from_json(to_json(case)) == case
+        assert any(is_ours(each) for each in case.contenders), seed
+        assert all(suits(case, each) for each in case.contenders), seed
+        assert not [each for each in case.contenders if not is_ours(each) and each not in map(peer_of, OURS)]
+        there = {place for place, _ in places(case.model.root)}
+        assert there.issuperset(place for group in (*case.model.units, *case.model.ties) for place in group), seed
+        for inline in (False, True) if seed < 4 else ():
+            compile(render(case, inline, "found, with \"quotes\" and a 'stack'"), "case", "exec")
+        for max_ranks in (1, 2, 4):
+            case = draw(seed, area, max_ranks)
+            restarts = [action.num_ranks for action in case.actions if isinstance(action, do.Restart)]
+            assert max([case.num_ranks, *restarts]) <= max_ranks
 
 
 def test_json_with_unknown_names_is_refused() -> None:
@@ -51,24 +58,6 @@ def test_json_with_unknown_names_is_refused() -> None:
         from_json(text.replace('"do": "Step"', '"do": "Dance"'))
     with pytest.raises(ValueError, match=r"Settings has no field \['bach'\]"):
         from_json(text.replace('"batch"', '"bach"'))
-
-
-@pytest.mark.parametrize("max_ranks", [1, 2, 4])
-def test_no_case_needs_more_ranks_than_there_are(max_ranks: int) -> None:
-    for area in AREAS:
-        for seed in range(10):
-            case = draw(seed, area, max_ranks)
-            restarts = [action.num_ranks for action in case.actions if isinstance(action, do.Restart)]
-            assert max([case.num_ranks, *restarts]) <= max_ranks
-
-
-@pytest.mark.parametrize("area", AREAS)
-def test_contenders_can_do_what_they_are_asked(area: str) -> None:
-    for seed in range(15):
-        case = draw(seed, area)
-        assert any(is_ours(each) for each in case.contenders), seed
-        assert all(suits(case, each) for each in case.contenders), seed
-        assert not [each for each in case.contenders if not is_ours(each) and each not in map(peer_of, OURS)]
 
 
 def test_every_api_action_and_change_is_drawn() -> None:
@@ -143,24 +132,7 @@ def test_no_api_without_units_is_asked_for_methods_of_units() -> None:
         assert suits(synced, Contender(door))
 
 
-def test_a_unit_of_a_case_holds_places_of_its_model() -> None:
-    for area in AREAS:
-        for seed in range(20):
-            model = draw(seed, area).model
-            there = {place for place, _ in places(model.root)}
-            assert all(place in there for group in model.units for place in group)
-            assert all(place in there for tie in model.ties for place in tie)
-
-
 # ---- text ----
-
-
-@pytest.mark.parametrize("area", AREAS)
-def test_cases_are_written_as_python(area: str) -> None:
-    for seed in range(4):
-        case = draw(seed, area)
-        for inline in (False, True):
-            compile(render(case, inline, "found, with \"quotes\" and a 'stack'"), "case", "exec")
 
 
 def test_a_program_reads_like_one() -> None:

@@ -24,13 +24,6 @@ def test_source_that_nobody_installed_has_no_version_but_imports() -> None:
     assert find_version("no-such-package-of-ours") == UNKNOWN
 
 
-def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
-
-
 def test_the_package_runs_as_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["-m", "--version"])
     with pytest.raises(SystemExit) as ended:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -61,37 +60,32 @@ def test_it_is_a_store() -> None:
 # ---- a keeper that is stopped ----
 
 
-@contextmanager
-def _keeper() -> Iterator[tuple[int, Callable[[], None]]]:
-    """Return the port of a store in a process of its own, and what stops that: it has stopped when the call returns."""
-    with subprocess.Popen([sys.executable, "-c", _KEEPER], stdout=subprocess.PIPE, text=True) as keeper:
-        assert keeper.stdout is not None
-
-        def stop() -> None:
-            keeper.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, keeper.pid, os.WSTOPPED | os.WNOWAIT)
-
-        try:
-            yield int(keeper.stdout.readline()), stop
-        finally:
-            keeper.kill()
-
-
-@pytest.fixture
-def stopped() -> Iterator[dist.TCPStore]:
-    """A client of a store whose keeper has been stopped."""
-    with _keeper() as (port, stop):
-        client = dist.TCPStore("127.0.0.1", port, is_master=False)
-        stop()
-        yield client
-
-
 _KEEPER = """
-import torch.distributed as dist
+import time, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 time.sleep(600)
 """
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[tuple[int, int]]:
+    """The number of a process that keeps a store, and the store's port."""
+    with subprocess.Popen([sys.executable, "-c", _KEEPER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+        process.kill()
+
+
+@pytest.fixture
+def stopped(keeper: tuple[int, int]) -> Iterator[dist.TCPStore]:
+    """A client of a store whose keeper is stopped until the test has ended."""
+    pid, port = keeper
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    yield client
+    os.kill(pid, signal.SIGCONT)
 
 
 def test_a_keeper_that_is_stopped_is_waited_for_no_longer_than_said(stopped: dist.TCPStore) -> None:
@@ -102,15 +96,15 @@ def test_a_keeper_that_is_stopped_is_waited_for_no_longer_than_said(stopped: dis
         JobStore(stopped, patience_s=600.0).add("number", 1)
 
 
-def test_a_silence_is_remembered_of_a_store_inside_another_which_torch_hands_out_anew_each_time() -> None:
-    with _keeper() as (port, stop):
-        job = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, is_master=False))
-        stop()
-        with pytest.raises(TransportError, match="no answer for"):
-            JobStore(job, patience_s=0.2).check(["key"])
-        for store in (job, dist.PrefixStore("other", job)):
-            with pytest.raises(TransportError, match="an earlier request got no answer"):
-                JobStore(store, patience_s=600.0).check(["key"])
+def test_a_silence_is_remembered_of_a_store_inside_another_of_which_torch_returns_another_object_each_time(
+    stopped: dist.TCPStore,
+) -> None:
+    job = dist.PrefixStore("job", stopped)
+    with pytest.raises(TransportError, match="no answer for"):
+        JobStore(job, patience_s=0.2).check(["key"])
+    for store in (job, dist.PrefixStore("other", job)):
+        with pytest.raises(TransportError, match="an earlier request got no answer"):
+            JobStore(store, patience_s=600.0).check(["key"])
 
 
 def test_a_store_is_waited_for_no_longer_than_the_job_waits_for_a_rank(stopped: dist.TCPStore) -> None:
