@@ -6,7 +6,7 @@ Nothing here reads a file or knows a rank.  docs/weight_deltas.md has the format
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -98,12 +98,25 @@ class Change:
     Attributes:
         local: ascending positions in the part, row-major; None: all of them.
         bits: the new elements as integers: of ``local``, or of the sizes of the part.
+        positions: ``local`` as bytes, if it is to be written.
     """
 
     shape: tuple[int, ...]
     window: Window
     local: torch.Tensor | None
     bits: torch.Tensor
+    positions: bytes = b""
+
+    def since(self, earlier: Change) -> Change:
+        """Return what of this whole part is not in ``earlier``, the whole part before, in the fewest bytes."""
+        bits, itemsize = self.bits.view(-1), self.bits.element_size()
+        local = (bits != earlier.bits.view(-1)).nonzero().view(-1)
+        most_bytes = bits.nbytes - len(local) * itemsize  # of positions
+        if len(local) <= most_bytes:
+            positions = encode_positions(local)
+            if len(positions) <= most_bytes:
+                return Change(self.shape, self.window, local, bits[local], positions)
+        return replace(self, bits=self.bits.clone())
 
     def digest(self, bits: torch.Tensor, key: int) -> int:
         """Return the digest of ``bits``, of which there are as many, at the positions of this change."""
@@ -131,9 +144,9 @@ class Change:
         place, index = self._reach(target)
         place[index] = self.bits.to(place.device)
 
-    def after(self, earlier: Change) -> Change:
+    def after(self, earlier: Change | None) -> Change:
         """Return what ``earlier``, of the same part, and this change are together; ``earlier`` may be written into."""
-        if self.local is None:
+        if self.local is None or earlier is None:
             return self
         if earlier.local is None:
             earlier.bits.view(-1)[self.local] = self.bits

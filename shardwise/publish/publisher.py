@@ -34,9 +34,9 @@ from shardwise.checkpoint.format import (
 )
 from shardwise.checkpoint.save import Job, Saver, make_manifest, write_manifest
 from shardwise.checkpoint.state import ModuleCarrier, together
-from shardwise.consistency.agreement import StoreGather, open_store_gather
+from shardwise.consistency.agreement import open_store_gather
 from shardwise.errors import ArgumentTypeError, CheckpointError, ConfigError, DamagedCheckpointError, UnsafeFileError
-from shardwise.publish.delta import MODULUS, WORD_BYTES, Change, bits_of, encode_positions
+from shardwise.publish.delta import MODULUS, WORD_BYTES, Change, bits_of
 from shardwise.publish.versions import MODEL, POSITIONS, PUBLISH, VALUES, WHOLE, key_of, live_marks
 
 logger = logging.getLogger(__name__)
@@ -46,23 +46,21 @@ _POLL_S, _ROUND_S = (
 )  # rank 0 looks for marks, and tells the others, who would give up after the group's timeout
 
 
-@dataclass(slots=True)
-class _Copy:
-    """A part that this rank writes, as it was last published, in host memory, and its digest."""
-
-    tensor: torch.Tensor
-    digest: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """The last version that was committed: what a delta follows.  ``windows``: digests of those of each rank."""
+    """The last version that was committed: what a delta follows.
+
+    Attributes:
+        windows: digests of the windows of each rank.
+        copies: what this rank has written, by part, in host memory.  digests: of these parts.
+    """
 
     version: int
     save_id: str
     anchor: int
     windows: tuple[str, ...]
-    copies: dict[str, _Copy]
+    copies: dict[str, Change]
+    digests: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +76,9 @@ class _Options:
 class _VersionSaver(Saver):
     """Versions as saves whose files have encoded parts; it inherits agreement, files, commit, lock and thread."""
 
-    def __init__(
-        self, folder: Path, store_gather: StoreGather, group: dist.ProcessGroup | None, options: _Options
-    ) -> None:
-        super().__init__(folder, store_gather, group)
-        self._options = options
-        self._last: _Published | None = None
-        self._adopt: Callable[[], _Published] | None = None
+    options: _Options
+    _last: _Published | None = None
+    _next: _Published | None = None
 
     def publish(self, collect: Callable[[], Contents], wait: bool) -> int:
         """Return the number of the next version, once it is committed or, without ``wait``, encoded."""
@@ -92,20 +86,22 @@ class _VersionSaver(Saver):
         last, what = self._last, f"{self.folder}: no version was published"
         mine = [] if last is None else [last.version, last.save_id]
         found = together(self._store_gather, what, lambda: [str(self.folder), mine, self._newest()])
-        for rank, (folder, _, _) in enumerate(found):
-            if folder != found[0][0]:
-                raise CheckpointError(
-                    f"{what}: rank 0 publishes into {found[0][0]}, rank {rank} into {folder}; pass the same folder on all ranks"
-                )
-        newest = found[0][2]
-        number = 1 + max(newest, *(known[0] for _, known, _ in found if known), 0)
+        folders, newest = [folder for folder, *_ in found], found[0][2]
+        if other := next((rank for rank, folder in enumerate(folders) if folder != folders[0]), 0):
+            raise CheckpointError(
+                f"{what}: rank 0 publishes into {folders[0]}, rank {other} into {folders[other]}; pass one folder on all ranks"
+            )
+        number = 1 + max([newest, *(known[0] for _, known, _ in found if known)])
         job = self._agree(collect, number, None, "rank0")
-        # A rank that does not know that the last version was committed, or another folder: nothing follows from it.
+        # Nothing follows from a version that some rank does not know to be committed, or that has other shards.
         is_known = last is not None and last.version == newest and all(known == mine for _, known, _ in found)
-        if not (
-            is_known and last and number - last.anchor < self._options.anchor_every and job.plan.digests == last.windows
+        if (
+            last is None
+            or not is_known
+            or job.plan.digests != last.windows
+            or number - last.anchor >= self.options.anchor_every
         ):
-            last = None
+            last = self._last = None  # before the next copy is made
         copied: Future[Sequence[memoryview]] = Future()
         try:
             job, chunks = self._encode(job, last)
@@ -119,8 +115,8 @@ class _VersionSaver(Saver):
             self._thread.start()
         return number
 
-    def together(self, what: str, do: Callable[[], Any]) -> Any:
-        """Return what ``do`` returns on rank 0, on every rank."""
+    def on_rank_0(self, what: str, do: Callable[[], Any]) -> Any:
+        """Return what ``do`` returns on rank 0, on every rank; ``what`` begins the error if it raises."""
         return together(self._store_gather, what, lambda: do() if self.rank == 0 else None)[0]
 
     # ---- inside ----
@@ -138,49 +134,31 @@ class _VersionSaver(Saver):
 
     @torch.no_grad()
     def _encode(self, job: Job, last: _Published | None) -> tuple[Job, list[memoryview]]:
-        """Return the job with the files' tensors of this rank, and the bytes of each; without ``last``, of an anchor."""
-        if last is None:
-            self._last = None  # never two copies
-        copies: dict[str, _Copy] = {} if last is None else last.copies
-        changes: list[_NewPart] = []
-        encoded: list[tuple[Write, memoryview]] = []
-        digests: list[int] = []
-        scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if last is not None:
-            scratch = scratch.new_empty(max((write.num_bytes for write in job.plan.mine), default=0))
+        """Return the job with the tensors of this rank's file, and the bytes of each; without ``last``, of an anchor."""
+        new, digests, encoded = dict[str, Change](), dict[str, int](), list[tuple[Write, memoryview]]()
+        most_bytes = max((write.num_bytes for write in job.plan.mine), default=0)
+        scratch = torch.empty(most_bytes if last else 0, dtype=torch.uint8, device="cpu")
         for write in job.plan.mine:
-            memory = scratch[: write.num_bytes] if last is not None else scratch.new_empty(write.num_bytes)
+            memory = scratch[: write.num_bytes] if last else scratch.new_empty(write.num_bytes)
             cast = memory.view(dtype_of(write.dtype, write.name)).view(write.window.sizes)
             cast.copy_(job.contents.tensor_at(write.name, write.window))
-            if last is None:
-                change = Change(write.shape, write.window, None, bits_of(cast))
-                copies[write.key] = _Copy(cast, change.digest(change.bits, key_of(write.name)))
-                encoded.append((write, bytes_of(cast)))
-                digests.append(copies[write.key].digest)
-                continue
-            found = _encoded(write, copies[write.key], bits_of(cast))
-            digests.append(copies[write.key].digest if found is None else found.digest)
-            if found is not None:
-                changes.append(found)
-                encoded += found.tensors
-
-        def adopt() -> _Published:
-            for new in changes:
-                flat, local = bits_of(new.copy.tensor).view(-1), new.change.local
-                flat[... if local is None else local] = new.change.bits.view(-1)
-                new.copy.digest = new.digest
-            anchor = job.save.step if last is None else last.anchor
-            return _Published(job.save.step, job.save.save_id, anchor, job.plan.digests, copies)
-
-        self._adopt = adopt
-        encoded.sort(key=lambda each: each[0].dtype == "U8")  # the format aligns what is in order of size
-        base = None if last is None else [last.version, last.save_id]
-        said = Contents(values={"digests": digests, "base": base}, ties=job.contents.ties)
+            change, key, digest = Change(write.shape, write.window, None, bits_of(cast)), key_of(write.name), 0
+            if last is not None:
+                copy = last.copies[write.key]
+                change = change.since(copy)
+                if change.local is not None:
+                    digest = last.digests[write.key] - change.digest(copy.bits.view(-1)[change.local], key)
+            new[write.key], digests[write.key] = change, (digest + change.digest(change.bits, key)) % MODULUS
+            encoded += _in_file(write, change) if last else [(write, bytes_of(cast))]
+        encoded.sort(key=lambda each: -DTYPE_BYTES[each[0].dtype])  # aligned
+        anchor, base = (job.save.step, None) if last is None else (last.anchor, [last.version, last.save_id])
+        self._next = _Published(job.save.step, job.save.save_id, anchor, job.plan.digests, new, digests)
+        said = Contents(values={"base": base, "digests": list(digests.values())}, ties=job.contents.ties)
         plan = replace(job.plan, mine=tuple(write for write, _ in encoded))
         return replace(job, plan=plan, contents=said), [data for _, data in encoded]
 
     def _write(self, job: Job, data: Callable[[], Sequence[memoryview]]) -> Path:
-        pending, send = self.folder / job.save.pending, self._options.send
+        pending, send, last = self.folder / job.save.pending, self.options.send, self._last
         try:
             if send is not None:
                 self._files.make_folder(pending)  # on a host that does not see rank 0's folder
@@ -190,8 +168,11 @@ class _VersionSaver(Saver):
             raise
         if send is not None:
             self._send(job, path, send)
-        assert self._adopt is not None
-        self._last = self._adopt()
+        assert self._next is not None
+        copies = self._next.copies
+        if last is not None:
+            copies = {key: change.after(last.copies[key]) for key, change in copies.items()}
+        self._last, self._next = replace(self._next, copies=copies), None
         return path
 
     def _commit(self, job: Job, reports: Sequence[Any]) -> str:
@@ -200,16 +181,17 @@ class _VersionSaver(Saver):
         for write in job.plan.writes:
             digests[write.name] += next(said[write.rank])
         base, ties = reports[0][1]["base"], reports[0][2]
-        texts = {name: f"{digest % MODULUS:016x}" for name, digest in digests.items()}
-        extra = ties if base is None else {}, {PUBLISH: {"base": base, "digests": texts}}
+        values = {
+            PUBLISH: {"base": base, "digests": {name: f"{each % MODULUS:016x}" for name, each in digests.items()}}
+        }
         if base is None:
-            manifest = make_manifest(job.save, job.plan.writes, files, len(reports), extra)
+            manifest = make_manifest(job.save, job.plan.writes, files, len(reports), (ties, values))
         else:
             records = tuple(files[rank] for rank in sorted(files))
-            manifest = Manifest(job.save.save_id, job.save.step, len(reports), records, {}, *extra)
+            manifest = Manifest(job.save.save_id, job.save.step, len(reports), records, {}, {}, values)
         path = write_manifest(self._files, self.folder, manifest)
         try:
-            self._prune(job.save.step if base is None or self._last is None else self._last.anchor)
+            self._prune(job.save.step if self._last is None else self._last.anchor)
         except (OSError, UnsafeFileError) as error:  # the version itself is complete
             logger.warning("%s: older versions could not be removed: %s", self.folder, error)
         return str(path)
@@ -218,68 +200,43 @@ class _VersionSaver(Saver):
         """Remove what is older than ``anchor``, unless a live reader is reading it and the limits allow that."""
         there = list_checkpoints(self._files, self.folder)
         sizes = [sum(file.lstat().st_size for file in each.path.iterdir()) for each in there]
-        oldest_read = min((reading for _, reading in live_marks(self.folder).values() if reading), default=anchor)
-        most_bytes = self._options.most_bytes
+        oldest = min([anchor, *(reading for _, reading in live_marks(self.folder).values() if reading)])
+        most_bytes = self.options.most_bytes or sum(sizes)
         for place, each in enumerate(there):
-            is_over = len(there) - place > self._options.most_versions
-            is_over |= most_bytes is not None and sum(sizes[place:]) > most_bytes
-            if each.step >= anchor or (each.step >= oldest_read and not is_over):
+            is_over = len(there) - place > self.options.most_versions or sum(sizes[place:]) > most_bytes
+            if each.step >= (anchor if is_over else oldest):
                 return
             remove_checkpoint(self._files, each.path)
 
     def _send(self, job: Job, path: Path, send: Callable[[Path], object]) -> None:
         """Send this rank's file, then the manifest; a host that does not see rank 0's folder keeps nothing."""
-        mine = path / part_file(self.rank)
+        mine, what = path / part_file(self.rank), f"{path}: was not sent to readers; the next version is an anchor"
         with suppress(OSError):  # done by another rank of this host, or by rank 0
             (self.folder / job.save.pending).rename(path)
 
-        def send_part() -> None:
-            if job.plan.mine:
-                send(mine)
+        def send_one(path: Path) -> None:
+            send(path)
 
-        def send_manifest() -> None:
-            send(path / MANIFEST)
-
-        what = f"{path}: the version could not be sent to its readers; the next one is an anchor"
-        together(self._store_gather, what, send_part)
-        self.together(what, send_manifest)
+        together(self._store_gather, what, lambda: send_one(mine) if job.plan.mine else None)
+        self.on_rank_0(what, lambda: send_one(path / MANIFEST))
         if MANIFEST not in self._files.names(path):
             mine.unlink(missing_ok=True)
             with suppress(OSError):
                 path.rmdir()
 
 
-@dataclass(frozen=True, slots=True)
-class _NewPart:
-    """What has changed of a part, as tensors of a file, and the digest of the part."""
+def _in_file(write: Write, change: Change) -> list[tuple[Write, memoryview]]:
+    """Return a change of a part as tensors of a file."""
 
-    copy: _Copy
-    change: Change
-    digest: int
-    tensors: tuple[tuple[Write, memoryview], ...]
+    def tensor(kind: str, dtype: str, sizes: tuple[int, ...]) -> Write:
+        return Write(f"{write.key}/{kind}", dtype, sizes, whole(sizes), write.rank)
 
-
-def _encoded(write: Write, copy: _Copy, new: torch.Tensor) -> _NewPart | None:
-    """Return what differs from the copy in ``new``, the bits of a part, in the smallest encoding; None for nothing."""
-
-    def in_file(kind: str, dtype: str, data: memoryview, sizes: tuple[int, ...]) -> tuple[Write, memoryview]:
-        return Write(f"{write.key}/{kind}", dtype, sizes, whole(sizes), write.rank), data
-
-    bits, old, key = new.view(-1), bits_of(copy.tensor).view(-1), key_of(write.name)
-    local = (bits != old).nonzero().view(-1)
-    count = len(local)
-    if not count:
-        return None
-    if count * (bits.element_size() + 1) < write.num_bytes:
-        positions, change = encode_positions(local), Change(write.shape, write.window, local, bits[local])
-        if len(positions) + count * bits.element_size() < write.num_bytes:
-            digest = (copy.digest - change.digest(old[local], key) + change.digest(change.bits, key)) % MODULUS
-            values = in_file(VALUES, write.dtype, bytes_of(change.bits), (count,))
-            tensors = values, in_file(POSITIONS, "U8", memoryview(positions), (len(positions),))
-            return _NewPart(copy, change, digest, tensors)
-    change = Change(write.shape, write.window, None, new.clone())
-    tensors = (in_file(WHOLE, write.dtype, bytes_of(change.bits), write.window.sizes),)
-    return _NewPart(copy, change, change.digest(change.bits, key), tensors)
+    if change.local is None:
+        return [(tensor(WHOLE, write.dtype, write.window.sizes), bytes_of(change.bits))]
+    if not len(change.local):
+        return []
+    values = tensor(VALUES, write.dtype, (len(change.local),)), bytes_of(change.bits)
+    return [values, (tensor(POSITIONS, "U8", (len(change.positions),)), memoryview(change.positions))]
 
 
 class WeightPublisher:
@@ -372,7 +329,7 @@ class WeightPublisher:
                     return False
                 time.sleep(_POLL_S)
 
-        while not saver.together(what, look):
+        while not saver.on_rank_0(what, look):
             pass
 
     def close(self) -> None:
@@ -392,7 +349,8 @@ class WeightPublisher:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if self._saver is None or not self._saver.is_of(group):
-            self._saver = _VersionSaver(self._folder, open_store_gather(group, "publish"), group, self._options)
+            self._saver = _VersionSaver(self._folder, open_store_gather(group, "publish"), group)
+            self._saver.options = self._options
         return self._saver
 
     def _collect(self, rank: int, size: int) -> Contents:

@@ -7,17 +7,18 @@ import logging
 import os
 import platform
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from itertools import product
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from shardwise.arguments import explains_arguments
-from shardwise.checkpoint.contents import Request
+from shardwise.checkpoint.contents import LoadRequests
 from shardwise.checkpoint.files import Files, VerifiedFile, list_checkpoints, read_requests
-from shardwise.checkpoint.format import Manifest, TensorRecord, Window, bytes_of, dtype_of, join, split, whole
+from shardwise.checkpoint.format import Entry, Manifest, TensorRecord, Window, bytes_of, dtype_of, join, split, whole
 from shardwise.errors import ConfigError, DamagedCheckpointError, StateError
 from shardwise.publish.delta import MODULUS, Change, bits_of, decode_positions
 from shardwise.publish.versions import (
@@ -36,6 +37,7 @@ from shardwise.safe_files import create_file, move_file
 logger = logging.getLogger(__name__)
 Names = Mapping[str, str | Sequence[str]]
 _Changes = dict[str, dict[Window, Change]]  # by tensor and part
+_Part = tuple[str, TensorRecord, Window]
 
 
 class WeightReader:
@@ -86,10 +88,8 @@ class WeightReader:
             have another shape or dtype; StateError for weights that are not what this reader has written.  None of them
             changes anything.
         """
-        found = self._advance(weights, names or {})
-        return {
-            split(name)[1]: torch.cat([each.rows() for each in changes]).unique() for name, changes in found.items()
-        }
+        changes = self._advance(weights, names or {})
+        return {split(name)[1]: torch.cat([each.rows() for each in found]).unique() for name, found in changes.items()}
 
     def changed_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return name and tensor of all that is new in the newest version, as ``load_weights`` of engines take them.
@@ -97,10 +97,10 @@ class WeightReader:
         Tied tensors come under each name.  They are this reader's own, one copy of the weights in host memory, which later
         calls change.  Raises: as :meth:`advance`.
         """
-        found = self._advance(None, {})
-        same = {} if self._anchor is None else self._anchor.ties
-        names = [name for name in found for name in (name, *(tie for tie, first in same.items() if first == name))]
-        return [(split(name)[1], self._own[split(name)[1]]) for name in names]
+        changes = self._advance(None, {})
+        ties = {} if self._anchor is None else self._anchor.ties
+        tied = [tie for tie, first in ties.items() if first in changes]
+        return [(split(name)[1], self._own[split(name)[1]]) for name in (*changes, *tied)]
 
     def close(self) -> None:
         """Remove the mark."""
@@ -115,17 +115,19 @@ class WeightReader:
         path, staged = self._read()
         if not path:
             return {}
-        if weights is None:
-            weights = self._own = self._own if path[0].base else self._new_tensors()
-        targets = self._targets(weights, names)
-        self._verify(path[-1], staged, targets)
+        anchor = path[0].manifest if path[0].base is None else self._anchor
+        assert anchor is not None
+        if weights is None and path[0].base is None:
+            own = {name: _empty(each) for name, each in anchor.tensors.items()}
+            self._own = {split(name)[1]: own[anchor.ties.get(name, name)] for name in (*own, *anchor.ties)}
+        targets = _targets(anchor, self._own if weights is None else weights, names)
+        self._verify(path, staged, targets)
         self._at, self.is_mixed = None, True
         with torch.inference_mode():
             for name, changes in staged.items():
-                for target in targets[name]:
-                    for change in changes.values():
-                        change.put(target)
-        self._at, self.is_mixed = path[-1], False
+                for target, change in product(targets[name], changes.values()):
+                    change.put(target)
+        self._at, self._anchor, self.is_mixed = path[-1], anchor, False
         self._tell(0)
         return {name: list(changes.values()) for name, changes in staged.items()}
 
@@ -153,74 +155,61 @@ class WeightReader:
         while number:
             if number not in there:
                 raise DamagedCheckpointError(
-                    f"{self._folder}: version {number} is missing, from which version {found[0].manifest.step} follows. The "
-                    f"weights stay at version {self.version}; the next anchor will be taken"
+                    f"{self._folder}: version {number} is missing, which version {found[0].manifest.step} follows. The weights "
+                    f"stay those of version {self.version} until the next anchor"
                 )
             version = read_version(self._files, there[number])
             if version.identity == at:
-                return found
-            if found and found[0].base != version.identity:
-                raise DamagedCheckpointError(
-                    f"{version.path}: is of another save than version {number + 1} follows from"
-                )
+                break
+            if found and (found[0].base, {*found[0].digests}) != (version.identity, {*version.digests}):
+                raise DamagedCheckpointError(f"{version.path}: is not the version that version {number + 1} follows")
             found.insert(0, version)
             if version.base in (None, at):
                 break
             number = version.base[0]
         if found and found[0].base is None:
             logger.info("%s: from version %s to anchor %d", self._folder, self.version, found[0].manifest.step)
-            self._anchor = found[0].manifest
         return found
 
     def _staged(self, path: Sequence[Version]) -> _Changes:
-        tensors = self._anchor.tensors if self._anchor is not None else {}
-        parts = {part.key: (name, each, part.window) for name, each in tensors.items() for part in each.parts}
         staged: _Changes = {}
+        tensors = self._anchor.tensors if self._anchor is not None else {}
         for version in path:
             if version.base is None:
-                found = {
-                    name: torch.empty(each.shape, dtype=dtype_of(each.dtype, name), device="cpu")
-                    for name, each in tensors.items()
-                }
-                wanted = [Request(name, each, whole(each.shape), found[name]) for name, each in tensors.items()]
-                read_requests(self._files, version.path, version.manifest, wanted)
+                tensors, order = version.manifest.tensors, LoadRequests(version.manifest)
                 for name, each in tensors.items():
                     window = whole(each.shape)
-                    staged[name] = {window: Change(each.shape, window, None, bits_of(found[name]))}
+                    staged[name] = {window: Change(each.shape, window, None, bits_of(order.whole(name)))}
+                read_requests(self._files, version.path, version.manifest, order.requests)
                 continue
+            parts = {part.key: (name, each, part.window) for name, each in tensors.items() for part in each.parts}
             for name, change in self._changes(version, parts):
-                of_parts, full = staged.setdefault(name, {}), whole(change.shape)
-                if full in of_parts and of_parts[full].local is None:
-                    change.put(of_parts[full].bits)
+                known, full = staged.setdefault(name, {}), whole(change.shape)
+                if full in known and known[full].local is None:
+                    change.put(known[full].bits)
                 else:
-                    before = of_parts.get(change.window)
-                    of_parts[change.window] = change if before is None else change.after(before)
+                    known[change.window] = change.after(known.get(change.window))
         return staged
 
-    def _changes(
-        self, version: Version, parts: Mapping[str, tuple[str, TensorRecord, Window]]
-    ) -> Iterator[tuple[str, Change]]:
+    def _changes(self, version: Version, parts: Mapping[str, _Part]) -> Iterator[tuple[str, Change]]:
         for record in version.manifest.files:
             place = version.path / record.name
             file = VerifiedFile(self._files, place, record)
             try:
                 entries = file.header(version.manifest.save_id).entries
-                for full, entry in entries.items():
+                for full in [full for full in entries if not full.endswith(f"/{POSITIONS}")]:
                     key, _, kind = full.rpartition("/")
-                    if kind == POSITIONS:
-                        continue
                     name, tensor, window = parts[key]
-                    sizes = window.sizes if kind == WHOLE else (prod(entry.shape),)
-                    if kind not in (WHOLE, VALUES) or (entry.dtype, entry.shape) != (tensor.dtype, sizes):
-                        raise ValueError(f"{entry.dtype} {list(entry.shape)}")
-                    new = torch.empty(sizes, dtype=dtype_of(entry.dtype, name), device="cpu")
-                    file.read_into(entry.begin, bytes_of(new), full)
-                    local = None
+                    new, local = _empty(entries[full]), None
+                    file.read_into(entries[full].begin, bytes_of(new), full)
                     if kind == VALUES:
                         at = entries[f"{key}/{POSITIONS}"]
                         data = bytearray(at.end - at.begin)
                         file.read_into(at.begin, memoryview(data), full)
-                        local = decode_positions(data, len(new), window.numel)
+                        local = decode_positions(data, new.numel(), window.numel)
+                    sizes = window.sizes if local is None else local.shape
+                    if kind not in (WHOLE, VALUES) or entries[full].dtype != tensor.dtype or new.shape != sizes:
+                        raise ValueError(f"{kind}: {entries[full].dtype} {list(new.shape)}")
                     yield name, Change(tensor.shape, window, local, bits_of(new))
             except (KeyError, ValueError) as error:
                 raise DamagedCheckpointError(
@@ -229,66 +218,22 @@ class WeightReader:
             finally:
                 file.close()
 
-    def _targets(self, weights: Mapping[str, torch.Tensor], names: Names) -> dict[str, list[torch.Tensor]]:
-        """Return what of ``weights`` each tensor goes into."""
-        assert self._anchor is not None
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in self._anchor.tensors}
-        for given, tensor in weights.items():
-            wanted = names.get(given, given)
-            start, each = 0, (wanted,) if isinstance(wanted, str) else tuple(wanted)
-            for number, name in enumerate(each):
-                record = self._anchor.record_of(join(MODEL, name))
-                if record is None:
-                    if given in names:
-                        raise ConfigError(f"{given}: names has {name!r}, which is not published")
-                    continue  # the engine's own
-                piece = tensor
-                if not isinstance(wanted, str):
-                    is_stacked, rows = tensor.dim() > len(record.shape), record.shape[0] if record.shape else 1
-                    piece = tensor[number] if is_stacked else tensor[start : start + rows]
-                    start += 1 if is_stacked else rows
-                if (tuple(piece.shape), piece.dtype) != (record.shape, dtype_of(record.dtype, name)):
-                    raise ConfigError(
-                        f"{given}: {list(piece.shape)} of {piece.dtype} for {name}, which is {list(record.shape)} of "
-                        f"{dtype_of(record.dtype, name)}"
+    def _verify(self, path: Sequence[Version], staged: _Changes, targets: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Compare the digest that each tensor will have with that of the last version of ``path``."""
+        at = None if path[0].base is None else self._at
+        for name, digest in path[-1].digests.items():
+            changes, key = [*staged.get(name, {}).values()], key_of(name)
+            new = sum(change.digest(change.bits, key) for change in changes) - digest
+            for target in targets[name]:
+                old = 0 if at is None else at.digests[name] - sum(c.digest(c.old(target), key) for c in changes)
+                if (old + new) % MODULUS:
+                    self._at, what = None, f"{path[-1].path}: {name} would not be what was published"
+                    if at is None:
+                        raise DamagedCheckpointError(f"{what}: its digest is another")
+                    raise StateError(
+                        f"{what}: it was changed since this reader wrote version {at.manifest.step}. Nothing is changed now; "
+                        "the next call writes all weights"
                     )
-                full = join(MODEL, name)
-                found[self._anchor.ties.get(full, full)].append(piece)
-            if start and start != len(tensor):
-                raise ConfigError(f"{given}: {start} rows are named, it has {len(tensor)}")
-        if lacking := [split(name)[1] for name, each in found.items() if not each]:
-            raise ConfigError(f"weights have no {lacking[0]!r} (of {len(lacking)} tensors); name it with names=")
-        return found
-
-    def _verify(self, version: Version, staged: _Changes, targets: Mapping[str, list[torch.Tensor]]) -> None:
-        """Compare the digest that each tensor will have with that of ``version``."""
-        for name, digest in version.digests.items():
-            changes, key = list(staged.get(name, {}).values()), key_of(name)
-            is_all = bool(changes) and all(each.local is None for each in changes)
-            is_all = is_all and sum(each.window.numel for each in changes) == prod(changes[0].shape)
-            new = sum(change.digest(change.bits, key) for change in changes)
-            for target in targets[name][: len(changes) or 1] if is_all else targets[name]:
-                old = sum(change.digest(change.old(target), key) for change in changes) if not is_all else 0
-                before = 0 if is_all or self._at is None else self._at.digests[name]
-                if (before - old + new - digest) % MODULUS == 0:
-                    continue
-                if is_all:
-                    raise DamagedCheckpointError(
-                        f"{version.path}: {name}: its digest is not that of what was published"
-                    )
-                was, self._at = self.version, None
-                raise StateError(
-                    f"{name}: its elements are not those of version {was}, which this reader wrote: nothing was changed. The "
-                    "next call writes all weights"
-                )
-
-    def _new_tensors(self) -> dict[str, torch.Tensor]:
-        assert self._anchor is not None
-        found = {
-            name: torch.empty(each.shape, dtype=dtype_of(each.dtype, name), device="cpu")
-            for name, each in self._anchor.tensors.items()
-        }
-        return {split(name)[1]: found[self._anchor.ties.get(name, name)] for name in (*found, *self._anchor.ties)}
 
     def _tell(self, reading: int) -> None:
         """Leave the mark that this reader has its version, and reads what begins at ``reading`` (0: nothing)."""
@@ -299,8 +244,39 @@ class WeightReader:
                 fcntl.flock(mark, fcntl.LOCK_EX)
                 move_file(self._folder, f"{READERS}/.{name}", f"{READERS}/{name}")
                 self._mark = mark
+                weakref.finalize(self, mark.close)
             write_mark(self._mark.fileno(), self.version or 0, reading)
         except OSError as error:
-            logger.warning(
-                "%s: this reader leaves no mark, so that its publisher does not know it: %s", self._folder, error
-            )
+            logger.warning("%s: the publisher does not know this reader, which leaves no mark: %s", self._folder, error)
+
+
+def _empty(of: TensorRecord | Entry) -> torch.Tensor:
+    return torch.empty(of.shape, dtype=dtype_of(of.dtype, "a tensor"), device="cpu")
+
+
+def _targets(anchor: Manifest, weights: Mapping[str, torch.Tensor], names: Names) -> dict[str, list[torch.Tensor]]:
+    """Return what of ``weights`` each published tensor goes into.  Raises: ConfigError."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in anchor.tensors}
+    for given, tensor in weights.items():
+        wanted, start = names.get(given, given), 0
+        for name in (wanted,) if isinstance(wanted, str) else wanted:
+            full, place = join(MODEL, name), tensor
+            record = anchor.record_of(full)
+            if record is None and given not in names:
+                continue  # the engine's own
+            if record is not None and not isinstance(wanted, str):
+                is_stacked = tensor.dim() > len(record.shape)
+                stop = start + (1 if is_stacked else record.shape[0])
+                place = tensor[start] if is_stacked else tensor[start:stop]
+                start = stop
+            if record is None or (tuple(place.shape), place.dtype) != (record.shape, dtype_of(record.dtype, name)):
+                expected = "no such tensor" if record is None else f"{list(record.shape)} of {record.dtype}"
+                raise ConfigError(f"{given}: {list(place.shape)} of {place.dtype} for {name}; published is {expected}")
+            found[anchor.ties.get(full, full)].append(place)
+        if start and start != len(tensor):
+            raise ConfigError(f"{given}: it has {len(tensor)} rows, the tensors of names= {start}")
+    if lacking := [split(name)[1] for name, each in found.items() if not each]:
+        raise ConfigError(
+            f"weights lack {lacking[0]!r} (of {len(lacking)} tensors); what has other names goes into names="
+        )
+    return found
