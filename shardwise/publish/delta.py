@@ -92,7 +92,7 @@ def digest_of(bits: torch.Tensor, positions: torch.Tensor, key: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PartChange:
     """New elements of a part of a tensor of ``shape``.
 
     Attributes:
@@ -107,7 +107,7 @@ class Change:
     bits: torch.Tensor
     positions: bytes = b""
 
-    def since(self, earlier: Change) -> Change:
+    def since(self, earlier: PartChange) -> PartChange:
         """Return what of this whole part is not in ``earlier``, the whole part before, in the fewest bytes."""
         bits, itemsize = self.bits.view(-1), self.bits.element_size()
         local = (bits != earlier.bits.view(-1)).nonzero().view(-1)
@@ -115,7 +115,7 @@ class Change:
         if len(local) <= most_bytes:
             positions = encode_positions(local)
             if len(positions) <= most_bytes:
-                return Change(self.shape, self.window, local, bits[local], positions)
+                return PartChange(self.shape, self.window, local, bits[local], positions)
         return replace(self, bits=self.bits.clone())
 
     def digest(self, bits: torch.Tensor, key: int) -> int:
@@ -144,7 +144,7 @@ class Change:
         place, index = self._reach(target)
         place[index] = self.bits.to(place.device)
 
-    def after(self, earlier: Change | None) -> Change:
+    def after(self, earlier: PartChange | None) -> PartChange:
         """Return what ``earlier``, of the same part, and this change are together; ``earlier`` may be written into."""
         if self.local is None or earlier is None:
             return self
@@ -155,7 +155,7 @@ class Change:
         local, order = torch.sort(both, stable=True)
         is_last = torch.ones(len(local), dtype=torch.bool, device="cpu")
         is_last[:-1] = local[1:] != local[:-1]
-        return Change(self.shape, self.window, local[is_last], bits[order[is_last]])
+        return PartChange(self.shape, self.window, local[is_last], bits[order[is_last]])
 
     def _reach(self, target: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return this part of ``target``, and the index of the new elements in it."""

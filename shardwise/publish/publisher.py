@@ -36,7 +36,7 @@ from shardwise.checkpoint.save import Job, Saver, make_manifest, write_manifest
 from shardwise.checkpoint.state import ModuleCarrier, together
 from shardwise.consistency.agreement import open_store_gather
 from shardwise.errors import ArgumentTypeError, CheckpointError, ConfigError, DamagedCheckpointError, UnsafeFileError
-from shardwise.publish.delta import MODULUS, WORD_BYTES, Change, bits_of
+from shardwise.publish.delta import MODULUS, WORD_BYTES, PartChange, bits_of
 from shardwise.publish.versions import MODEL, POSITIONS, PUBLISH, VALUES, WHOLE, key_of, live_marks
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,15 @@ class _Published:
     """The last version that was committed: what a delta follows.
 
     Attributes:
-        windows: digests of the windows of each rank.
+        layout: digests of the windows of each rank, and tied names.
         copies: what this rank has written, by part, in host memory.  digests: of these parts.
     """
 
     version: int
     save_id: str
     anchor: int
-    windows: tuple[str, ...]
-    copies: dict[str, Change]
+    layout: tuple[tuple[str, ...], dict[str, str]]
+    copies: dict[str, PartChange]
     digests: dict[str, int]
 
 
@@ -94,19 +94,15 @@ class _VersionSaver(Saver):
         number = 1 + max([newest, *(known[0] for _, known, _ in found if known)])
         job = self._agree(collect, number, None, "rank0")
         # Nothing follows from a version that some rank does not know to be committed, or that has other shards.
-        is_known = last is not None and last.version == newest and all(known == mine for _, known, _ in found)
-        if (
-            last is None
-            or not is_known
-            or job.plan.digests != last.windows
-            or number - last.anchor >= self.options.anchor_every
-        ):
+        is_known = [newest] == mine[:1] and all(known == mine for _, known, _ in found)
+        layout = job.plan.digests, job.contents.ties
+        if not last or not is_known or last.layout != layout or number >= last.anchor + self.options.anchor_every:
             last = self._last = None  # before the next copy is made
         copied: Future[Sequence[memoryview]] = Future()
         try:
             job, chunks = self._encode(job, last)
             copied.set_result(chunks)
-        except BaseException as error:  # raised where all ranks hear of it
+        except BaseException as error:  # raised where it is reported to all ranks
             copied.set_exception(error)
         if wait:
             self._write(job, copied.result)
@@ -135,14 +131,14 @@ class _VersionSaver(Saver):
     @torch.no_grad()
     def _encode(self, job: Job, last: _Published | None) -> tuple[Job, list[memoryview]]:
         """Return the job with the tensors of this rank's file, and the bytes of each; without ``last``, of an anchor."""
-        new, digests, encoded = dict[str, Change](), dict[str, int](), list[tuple[Write, memoryview]]()
+        new, digests, encoded = dict[str, PartChange](), dict[str, int](), list[tuple[Write, memoryview]]()
         most_bytes = max((write.num_bytes for write in job.plan.mine), default=0)
         scratch = torch.empty(most_bytes if last else 0, dtype=torch.uint8, device="cpu")
         for write in job.plan.mine:
             memory = scratch[: write.num_bytes] if last else scratch.new_empty(write.num_bytes)
             cast = memory.view(dtype_of(write.dtype, write.name)).view(write.window.sizes)
             cast.copy_(job.contents.tensor_at(write.name, write.window))
-            change, key, digest = Change(write.shape, write.window, None, bits_of(cast)), key_of(write.name), 0
+            change, key, digest = PartChange(write.shape, write.window, None, bits_of(cast)), key_of(write.name), 0
             if last is not None:
                 copy = last.copies[write.key]
                 change = change.since(copy)
@@ -152,20 +148,18 @@ class _VersionSaver(Saver):
             encoded += _in_file(write, change) if last else [(write, bytes_of(cast))]
         encoded.sort(key=lambda each: -DTYPE_BYTES[each[0].dtype])  # aligned
         anchor, base = (job.save.step, None) if last is None else (last.anchor, [last.version, last.save_id])
-        self._next = _Published(job.save.step, job.save.save_id, anchor, job.plan.digests, new, digests)
+        self._next = _Published(
+            job.save.step, job.save.save_id, anchor, (job.plan.digests, job.contents.ties), new, digests
+        )
         said = Contents(values={"base": base, "digests": list(digests.values())}, ties=job.contents.ties)
         plan = replace(job.plan, mine=tuple(write for write, _ in encoded))
         return replace(job, plan=plan, contents=said), [data for _, data in encoded]
 
     def _write(self, job: Job, data: Callable[[], Sequence[memoryview]]) -> Path:
         pending, send, last = self.folder / job.save.pending, self.options.send, self._last
-        try:
-            if send is not None:
-                self._files.make_folder(pending)  # on a host that does not see rank 0's folder
-            path = super()._write(job, data)
-        except BaseException:
-            self._files.remove(pending)
-            raise
+        if send is not None:
+            self._files.make_folder(pending)  # on a host that does not see rank 0's folder
+        path = super()._write(job, data)
         if send is not None:
             self._send(job, path, send)
         assert self._next is not None
@@ -225,7 +219,7 @@ class _VersionSaver(Saver):
                 path.rmdir()
 
 
-def _in_file(write: Write, change: Change) -> list[tuple[Write, memoryview]]:
+def _in_file(write: Write, change: PartChange) -> list[tuple[Write, memoryview]]:
     """Return a change of a part as tensors of a file."""
 
     def tensor(kind: str, dtype: str, sizes: tuple[int, ...]) -> Write:
@@ -309,7 +303,7 @@ class WeightPublisher:
     def wait_for(self, num_readers: int, version: int, *, timeout_s: float = 600.0) -> None:
         """Return once as many live readers have ``version`` or a later one.
 
-        Collective; a version that is on its way is waited for.
+        Collective; it first waits for a version that a thread writes.
         Raises: CheckpointError on every rank after ``timeout_s``, with what each reader has.
         """
         saver, end = self._current(), time.monotonic() + timeout_s
@@ -317,17 +311,18 @@ class WeightPublisher:
         what = f"{self._folder}: version {version} is not in use"
 
         def look() -> bool:
-            until = time.monotonic() + _ROUND_S
+            until = min(end, time.monotonic() + _ROUND_S)
             while True:
-                marks = {name: has for name, (has, _) in live_marks(self._folder).items()}
-                if sum(has >= version for has in marks.values()) >= num_readers:
+                has = {name: each for name, (each, _) in live_marks(self._folder).items()}
+                if sum(each >= version for each in has.values()) >= num_readers:
                     return True
-                if time.monotonic() > end:
-                    there = ", ".join(f"{name} has {has}" for name, has in sorted(marks.items())) or "none is alive"
-                    raise CheckpointError(f"expected {num_readers} readers after {timeout_s:g} s: {there}")
                 if time.monotonic() > until:
-                    return False
+                    break
                 time.sleep(_POLL_S)
+            if time.monotonic() > end:
+                there = ", ".join(f"{name} has {each}" for name, each in sorted(has.items())) or "none is alive"
+                raise CheckpointError(f"expected {num_readers} readers after {timeout_s:g} s: {there}")
+            return False
 
         while not saver.on_rank_0(what, look):
             pass

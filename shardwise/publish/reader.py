@@ -20,7 +20,7 @@ from shardwise.checkpoint.contents import LoadRequests
 from shardwise.checkpoint.files import Files, VerifiedFile, list_checkpoints, read_requests
 from shardwise.checkpoint.format import Entry, Manifest, TensorRecord, Window, bytes_of, dtype_of, join, split, whole
 from shardwise.errors import ConfigError, DamagedCheckpointError, StateError
-from shardwise.publish.delta import MODULUS, Change, bits_of, decode_positions
+from shardwise.publish.delta import MODULUS, PartChange, bits_of, decode_positions
 from shardwise.publish.versions import (
     MODEL,
     POSITIONS,
@@ -36,7 +36,7 @@ from shardwise.safe_files import create_file, move_file
 
 logger = logging.getLogger(__name__)
 Names = Mapping[str, str | Sequence[str]]
-_Changes = dict[str, dict[Window, Change]]  # by tensor and part
+_Changes = dict[str, dict[Window, PartChange]]  # by tensor and part
 _Part = tuple[str, TensorRecord, Window]
 
 
@@ -110,7 +110,7 @@ class WeightReader:
 
     # ---- inside ----
 
-    def _advance(self, weights: Mapping[str, torch.Tensor] | None, names: Names) -> dict[str, list[Change]]:
+    def _advance(self, weights: Mapping[str, torch.Tensor] | None, names: Names) -> dict[str, list[PartChange]]:
         """Return the changes of each tensor, which are then in ``weights``; None: in this reader's own."""
         path, staged = self._read()
         if not path:
@@ -179,7 +179,7 @@ class WeightReader:
                 tensors, order = version.manifest.tensors, LoadRequests(version.manifest)
                 for name, each in tensors.items():
                     window = whole(each.shape)
-                    staged[name] = {window: Change(each.shape, window, None, bits_of(order.whole(name)))}
+                    staged[name] = {window: PartChange(each.shape, window, None, bits_of(order.whole(name)))}
                 read_requests(self._files, version.path, version.manifest, order.requests)
                 continue
             parts = {part.key: (name, each, part.window) for name, each in tensors.items() for part in each.parts}
@@ -191,7 +191,7 @@ class WeightReader:
                     known[change.window] = change.after(known.get(change.window))
         return staged
 
-    def _changes(self, version: Version, parts: Mapping[str, _Part]) -> Iterator[tuple[str, Change]]:
+    def _changes(self, version: Version, parts: Mapping[str, _Part]) -> Iterator[tuple[str, PartChange]]:
         for record in version.manifest.files:
             place = version.path / record.name
             file = VerifiedFile(self._files, place, record)
@@ -210,7 +210,7 @@ class WeightReader:
                     sizes = window.sizes if local is None else local.shape
                     if kind not in (WHOLE, VALUES) or entries[full].dtype != tensor.dtype or new.shape != sizes:
                         raise ValueError(f"{kind}: {entries[full].dtype} {list(new.shape)}")
-                    yield name, Change(tensor.shape, window, local, bits_of(new))
+                    yield name, PartChange(tensor.shape, window, local, bits_of(new))
             except (KeyError, ValueError) as error:
                 raise DamagedCheckpointError(
                     f"{place}: its tensors are not the changes of a version ({error})"

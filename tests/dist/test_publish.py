@@ -156,7 +156,8 @@ def test_fused_rows_stacked_experts_and_views_are_written_in_place(tmp_path: Pat
     parts = {"q": nn.Linear(4, 6), "k": nn.Linear(4, 3), "v": nn.Linear(4, 3), "out": nn.Linear(4, 6)}
     model = nn.ModuleDict({name: nn.Linear(4, part.out_features, bias=False) for name, part in parts.items()})
     model["experts"] = nn.ModuleList(nn.Linear(4, 5, bias=False) for _ in range(3))
-    fully_shard(model)
+    for layer in (*(model[name] for name in parts), *model["experts"]):
+        fully_shard(layer)
     publisher, reader, engine = WeightPublisher(model, tmp_path, dtype=BF16), WeightReader(tmp_path), Fused()
     weights = {"qkv": engine.qkv, "experts": engine.experts, "out.weight": engine.out.t(), "own": engine.own}
     names = {"qkv": ["q.weight", "k.weight", "v.weight"], "experts": [f"experts.{n}.weight" for n in range(3)]}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.optim.slices import Window, whole
-from shardwise.publish.delta import MODULUS, Change, bits_of, decode_positions, digest_of, encode_positions
+from shardwise.publish.delta import MODULUS, PartChange, bits_of, decode_positions, digest_of, encode_positions
 
 NUMEL = 2**40
 SHAPE = (6, 4, 3)
@@ -70,8 +70,8 @@ def windows_of(splits: tuple[int, int, int]) -> list[Window]:
 SPLITS = st.tuples(*(st.integers(0, size) for size in SHAPE))
 
 
-def part(bits: torch.Tensor, window: Window) -> Change:
-    return Change(SHAPE, window, None, window.cut(bits).contiguous())
+def part(bits: torch.Tensor, window: Window) -> PartChange:
+    return PartChange(SHAPE, window, None, window.cut(bits).contiguous())
 
 
 @given(SPLITS, DTYPES, st.integers(0, 9))
@@ -91,7 +91,7 @@ def test_changes_lead_from_one_tensor_to_the_next_alone_and_together(
     tensors = [tensor_of(seed, dtype) for seed in seeds]
     strided = tensors[0].transpose(0, 2).contiguous().transpose(0, 2)
     for window in windows_of(splits):
-        together: Change | None = None
+        together: PartChange | None = None
         for old, new in pairwise(tensors):
             change = part(bits_of(new), window).since(part(bits_of(old), window))
             assert change.bits.nbytes + len(change.positions) <= window.numel * dtype.itemsize
@@ -118,7 +118,9 @@ def test_digests_tell_positions_values_and_tensors_apart() -> None:
     ones = torch.ones(3, dtype=torch.int16)
     at = torch.arange(3)
     assert (
-        len({digest_of(ones, at, 1), digest_of(ones, at + 1, 1), digest_of(ones * 2, at, 1), digest_of(ones, at, 2**60)})
+        len(
+            {digest_of(ones, at, 1), digest_of(ones, at + 1, 1), digest_of(ones * 2, at, 1), digest_of(ones, at, 2**60)}
+        )
         == 4
     )
     swapped = torch.tensor([1, 2], dtype=torch.int16)
