@@ -22,6 +22,8 @@ from helpers.published import BF16, Engine, assert_follows, change_some, differi
 from helpers.ranks import FOUR, on_ranks
 from helpers.sharded import build_sharded, step_on_drawn_gradients
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import (
     ArgumentTypeError,
@@ -29,6 +31,7 @@ from shardwise import (
     ConfigError,
     DamagedCheckpointError,
     RejectedStep,
+    ShardedOptimizer,
     StateError,
     WeightPublisher,
     WeightReader,
@@ -212,6 +215,109 @@ def test_an_anchor_is_a_checkpoint_of_the_model(tmp_path: Path) -> None:
     other, _ = made("fully_shard", seed=5)
     load(tmp_path, {"model": other})
     assert not differing(full_state_dict(other), full_state_dict(model))
+
+
+# ---- Optimizers, and as many steps as a reader takes.
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with an adapter, between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(24, 40, bias=False).requires_grad_(False)
+        self.lora_down, self.lora_up = nn.Linear(24, 4, bias=False), nn.Linear(4, 40, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.lora_up(self.lora_down(x))
+
+
+def layered() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 17, bias=False))
+
+
+def is_adapter(name: str) -> bool:
+    return "lora" in name
+
+
+Wrap = Callable[[nn.Module], nn.Module]
+RUNS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, float], Any], Callable[[str], bool] | None]] = {
+    "AdamW": (layered, lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr), None),
+    "Muon": (
+        layered,
+        lambda model, lr: ShardedOptimizer(dict(model.named_parameters()), torch.optim.Muon, lr=lr),
+        None,
+    ),
+    "LoRA": (
+        Adapted,
+        lambda model, lr: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr),
+        is_adapter,
+    ),
+}
+# Of the elements, these change about 0.1 %, 3 % and 100 % in a step.
+RATES = {"few": 1e-7, "some": 3e-6, "all": 3e-2}
+
+
+def assert_follows_a_run(
+    run: str, rate: float, num_versions: int, wrap: Callable[[nn.Module], nn.Module], folder: Path
+) -> None:
+    """Publish after each step, and compare what the engine has with the bits of ``full_state_dict``."""
+    build_plain, make, only = RUNS[run]
+    model = wrap(build_plain())
+    optimizer = make(model, rate)
+    publisher = WeightPublisher(model, folder, dtype=BF16, only=only, anchor_every=60)
+    wanted = full_state_dict(model, dtype=BF16, only=only)
+    weights = {name: torch.zeros_like(value) for name, value in wanted.items()}
+    reader = WeightReader(folder)
+    for step in range(num_versions):
+        model(torch.randn(8, 24, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        publisher.publish(wait=step % 2 == 0)
+        wanted = full_state_dict(model, dtype=BF16, only=only)
+        publisher.wait_for(0, 0)
+        if dist.get_rank() == 0:
+            reader.advance(weights)
+            assert reader.version == step + 1
+            assert not differing(weights, wanted), f"version {step + 1}"
+
+
+def sharded_whole(model: nn.Module) -> nn.Module:
+    return fully_shard(model)
+
+
+def hybrid(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+
+
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    names = ("lora_down", "lora_up") if isinstance(model, Adapted) else ("0", "1")
+    parallelize_module(model, mesh["tensor"], {names[0]: ColwiseParallel(), names[1]: RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+
+@pytest.mark.parametrize("run", RUNS)
+@on_ranks(2)
+def test_an_engine_follows_every_optimizer_to_the_bit(run: str, tmp_path: Path) -> None:
+    assert_follows_a_run(run, RATES["some"], 6, sharded_whole, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("run", RUNS)
+@on_ranks(1, 2, 4, timeout_s=400.0)
+def test_an_engine_follows_200_versions_to_the_bit(run: str, rate: str, tmp_path: Path) -> None:
+    assert_follows_a_run(run, RATES[rate], 200, sharded_whole, tmp_path)
+
+
+@pytest.mark.exhaustive
+@PARAM
+@on_ranks(4, timeout_s=400.0)
+def test_an_engine_follows_200_versions_on_meshes(run: str, wrap: Wrap, tmp_path: Path) -> None:
+    assert_follows_a_run(run, RATES["some"], 200, wrap, tmp_path)
 
 
 # ---- What comes between two versions.
@@ -489,7 +595,10 @@ def test_versions_reach_readers_by_what_users_send_and_receive(tmp_path: Path) -
         train(model, optimizer, [step])
     failing = mock.patch.object(shutil, "copyfile", side_effect=OSError(errno.ENETUNREACH, "Network is unreachable"))
     where = failing if dist.get_rank() == 1 else nullcontext()
-    with where, pytest.raises(CheckpointError, match="was not sent to readers.*rank 1: OSError: Network is unreachable"):
+    with (
+        where,
+        pytest.raises(CheckpointError, match="was not sent to readers.*rank 1: OSError: Network is unreachable"),
+    ):
         publisher.publish()
     publisher.publish()
     assert_follows(engine, model)
