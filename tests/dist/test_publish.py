@@ -314,7 +314,8 @@ def test_an_engine_follows_200_versions_to_the_bit(run: str, rate: str, tmp_path
 
 
 @pytest.mark.exhaustive
-@PARAM
+@pytest.mark.parametrize("run", ["AdamW", "LoRA"])
+@pytest.mark.parametrize("wrap", [hybrid, tensor_parallel])
 @on_ranks(4, timeout_s=400.0)
 def test_an_engine_follows_200_versions_on_meshes(run: str, wrap: Wrap, tmp_path: Path) -> None:
     assert_follows_a_run(run, RATES["some"], 200, wrap, tmp_path)
