@@ -170,7 +170,11 @@ class _VersionSaver(Saver):
         return path
 
     def _commit(self, job: Job, reports: Sequence[Any]) -> str:
-        files = {rank: FileRecord(*file[:3], tuple(file[3])) for rank, (file, _, _) in enumerate(reports) if file}
+        files = {
+            rank: FileRecord(file[0], file[1], file[2], tuple(file[3]))
+            for rank, (file, _, _) in enumerate(reports)
+            if file
+        }
         said, digests = [iter(values["digests"]) for _, values, _ in reports], Counter[str]()
         for write in job.plan.writes:
             digests[write.name] += next(said[write.rank])
