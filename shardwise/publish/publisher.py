@@ -120,12 +120,10 @@ class _VersionSaver(Saver):
     def _newest(self) -> int:
         """Return the newest version in the folder as rank 0 sees it, 0 without one."""
         there = list_checkpoints(self._files, self.folder) if self.rank == 0 else []
-        if there and self._last is None:
-            with suppress(DamagedCheckpointError):
-                if PUBLISH not in read_manifest(self._files, there[-1].path).values:
-                    raise CheckpointError(
-                        f"{there[-1].path} is a checkpoint of a run; publish into a folder of its own"
-                    )
+        newest = there[-1].path if there and self._last is None else None
+        with suppress(DamagedCheckpointError):
+            if newest is not None and PUBLISH not in read_manifest(self._files, newest).values:
+                raise CheckpointError(f"{newest} is a checkpoint of a run; publish into a folder of its own")
         return there[-1].step if there else 0
 
     @torch.no_grad()
@@ -170,18 +168,14 @@ class _VersionSaver(Saver):
         return path
 
     def _commit(self, job: Job, reports: Sequence[Any]) -> str:
-        files = {
-            rank: FileRecord(file[0], file[1], file[2], tuple(file[3]))
-            for rank, (file, _, _) in enumerate(reports)
-            if file
-        }
+        made = [(rank, file) for rank, (file, _, _) in enumerate(reports) if file]
+        files = {rank: FileRecord(name, size, block, tuple(sums)) for rank, (name, size, block, sums) in made}
         said, digests = [iter(values["digests"]) for _, values, _ in reports], Counter[str]()
         for write in job.plan.writes:
             digests[write.name] += next(said[write.rank])
         base, ties = reports[0][1]["base"], reports[0][2]
-        values = {
-            PUBLISH: {"base": base, "digests": {name: f"{each % MODULUS:016x}" for name, each in digests.items()}}
-        }
+        texts = {name: f"{each % MODULUS:016x}" for name, each in digests.items()}
+        values = {PUBLISH: {"base": base, "digests": texts}}
         if base is None:
             manifest = make_manifest(job.save, job.plan.writes, files, len(reports), (ties, values))
         else:

@@ -363,6 +363,21 @@ def test_another_number_of_ranks_goes_on_with_an_anchor(tmp_path: Path) -> None:
         assert versions(tmp_path) == ["step-00000003", "step-00000004"]
 
 
+def test_a_folder_that_was_emptied_goes_on_with_an_anchor(tmp_path: Path) -> None:
+    model = nn.Linear(40, 30)
+    publisher, engine = WeightPublisher(model, tmp_path, dtype=BF16), Engine(tmp_path, model)
+    for step in range(2):
+        publisher.publish()
+        change_some(model, 0.1, step)
+    engine.advance()
+    assert engine.reader.version == 2
+    for name in versions(tmp_path):
+        shutil.rmtree(tmp_path / name)
+    assert publisher.publish() == 3
+    assert_follows(engine, model)
+    assert_follows(Engine(tmp_path, model), model)
+
+
 @on_ranks(2)
 def test_a_full_folder_is_named_on_all_ranks_and_the_next_version_is_right(tmp_path: Path) -> None:
     model, optimizer = made("fully_shard")

@@ -158,12 +158,12 @@ def shards() -> FSDPModule:
     publisher.wait_for(1, version, timeout_s=1.0)
     publisher.close()
     reader = WeightReader("publish", receive=print)
-    rows: dict[str, torch.Tensor] = reader.advance(weights, names={"qkv": ["q", "k", "v"], "a": "b"})
+    new_rows: dict[str, torch.Tensor] = reader.advance(weights, names={"qkv": ["q", "k", "v"], "a": "b"})
     pairs: list[tuple[str, torch.Tensor]] = reader.changed_tensors()
     is_mixed: bool = reader.is_mixed
     newest: int | None = reader.version
     reader.close()
-    print(rows, pairs, is_mixed, newest)
+    print(new_rows, pairs, is_mixed, newest)
     copied: ReplicateModule = replicate(Net(), mesh=mesh)
     several: list[FSDPModule] = fully_shard([nn.Linear(8, 8), nn.Linear(8, 8)], mesh=mesh)
     print(several, len(replicate([nn.Linear(8, 8)], mesh=mesh)), replicate([nn.Linear(8, 8)])[0].no_sync())
