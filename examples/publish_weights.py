@@ -1,19 +1,19 @@
-"""Publish weights to an inference engine, as RL trainers do after each phase: full tensors, one unit at a time.
+"""An RL loop in small: four ranks train, and two inference engines follow their weights, of which they read what has changed.
 
-torchrun --nproc-per-node 2 examples/publish_weights.py     # vLLM's load_weights takes the same pairs of name and tensor
+torchrun --nproc-per-node 4 examples/publish_weights.py     # vLLM's load_weights takes what reader.changed_tensors() returns
 """
 
 import os
-import struct
 import subprocess
 import sys
+import tempfile
+import time
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import full_tensors, shard_model
+from shardwise import WeightPublisher, WeightReader, shard_model
 
 
 def build(width: int) -> nn.Module:
@@ -21,56 +21,56 @@ def build(width: int) -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)], nn.Linear(width, 1))
 
 
+def batch_of(width: int) -> torch.Tensor:
+    return torch.randn(32, width, generator=torch.Generator().manual_seed(0))
+
+
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-def engine(width: int) -> None:
-    """Receive weights until an empty message, then answer with the loss that they have."""
+def engine(folder: str, width: int) -> None:
+    """Follow the versions in ``folder`` until the trainer ends; then print the newest, and the loss of its weights."""
     model = build(width).to(torch.bfloat16).requires_grad_(False)
-    weights = model.state_dict()
-    while num_bytes := struct.unpack("q", sys.stdin.buffer.read(8))[0]:
-        for name, tensor in safetensors.torch.load(sys.stdin.buffer.read(num_bytes)).items():
-            weights[name].copy_(tensor)
-    x = torch.randn(32, width, generator=torch.Generator().manual_seed(0))
-    print(loss_of(model, x.to(torch.bfloat16)).item())
-
-
-def publish(model: nn.Module, width: int) -> float:
-    """Send the weights of ``model`` to a new engine; return the loss that it reports, on rank 0."""
-    command = [sys.executable, __file__, "engine", str(width)]
-    sender = subprocess.Popen(command, stdin=-1, stdout=-1) if dist.get_rank() == 0 else None  # -1: a pipe
-    for name, tensor in full_tensors(model, dtype=torch.bfloat16):  # all ranks gather, rank 0 sends
-        if sender is not None:
-            message = safetensors.torch.save({name: tensor.cpu()})
-            sender.stdin.write(struct.pack("q", len(message)) + message)
-    return 0.0 if sender is None else float(sender.communicate(struct.pack("q", 0))[0])
+    reader, trainer = WeightReader(folder), os.getppid()
+    while os.getppid() == trainer and not os.path.exists(f"{folder}/done"):
+        reader.advance(model.state_dict())  # all of a version, or nothing
+        time.sleep(0.01)
+    print(reader.version, loss_of(model, batch_of(width).bfloat16()).item())
 
 
 def main(steps: int = 50, width: int = 64) -> list[float]:
-    """Train, publish, train on; return the losses of this rank."""
+    """Train, and publish every few steps; return the losses of this rank."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = shard_model(build(width).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x = torch.randn(32, width, generator=torch.Generator().manual_seed(0)).to(device)
-    losses = []
+    places = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(places)
+    command = [sys.executable, __file__, "engine", places[0], str(width)]
+    engines = [subprocess.Popen(command, stdout=-1) for _ in range(2 * (dist.get_rank() == 0))]  # -1: a pipe
+    publisher = WeightPublisher(model, places[0], dtype=torch.bfloat16, anchor_every=10)
+    x, losses = batch_of(width).to(device), []
     for step in range(steps + 1):
         loss = loss_of(model, x)
-        if step == steps // 2:
-            published = publish(model, width)  # between forward and backward, too
+        losses.append(loss.item())
+        if step % 5 == 0 or step == steps:
+            version = publisher.publish()  # each rank writes what has changed of its own shards
+            publisher.wait_for(2, version)  # before engines generate the next samples
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; of the engine {published:.4f}, here {losses[steps // 2]:.4f}")
-        assert abs(published / losses[steps // 2] - 1) < 0.02  # the same weights, in bfloat16
+    publisher.close()
+    open(f"{places[0]}/done", "w").close()
+    for each in engines:
+        newest, found = each.communicate()[0].split()
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; an engine has version {int(newest)}: {float(found):.4f}")
+        assert abs(float(found) / losses[-1] - 1) < 0.1  # the same weights, in bfloat16
     return losses
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["engine"]:
-        engine(int(sys.argv[2]))
+        engine(sys.argv[2], int(sys.argv[3]))
     else:
         if torch.accelerator.is_available():
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))

@@ -65,6 +65,8 @@ from shardwise.planner.advice import Choices, Plan, plan
 from shardwise.planner.hardware import Hardware, Wire
 from shardwise.prove.digests import RunDigests
 from shardwise.prove.record import recorded
+from shardwise.publish.publisher import WeightPublisher
+from shardwise.publish.reader import WeightReader
 from shardwise.reproducible.reproducible import Reproducible
 from shardwise.transaction.transaction import transaction
 from shardwise.zero.optimizer import ZeroRedundancyOptimizer
@@ -125,6 +127,8 @@ __all__ = [
     "UnitTable",
     "UnshardHandle",
     "UsageError",
+    "WeightPublisher",
+    "WeightReader",
     "Wire",
     "ZeroRedundancyOptimizer",
     "apply_activations",

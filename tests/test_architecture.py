@@ -28,7 +28,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("optim", "reference"),
     ("zero", "planner"),
     ("transaction", "checkpoint", "loop", "reproducible"),
-    ("offload",),
+    ("offload", "publish"),
     ("elastic", "prove"),
     ("recipes", "testing"),
     ("cli",),
@@ -231,6 +231,7 @@ MANY_PARAMETERS = {
     "fsdp/shard_model.py:shard_model",
     "zero/optimizer.py:__init__",
     "checkpoint/save.py:save",
+    "publish/publisher.py:__init__",
     "testing/pool.py:attempt",
 }
 MOST_PARAMETERS, MOST_RETURNED = 6, 2
@@ -323,14 +324,15 @@ def test_files_and_functions_are_short() -> None:
 BUDGETS = {
     "fsdp": 5925,  # with plan and checks 6660, of which issue 57 about 240
     "collectives": 2650,  # of 2800
-    "checkpoint": 2468,  # with transaction 2900
+    "checkpoint": 2470,  # with transaction 2900; issue 62: the removal of one version
+    "publish": 564,  # issue 62, which allows 650 with sleep
     "recipes": 2025,  # issue 48: --memory 10; issue 49: --reproducible 50, --elastic 40; issue 57: report 160
     "consistency": 1821,  # issue 49: what hosts of an elastic run exchange
     "planner": 1457,  # issue 48: 65 for what a rank measures, blocks that keep activations, and your optimizer's state
     "optim": 1704,
     "zero": 1050,
     "cli": 1406,  # of which 48 and 49 about 160, 59 and 60 about 65
-    "(top)": 1320,  # with testing 1500, of which reference.py is 177
+    "(top)": 1321,  # with testing 1500, of which reference.py is 177
     "transaction": 467,
     "elastic": 705,  # issue 49, part 2: on one host 521, several hosts 190
     "reproducible": 510,  # issue 49

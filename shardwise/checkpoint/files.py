@@ -483,7 +483,12 @@ def commit(files: Files, pending: Path, final: Path) -> Path:
 def keep_last(files: Files, folder: Path, keep: int) -> None:
     """Remove all but the last ``keep`` checkpoints."""
     for checkpoint in list_checkpoints(files, folder)[:-keep]:
-        aside = folder / f"{REMOVING}{checkpoint.path.name}"
-        files.rename(checkpoint.path, aside)
-        files.sync_folder(folder)  # half of it is found under this name only
-        files.remove(aside)
+        remove_checkpoint(files, checkpoint.path)
+
+
+def remove_checkpoint(files: Files, path: Path) -> None:
+    """Remove a checkpoint, which at no time is there in part."""
+    aside = path.parent / f"{REMOVING}{path.name}"
+    files.rename(path, aside)
+    files.sync_folder(path.parent)  # half of it is found under this name only
+    files.remove(aside)

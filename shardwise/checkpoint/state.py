@@ -574,20 +574,22 @@ def _shares_buffers(module: nn.Module) -> bool:
 
 
 class ModuleCarrier:
-    """Parameters and buffers of a module, by their names in the model without wrappers.
+    """Parameters and buffers of a module, by their names in the model without wrappers; ``only``: those that it accepts.
 
     Attributes:
         names: of each parameter, by ``id``, as optimizers use them.
     """
 
-    def __init__(self, prefix: str, module: nn.Module, rank: int, size: int) -> None:
+    def __init__(
+        self, prefix: str, module: nn.Module, rank: int, size: int, only: Callable[[str], bool] | None = None
+    ) -> None:
         self.prefix, self._rank, self._size = prefix, rank, size
         self._given = module
         self._module = module.module if isinstance(module, DistributedDataParallel) else module
         # With the live tensors, so that tied names give one object. The call reshards sharded modules.
         self._state: dict[str, Any] = self._module.state_dict(keep_vars=True)
         self._keys: dict[str, str] = {}
-        for key in self._state:
+        for key in self._state if only is None else [key for key in self._state if only(plain(key))]:
             if self._keys.setdefault(plain(key), key) != key:
                 raise ConfigError(f"{prefix}: {key!r} and {self._keys[plain(key)]!r} have one name without wrappers")
         self.names: dict[int, str] = {}

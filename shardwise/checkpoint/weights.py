@@ -49,8 +49,7 @@ def full_tensors(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  from user code
         raise ArgumentTypeError(f"full_tensors takes a module, found {type(model).__name__}")
-    live = ModuleCarrier(_CALL, model, 0, 1).named_tensors()
-    tensors = {name: tensor for name, tensor in live.items() if only is None or only(name)}
+    tensors = ModuleCarrier(_CALL, model, 0, 1, only).named_tensors()
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     mesh = max((tensor.device_mesh for tensor in sharded.values()), key=DeviceMesh.size, default=None)
     agreement = None if mesh is None else open_agreement(ranks_along(mesh, range(mesh.ndim)).group, _CALL)

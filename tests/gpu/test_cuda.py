@@ -19,7 +19,10 @@ from shardwise import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardedOptimizer,
+    WeightPublisher,
+    WeightReader,
     checkpoint,
+    full_tensors,
     fully_shard,
     replicate,
 )
@@ -282,6 +285,27 @@ def test_checkpoints_are_of_the_step_they_were_begun_after_whatever_the_default_
     checkpoint.finish(tmp_path)
     assert checkpoint.load(tmp_path, {"model": model, "optimizer": optimizer}).step == 2
     assert all(torch.equal(param.to_local(), old) for param, old in zip(model.parameters(), wanted, strict=True))
+
+
+@on_ranks(1, 2, backend="cpu:gloo,cuda:nccl", fresh=True)
+def test_an_engine_on_the_device_follows_what_is_published(tmp_path: Path) -> None:
+    device = on_gpu()
+    model = build().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    publisher = WeightPublisher(model, tmp_path, dtype=torch.bfloat16)
+    reader = WeightReader(tmp_path)
+    weights = {name: torch.zeros_like(each) for name, each in full_tensors(model, dtype=torch.bfloat16)}
+    for step in range(4):
+        publisher.publish(wait=step % 2 == 0)
+        model(torch.randn(4, 256, device=device)).square().mean().backward()
+        wanted = {name: each.clone() for name, each in full_tensors(model, dtype=torch.bfloat16)}
+        publisher.wait_for(0, 0)
+        reader.advance(weights)
+        assert reader.version == step + 1
+        assert all(weights[name].is_cuda and torch.equal(weights[name], each) for name, each in wanted.items())
+        dist.barrier()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_ranks(1, backend="nccl", fresh=True)

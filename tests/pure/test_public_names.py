@@ -65,6 +65,8 @@ FOR_USERS = {
     "UnitRow": "name num_bytes num_modules numel padding_ratio route",
     "UnitTable": "rows",
     "UnshardHandle": "wait",
+    "WeightPublisher": "close publish wait_for",
+    "WeightReader": "advance changed_tensors close is_mixed version",
     "Wire": "bytes_per_s latency_s",
     "use_in": "replaced",
     "ZeroRedundancyOptimizer": f"""{_OPTIMIZER.removesuffix(" zero_grad")} consolidate_state_dict defaults initialized

@@ -64,6 +64,8 @@ from shardwise import (
     UnitTable,
     UnshardHandle,
     UsageError,
+    WeightPublisher,
+    WeightReader,
     Wire,
     ZeroRedundancyOptimizer,
     apply_activations,
@@ -148,6 +150,20 @@ def shards() -> FSDPModule:
     share_comm_ctx([sharded, together])
     weights: dict[str, torch.Tensor] = full_state_dict(model, dtype=torch.bfloat16, only=weight_names, rank=0)
     weights |= dict(full_tensors(model, dtype=None, only=None))
+    publisher = WeightPublisher(
+        model, "publish", dtype=torch.bfloat16, anchor_every=50, only=weight_names, most_versions=9, most_bytes=2**40,
+        send=print, group=None,
+    )  # fmt: skip
+    version: int = publisher.publish(wait=True)
+    publisher.wait_for(1, version, timeout_s=1.0)
+    publisher.close()
+    reader = WeightReader("publish", receive=print)
+    new_rows: dict[str, torch.Tensor] = reader.advance(weights, names={"qkv": ["q", "k", "v"], "a": "b"})
+    pairs: list[tuple[str, torch.Tensor]] = reader.changed_tensors()
+    is_mixed: bool = reader.is_mixed
+    newest: int | None = reader.version
+    reader.close()
+    print(new_rows, pairs, is_mixed, newest)
     copied: ReplicateModule = replicate(Net(), mesh=mesh)
     several: list[FSDPModule] = fully_shard([nn.Linear(8, 8), nn.Linear(8, 8)], mesh=mesh)
     print(several, len(replicate([nn.Linear(8, 8)], mesh=mesh)), replicate([nn.Linear(8, 8)])[0].no_sync())
