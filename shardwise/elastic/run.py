@@ -26,15 +26,14 @@ from shardwise.checkpoint.save import finish_all
 from shardwise.checkpoint.state import BufferCheck, contents_of
 from shardwise.checks.optimizer_steps import OptimizerSteps
 from shardwise.consistency.process_groups import all_have_come, gather_objects, group_of, largest_words
-from shardwise.elastic.members import VARIABLE, ElasticTerms, Generation, Process
+from shardwise.elastic.members import VARIABLE, Generation, Process
 from shardwise.elastic.memory import CommitMark, StateMemory
 from shardwise.errors import ConfigError, StateError, UsageError
 from shardwise.observe import note
 from shardwise.torch_private import is_gloo
 
 T = TypeVar("T")
-# For the launcher to say that a rank is lost, after an error that may come of it; the second one with several hosts.
-_PATIENCE_S, _HOSTS_PATIENCE_S = 3.0, 12.0
+_PATIENCE_S = 3.0  # for the launcher to say that a rank is lost, after an error that may come of it
 logger = logging.getLogger(__name__)
 
 
@@ -61,8 +60,8 @@ class ElasticStep(Generic[T]):
         number: steps done before it, 0 for the first.  state: what ``build()`` returned.
     """
 
-    def __init__(self, process: Process, number: int, state: T, patience_s: float) -> None:
-        self._process, self.number, self.state, self._patience_s = process, number, state, patience_s
+    def __init__(self, process: Process, number: int, state: T) -> None:
+        self._process, self.number, self.state = process, number, state
         self.outcome = ""  # "entered", "done" or "lost"
 
     def __enter__(self) -> T:
@@ -74,7 +73,7 @@ class ElasticStep(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.outcome = "done" if error is None else "lost"
-        return error is None or self._process.is_lost(error, self._patience_s)
+        return error is None or self._process.is_lost(error, _PATIENCE_S)
 
 
 @dataclass(slots=True)
@@ -129,8 +128,7 @@ class ElasticRun(Generic[T]):
     ) -> None:
         self._build, self._num_steps, self._num_used, self._folder = build, num_steps, num_used, folder
         told = json.loads(os.environ[VARIABLE])
-        self._terms = ElasticTerms(**told["terms"])
-        self._process = Process(int(os.environ["RANK"]), told["address"], told["port"])
+        self._process = Process(int(os.environ["RANK"]), told["port"])
         self._commits: _Commits | None = None
         self.state: T | None = None
         self.number = 0
@@ -143,7 +141,6 @@ class ElasticRun(Generic[T]):
 
     def __iter__(self) -> Iterator[ElasticStep[T]]:
         is_done = False
-        patience_s = _PATIENCE_S if self._terms.num_hosts == 1 else _HOSTS_PATIENCE_S
         while True:
             try:
                 if self._commits is None:
@@ -160,10 +157,10 @@ class ElasticRun(Generic[T]):
                     self._process.finish()
                     return
             except Exception as error:
-                if not self._process.is_lost(error, patience_s):
+                if not self._process.is_lost(error, _PATIENCE_S):
                     raise
             else:
-                step = ElasticStep(self._process, self.number, cast(T, self.state), patience_s)
+                step = ElasticStep(self._process, self.number, cast(T, self.state))
                 try:
                     yield step
                 except GeneratorExit:  # the program leaves the loop
@@ -210,8 +207,7 @@ class ElasticRun(Generic[T]):
         process.set_timeouts()
         named = _named(self.state)
         built_s = time.monotonic()
-        hosts = [self._terms.host_of(each) for each in generation.members]
-        memory = StateMemory(json.loads(os.environ[VARIABLE])["fds"], hosts, group)
+        memory = StateMemory(json.loads(os.environ[VARIABLE])["fds"], [0] * world.size(), group)
         saved = memory.read()
         self._commits = _Commits(memory, group)
         if saved is not None:

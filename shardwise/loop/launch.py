@@ -142,9 +142,7 @@ class LaunchContext:
         leave_s: after a signal, when the first rank has left: seconds that the others may take.
         shared: descriptors that every rank inherits.
         outlives: returns True if the others go on without a rank that has ended with this code.
-        more: returns how many ranks to start now, besides those that were, given whether one still runs; None: none, and
-            another host may need some.
-        number: returns the rank of a process from how many were started here before it.
+        more: returns how many ranks to start now, besides those that were.
     """
 
     received: Sequence[int] = ()
@@ -157,8 +155,7 @@ class LaunchContext:
     leave_s: float = LEAVE_S
     shared: tuple[int, ...] = ()
     outlives: Callable[[int, int], bool] = lambda rank, code: False
-    more: Callable[[bool], int | None] = lambda is_running: 0
-    number: Callable[[int], int] = lambda index: index
+    more: Callable[[], int] = lambda: 0
 
 
 def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchContext) -> Ended:
@@ -169,8 +166,8 @@ def run_ranks(nproc: int, device_type: str, words: Sequence[str], place: LaunchC
         stack.callback(_kill, ranks)
 
         def start() -> None:
-            rank = place.number(len(ranks))
-            own = {"RANK": rank, "LOCAL_RANK": len(ranks) % nproc, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+            rank = len(ranks)
+            own = {"RANK": rank, "LOCAL_RANK": rank % nproc, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
             ranks.append(_start(words, _environment({**own, **place.told}, device_type), place))
             ranks[-1].number = rank
             if note is not None:
@@ -222,8 +219,7 @@ def _environment(place: Mapping[str, object], device_type: str) -> dict[str, str
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d's stack traces would bury the one line that says why
     if device_type == "cpu":
         environment.setdefault("OMP_NUM_THREADS", "1")
-    if place.get("MASTER_ADDR", LOOPBACK) == LOOPBACK:
-        stay_on_loopback(environment)
+    stay_on_loopback(environment)
     return environment | {name: str(value) for name, value in place.items()}
 
 
@@ -331,10 +327,10 @@ def _watch(ranks: Sequence[Rank], place: LaunchContext, start: Callable[[], None
                 _send(rank, received[0] if place.own_sessions else signal.SIGTERM)
                 _send(rank, signal.SIGCONT)  # one that is stopped leaves with the others
         first = first or _first_failure(ranks, reported if is_told else None, place.outlives)
-        num_more = place.more(is_running) if first is None and not received else 0
-        for _ in range(num_more or 0):
+        num_more = place.more() if first is None and not received else 0
+        for _ in range(num_more):
             start()
-        if not is_running and num_more == 0:
+        if not is_running and not num_more:
             break
         place.each_poll()
         for rank in ranks if time.monotonic() > told_s + place.leave_s else ():
@@ -422,7 +418,6 @@ class UserProgram:
         words: the script, module or file of the call, and its arguments.
         output, each_poll: as of :class:`LaunchContext`.
         prepare: completes the context of the ranks that meet at a store.
-        store: returns it, given the signals that the launcher has received.
     """
 
     kind: str
@@ -430,7 +425,6 @@ class UserProgram:
     output: int | None = None
     each_poll: Callable[[], None] = lambda: None
     prepare: Callable[[dist.TCPStore, LaunchContext], LaunchContext] = lambda store, place: place
-    store: Callable[[Sequence[int]], dist.TCPStore] = lambda received: open_store()
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,12 +459,11 @@ def run_program(
 ) -> ProgramOutcome:
     """Run ``program`` on ``nproc`` ranks until all have ended; ``number``: of the restart.
 
-    ``dist.init_process_group()`` finds what torchrun would tell it; what ranks open listens on loopback alone, unless
-    ``program`` says otherwise.
+    ``dist.init_process_group()`` finds what torchrun would tell it; what ranks open listens on loopback alone.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}" + f"-{number}" * bool(number)
     records, claim = default_place() / name, scratch / f"failed-{number}"
-    store = program.store(received)
+    store = _open_store()
     told: dict[str, object] = {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": store.port,
@@ -487,11 +480,11 @@ def run_program(
     return ProgramOutcome(ended, int(os.readlink(claim)) if claim.is_symlink() else None, records)
 
 
-def open_store(address: str = LOOPBACK, port: int = 0) -> dist.TCPStore:
+def _open_store() -> dist.TCPStore:
     """Return a store at which ranks meet; torch's own would listen on every interface."""
-    listening = socket.create_server((address, port))
+    listening = socket.create_server((LOOPBACK, 0))
     port = listening.getsockname()[1]
-    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return dist.TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def start_user_program() -> None:

@@ -251,10 +251,7 @@ def test_a_program_that_this_launcher_has_not_started_is_told_how_to(monkeypatch
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--spares", "1"], "--spares, --min-nproc, --node-rank and --rdzv-endpoint need --elastic"),
-        (["--node-rank", "1"], "--spares, --min-nproc, --node-rank and --rdzv-endpoint need --elastic"),
-        (["--elastic", "--nnodes", "2", "--rdzv-endpoint", "host0:99999"], "--rdzv-endpoint host0:99999, expected"),
-        (["--elastic", "--nnodes", "2"], "--nnodes is 2, --node-rank 0 and --rdzv-endpoint None, expected"),
+        (["--spares", "1"], "--spares and --min-nproc need --elastic"),
         (["--elastic", "--spares", "-1"], "--spares is -1, expected at least 0"),
         (["--elastic", "-n", "2", "--min-nproc", "3"], "--min-nproc is 3, expected 1 to 2"),
     ],

@@ -324,6 +324,9 @@ def test_ranks_and_their_processes_stop_with_a_launcher_and_end_when_it_is_kille
         (["--nnodes", "3", "-n", "2", "a.py", "--name", "two words"],
          "torchrun --nnodes 3 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 a.py --name 'two words'"),
         (["--nnodes", "2", "-n", "2", "-m", "a.b"], "FIRST_HOST:29400 -m a.b"),
+        (["--elastic", "--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "host0:29400", "-n", "4", "a.py"],
+         "torchrun --nnodes 1:2 --nproc-per-node 4 --max-restarts 9 --rdzv-backend c10d --rdzv-endpoint host0:29400 a.py"),
+        (["--node-rank", "0", "-n", "2", "a.py"], "torchrun --nnodes 2 --nproc-per-node 2"),
     ],
 )  # fmt: skip
 def test_wrong_words_start_nothing(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

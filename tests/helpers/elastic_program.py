@@ -112,8 +112,7 @@ def draw(process: int, number: int, random_kills: dict[str, Any]) -> str | float
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms;
-    "host": with the launcher, and the other ranks of its host.
+    """Train, and let processes be killed as ``kills`` says: ``[process, place, step]``; a number as place: after ms.
 
     ``stuck``: ``[process, step]`` that waits for ever where Python does not run.  ``late``: one that begins the step, and is
     killed, when all ``waiting`` processes have been interrupted in it.  ``ballast``: width of a further layer.
@@ -130,9 +129,7 @@ def train(settings: dict[str, Any]) -> None:
         def set_faults(now: int) -> None:
             for place, step in [each for each in kills if each[1] == now]:
                 kills.remove([place, step])
-                if place == "host":
-                    kill_after(5, [os.getppid()])
-                elif isinstance(place, str):
+                if isinstance(place, str):
                     stack.enter_context(faults.kill_at(place, rank=None))
                 else:
                     kill_after(place)
